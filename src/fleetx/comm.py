@@ -1,0 +1,206 @@
+"""The only user of torch.distributed: collectives that count what they put on the wire.
+
+Bytes are what this rank sends, by the usual ring algorithms for N ranks and S bytes: all-reduce 2(N-1)/N*S,
+all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in byte tensors, never pickle.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import ConfigError
+
+# torch 2.13 renamed it, and warns of the old name; 2.11 has only the old one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+@final
+class Pending:
+    """A collective under way. `wait` returns once its result may be used (on CUDA: by the current stream)."""
+
+    __slots__ = ("_finish", "_work")
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+
+    def then(self, finish: Callable[[], None]) -> Pending:
+        """Run `finish` when waited for, in the waiting thread: never in a backend's own thread, whose order is not ours."""
+        return Pending(self._work, finish)
+
+
+class Comm(abc.ABC):
+    """The ranks that work together, as one of them sees them."""
+
+    rank: int
+    size: int
+    control_device: torch.device
+    bytes_sent: float = 0.0
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
+        """Reduce in place over all ranks."""
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """The tensors of all ranks, stacked in rank order; valid once waited for. Shapes must be equal."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """Overwrite in place with the tensor of `source`."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None: ...
+
+    @abc.abstractmethod
+    def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
+        """The member of a partition of all ranks that holds this one. Every rank calls it with the same partition."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        data = json.dumps(value).encode()
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self.control_device)
+        lengths, pending = self.all_gather(length)
+        pending.wait()
+        sizes = [int(n) for n in lengths.flatten()]
+        # gloo refuses ragged gathers: all ranks pad to the longest.
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered, pending = self.all_gather(padded.to(self.control_device))
+        pending.wait()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(gathered.cpu(), sizes, strict=True)]
+
+
+@final
+class SoloComm(Comm):
+    """One rank alone: every collective is already done."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.control_device = torch.device("cpu")
+
+    def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
+        return Pending(None)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        return tensor.unsqueeze(0).clone(), Pending(None)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        return Pending(None)
+
+    def barrier(self) -> None:
+        return None
+
+    def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
+        return self
+
+
+@final
+class TorchComm(Comm):
+    """Ranks of a torch.distributed process group (gloo, NCCL, or both)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # Control flags travel on the CPU where they can: they then cost the device stream nothing.
+        on_cpu = "gloo" in str(dist.get_backend_config(group)) or "mpi" in str(dist.get_backend_config(group))
+        self.control_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
+        self.bytes_sent += 2 * (self.size - 1) / self.size * tensor.nbytes
+        return Pending(dist.all_reduce(tensor, op=OPS[mode], group=self._group, async_op=True))
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        self.bytes_sent += (self.size - 1) * tensor.nbytes
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        flat = gathered.view(-1) if tensor.dim() else gathered
+        work = _all_gather_single(flat, tensor.contiguous().view(-1), group=self._group, async_op=True)
+        return gathered, Pending(work)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        self.bytes_sent += (self.size - 1) / self.size * tensor.nbytes
+        return Pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
+
+    def barrier(self) -> None:
+        # An all-reduce of one number: it needs no device guess, and works on every backend.
+        self.all_reduce(torch.zeros(1, device=self.control_device)).wait()
+
+    def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
+        mine: Comm | None = None
+        for members in ranks:
+            # Every rank creates every group, in one order: new_group is a collective of the whole world.
+            group = dist.new_group(list(members))
+            if self.rank in members:
+                mine = TorchComm(group) if len(members) > 1 else SoloComm()
+        if mine is None:
+            raise ConfigError(f"rank {self.rank} is in none of the groups {[list(m) for m in ranks]}")
+        return mine
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLevel:
+    """Ranks of this node, and the ranks that hold the same place on every node."""
+
+    inside: Comm
+    across: Comm
+
+
+def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel:
+    """Split a world by node (host name unless told), for one thing inside a node and another between nodes."""
+    nodes = list(node_of_rank) if node_of_rank is not None else comm.gather_json(socket.gethostname())
+    by_node = [[r for r in range(comm.size) if nodes[r] == node] for node in dict.fromkeys(nodes)]
+    widths = {len(members) for members in by_node}
+    if len(widths) > 1:
+        raise ConfigError(f"two-level groups need equally many ranks on every node; found {sorted(widths)}")
+    across = [list(peers) for peers in zip(*by_node, strict=True)]
+    return TwoLevel(inside=comm.subgroup(by_node), across=comm.subgroup(across))
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def open_group(backend: str, *, rank: int, size: int, address: str, port: int, timeout: timedelta | None) -> None:
+    """Make the default process group at a known address."""
+    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=size, timeout=timeout)
+
+
+def open_group_from_env(backend: str, *, timeout: timedelta | None) -> None:
+    """Make the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with a launcher's own store."""
+    dist.init_process_group(backend, init_method="env://", timeout=timeout)
+
+
+def close_group() -> None:
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def sharding_of(module: nn.Module) -> str | None:
+    """The name of the wrapper or tensor type by which a module is already distributed, or None."""
+    from torch.distributed.tensor import DTensor
+
+    wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+    for child in module.modules():
+        for base in type(child).__mro__:
+            if base.__name__ in wrappers and base.__module__.startswith("torch."):
+                return base.__name__
+    if any(isinstance(p, DTensor) or isinstance(p.data, DTensor) for p in module.parameters()):
+        return "DTensor"
+    return None

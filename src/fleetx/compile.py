@@ -1,0 +1,101 @@
+"""From a strategy to a pipeline: collect claims, refuse conflicts all at once, build each part, fill the empty slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .buckets import Buckets
+from .comm import Comm
+from .errors import ConfigError, StrategyConflict
+from .first_look import FirstLook
+from .overview import conflict_lines
+from .pipeline import Pipeline, Stages
+from .slots import Merge, Part, Site, Slot, not_available
+from .strategies.allreduce import DenseAllReduce
+from .strategy import DistributedStrategy
+from .tail import Tail
+from .unused import UnusedCheck
+
+
+@final
+class PlainBackward:
+    """BACKWARD when nothing scales the loss."""
+
+    needs_loss = False
+    checks_finite = False
+
+    def scale(self) -> float:
+        return 1.0
+
+    def settle(self, *, finite: bool) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    pipeline: Pipeline
+    forward: Any | None
+    """The FORWARD stage (autocast), if a part claims it."""
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """All conflicts at once; then what is not built yet. Nothing asked for is ever dropped."""
+    lines = conflict_lines(parts)
+    if lines:
+        raise StrategyConflict("\n".join(line.removeprefix("Conflict: ") for line in lines))
+    for part in parts:
+        if not part.available:
+            raise not_available(part.name)
+
+
+def compile_strategy(
+    strategy: DistributedStrategy,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    comm: Comm,
+    device: torch.device,
+) -> Compiled:
+    parts = strategy.parts()
+    check_parts(parts)
+    site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device)
+    filled: dict[Slot, Any] = {}
+    for part in parts:
+        filled.update(part.build(site))
+    stages = Stages(
+        merge=filled.get(Slot.MERGE, Merge()),
+        backward=filled.get(Slot.BACKWARD, PlainBackward()),
+        reduce=filled.get(Slot.REDUCE, DenseAllReduce(comm)),
+        clip=filled.get(Slot.CLIP),
+        update=filled.get(Slot.UPDATE, optimizer),
+        average=filled.get(Slot.AVERAGE),
+    )
+    allowed = strategy.find_unused_parameters
+    tail = Tail(model, rank=comm.rank, size=comm.size, flags=len(params) if allowed else 0) if comm.size > 1 else None
+    bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
+    buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=stages.reduce.carries_tail, comm=comm)
+    unused = UnusedCheck(buckets, comm, allowed=allowed)
+    pipeline = Pipeline(stages, buckets, comm, unused, FirstLook(model))
+    return Compiled(pipeline=pipeline, forward=filled.get(Slot.FORWARD))
+
+
+def require_plain_optimizer(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"distribute was given {type(optimizer).__name__} as the optimizer; it takes a torch.optim.Optimizer.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS needs a closure, which runs backward several times for one update, past the reducer. Use SGD or Adam."
+        )

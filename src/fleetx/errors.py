@@ -1,0 +1,40 @@
+"""Every error a user can meet. A message says what was received, what is allowed, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FleetError(Exception):
+    """Base of all errors raised on purpose by this library."""
+
+
+class ConfigError(FleetError, ValueError):
+    """A setting, an argument or an environment variable that cannot be used as given."""
+
+
+class StrategyConflict(ConfigError):
+    """Two parts of a strategy claim the same slot of a step."""
+
+
+class DataError(FleetError):
+    """A data file or a sample that cannot be used."""
+
+
+class CheckpointError(FleetError):
+    """A checkpoint that is damaged, or that belongs to another run."""
+
+
+class LaunchError(FleetError):
+    """Workers that could not be started."""
+
+
+class FleetWarning(UserWarning):
+    """Something works, but probably not as intended."""
+
+
+def did_you_mean(wanted: str, known: Iterable[str]) -> str:
+    """A sentence such as " Did you mean `localsgd`?", or nothing when no known name is near."""
+    near = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
+    return f" Did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,103 @@
+"""A look at the first forward: is each rank fed its own data, and was the model compiled behind our back?"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm
+from .errors import ConfigError, FleetWarning
+
+COMPILE_FIRST = (
+    "the model was compiled after fleet.distribute(...). Compile first: "
+    "model = torch.compile(model); model, optimizer = fleet.distribute(model, optimizer, strategy)"
+)
+
+
+def digest(value: Any) -> str | None:
+    """A fingerprint of all tensors in a (nested) value, or None when it holds none."""
+    hasher = hashlib.sha256()
+    found = _feed(hasher, value)
+    return hasher.hexdigest()[:16] if found else None
+
+
+def _feed(hasher: Any, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if value.is_sparse or value.is_quantized:
+            return False
+        data = (
+            value.detach().cpu().contiguous().flatten().view(torch.uint8) if value.numel() else torch.zeros(0, dtype=torch.uint8)
+        )
+        hasher.update(str((value.shape, value.dtype)).encode() + data.numpy().tobytes())
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any([_feed(hasher, item) for item in value])
+    return False
+
+
+@final
+class FirstLook:
+    """Hooks the model's first training forward. Says nothing, and costs nothing, afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._compiled_before = _is_compiled(model)
+        self._digest: str | None = None
+        self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is not self._model:
+            return
+        if not self._compiled_before and _called_from_compiled(module):
+            raise ConfigError(COMPILE_FIRST)
+        if module.training and self._digest is None and torch.is_grad_enabled():
+            self._digest = digest([args, kwargs])
+
+    def finish(self, comm: Comm, *, loss: Tensor | None, weighted: bool) -> None:
+        """Compare the ranks once, at the first update. Every rank is here: it is about to reduce."""
+        self._handle.remove()
+        if not self._compiled_before and _is_compiled(self._model):
+            raise ConfigError(COMPILE_FIRST)
+        if comm.size == 1:
+            return
+        seen = self._digest or (None if loss is None else float(loss.detach()).hex())
+        ranks = comm.gather_json({"batch": seen, "weighted": weighted})
+        if len({rank["weighted"] for rank in ranks}) > 1:
+            having = [i for i, rank in enumerate(ranks) if rank["weighted"]]
+            raise ConfigError(f"only ranks {having} pass weight= to minimize/backward; every rank must, or none.")
+        if comm.rank == 0 and seen is not None and len({rank["batch"] for rank in ranks}) == 1:
+            warnings.warn(
+                f"all {comm.size} ranks saw the same first batch, so they do the same work. "
+                "Give each its share: DataLoader(data, batch_size, sampler=fleet.sampler(data)).",
+                FleetWarning,
+                stacklevel=2,
+            )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def _called_from_compiled(model: nn.Module) -> bool:
+    """Whether a torch.compile wrapper of this very model is on the call stack."""
+    frame = sys._getframe(1)
+    for _ in range(30):
+        caller = frame.f_back
+        if caller is None:
+            return False
+        frame = caller
+        wrapper = frame.f_locals.get("self")
+        if type(wrapper).__name__ == "OptimizedModule" and wrapper._orig_mod is model:  # type: ignore[union-attr]
+            return True
+    return False

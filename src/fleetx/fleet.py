@@ -1,0 +1,226 @@
+"""`fleet`: init, roles, distribute. A thin face; the work is done elsewhere.
+
+fleet.init()
+model, optimizer = fleet.distribute(model, optimizer, strategy)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sized
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import util, world
+from .compile import check_parts, compile_strategy, require_plain_optimizer
+from .errors import ConfigError
+from .optimizer import FleetOptimizer
+from .placement import (
+    agree_on_model,
+    broadcast_from_first,
+    frozen_parameters,
+    move,
+    named_trainable,
+    refuse_unsuited,
+    take_ownership,
+)
+from .sampler import FleetSampler
+from .strategy import DistributedStrategy
+
+__all__ = [
+    "DistributedStrategy",
+    "autocast",
+    "barrier_worker",
+    "device",
+    "distribute",
+    "distributed_model",
+    "distributed_optimizer",
+    "init",
+    "is_first_worker",
+    "is_initialized",
+    "local_rank",
+    "node_num",
+    "sampler",
+    "util",
+    "worker_endpoints",
+    "worker_index",
+    "worker_num",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+_default_strategy: DistributedStrategy | None = None
+_autocast: Any | None = None
+_models_waiting: list[weakref.ref[nn.Module]] = []
+_optimizers_waiting: list[weakref.ref[FleetOptimizer]] = []
+
+
+def init(
+    role: object = None,
+    is_collective: bool = True,
+    strategy: DistributedStrategy | None = None,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+) -> None:
+    """Join the job: an existing process group, or a launcher's variables, or alone. Calling it again changes nothing.
+
+    `role` is Fleet's role maker; ranks come from the environment, so any object is accepted. `is_collective=False` would be
+    a parameter server, which this library has not.
+    """
+    if is_collective is not True:
+        raise ConfigError(
+            f"is_collective is {is_collective!r}: parameter servers are not supported. Write fleet.init(is_collective=True)."
+        )
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise ConfigError(f"strategy is {type(strategy).__name__}; it must be a fleet.DistributedStrategy.")
+    global _default_strategy
+    if strategy is not None:
+        _default_strategy = strategy.copy()
+    world.open_world(backend=backend, timeout=timeout)
+
+
+def is_initialized() -> bool:
+    return world.is_open()
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return world.current().device
+
+
+def worker_index() -> int:
+    """This process's rank, from 0."""
+    return world.current().comm.rank
+
+
+def worker_num() -> int:
+    """How many ranks there are."""
+    return world.current().comm.size
+
+
+def is_first_worker() -> bool:
+    return worker_index() == 0
+
+
+def local_rank() -> int:
+    """This process's place on its node, from 0."""
+    return world.current().local_rank
+
+
+def node_num() -> int:
+    return world.current().node_num
+
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """`host:local_rank` of every rank, as a list or joined by commas."""
+    endpoints = list(world.current().endpoints)
+    return ",".join(endpoints) if to_string else endpoints
+
+
+def barrier_worker() -> None:
+    """Wait until every rank is here."""
+    world.current().comm.barrier()
+
+
+def sampler(dataset: Sized | int, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> FleetSampler:
+    """This rank's share of a dataset: equal counts for training (shuffle), every sample once for evaluation (no shuffle)."""
+    comm = world.current().comm
+    return FleetSampler(dataset, rank=comm.rank, size=comm.size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+def autocast() -> AbstractContextManager[None]:
+    """The strategy's autocast, for a loss computed outside the model; without `amp` it does nothing."""
+    context: AbstractContextManager[None] = contextlib.nullcontext() if _autocast is None else _autocast.context()
+    return context
+
+
+def distribute(
+    model: M,
+    optimizer: Optimizer,
+    strategy: DistributedStrategy | None = None,
+    *,
+    sample: Any = None,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+) -> tuple[M, FleetOptimizer]:
+    """Prepare a model and its optimizer in place; the very same module comes back, with an optimizer that drives the strategy.
+
+    `sample` (one batch) and `loss_fn(model, batch)` are for parts that must run steps themselves.
+    """
+    require_plain_optimizer(optimizer)
+    if isinstance(optimizer, FleetOptimizer):
+        raise ConfigError("this optimizer is already distributed. Give fleet.distribute(...) the torch optimizer, once.")
+    face = FleetOptimizer(optimizer)
+    _bind(model, face, _chosen(strategy))
+    return model, face
+
+
+def distributed_model(model: M) -> M:
+    """Fleet's two-call spelling, together with `distributed_optimizer`, in either order."""
+    _require_module(model)
+    mine = {id(p) for p in model.parameters()}
+    for reference in list(_optimizers_waiting):
+        face = reference()
+        if face is None:
+            _optimizers_waiting.remove(reference)
+        elif mine & face.parameter_ids():
+            _optimizers_waiting.remove(reference)
+            _bind(model, face, face.strategy_waiting)
+            return model
+    _models_waiting.append(weakref.ref(model))
+    return model
+
+
+def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> FleetOptimizer:
+    """Fleet's two-call spelling: the optimizer meets the model that `distributed_model` was or will be given."""
+    require_plain_optimizer(optimizer)
+    face = FleetOptimizer(optimizer, strategy_waiting=_chosen(strategy))
+    check_parts(face.strategy_waiting.parts())
+    for reference in list(_models_waiting):
+        model = reference()
+        if model is None:
+            _models_waiting.remove(reference)
+        elif face.parameter_ids() & {id(p) for p in model.parameters()}:
+            _models_waiting.remove(reference)
+            _bind(model, face, face.strategy_waiting)
+            return face
+    _optimizers_waiting.append(weakref.ref(face))
+    return face
+
+
+def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    """A copy: changing the user's object later changes nothing here."""
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise ConfigError(f"strategy is {type(strategy).__name__}; it must be a fleet.DistributedStrategy.")
+    return (strategy or _default_strategy or DistributedStrategy()).copy()
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"distribute was given {type(model).__name__} as the model; it takes a torch.nn.Module.")
+
+
+def _bind(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
+    """Everything that can be refused is refused before anything is changed."""
+    global _autocast
+    _require_module(model)
+    here = world.current()
+    optimizer = face.update
+    check_parts(strategy.parts())
+    params = named_trainable(model, optimizer)
+    refuse_unsuited(model, params)
+    agree_on_model(params, model, strategy.to_json(), here.comm)
+    move(model, optimizer, params, here.device)
+    broadcast_from_first(model, params, here.comm)
+    compiled = compile_strategy(strategy, model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device)
+    take_ownership(params, compiled.pipeline)
+    face.bind(compiled.pipeline, frozen=frozen_parameters(model))
+    if compiled.forward is not None:
+        _autocast = compiled.forward
+    if here.comm.rank == 0:
+        print(strategy, flush=True)

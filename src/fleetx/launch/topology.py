@@ -1,0 +1,100 @@
+"""From what was asked to who runs where: processes, devices, log files, environments. Pure functions, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleetx.errors import ConfigError
+
+CPU_PROCESSES = 2  # without a GPU: the fewest ranks that make a script meet a collective
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before a process is started."""
+
+    target: str  # a script's path, or a module's name
+    is_module: bool
+    arguments: tuple[str, ...]
+    process_count: int
+    gpus: tuple[int, ...]  # chosen with --gpus; empty: all that are visible
+    devices: tuple[str, ...]  # one for each local rank: "gpu:0", or "cpu"
+    log_dir: Path
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """ "0,1" -> (0, 1)."""
+    entries = [entry.strip() for entry in text.split(",")]
+    if not all(entry.isascii() and entry.isdigit() for entry in entries):
+        raise ConfigError(f"--gpus takes GPU numbers with commas between them, such as 0,1; got {text!r}.")
+    gpus = tuple(int(entry) for entry in entries)
+    if len(set(gpus)) < len(gpus):
+        raise ConfigError(f"--gpus names a GPU twice: {text!r}. For more ranks than GPUs, add --nproc_per_node.")
+    return gpus
+
+
+def check_gpus(gpus: tuple[int, ...], *, visible_gpus: int, visible_devices: str | None) -> None:
+    """Refuse GPUs that are not there. `visible_devices` is CUDA_VISIBLE_DEVICES as set around us: it bounds the choice."""
+    if gpus and not visible_gpus:
+        raise ConfigError("--gpus was given, but torch sees no GPU here. Leave it out to run on the CPU.")
+    if visible_devices:
+        allowed = [entry.strip() for entry in visible_devices.split(",")]
+        why = f"CUDA_VISIBLE_DEVICES is {visible_devices}"
+    else:
+        allowed = [str(index) for index in range(visible_gpus)]
+        why = f"torch sees {visible_gpus}, counted from 0"
+    missing = [str(gpu) for gpu in gpus if str(gpu) not in allowed]
+    if missing:
+        raise ConfigError(f"--gpus names GPU {', '.join(missing)}, which cannot be used: {why}.")
+
+
+def count_processes(requested: int | None, *, gpus: tuple[int, ...], visible_gpus: int) -> int:
+    """One rank for each GPU unless told otherwise; on a machine without GPUs, two."""
+    return requested or len(gpus) or visible_gpus or CPU_PROCESSES
+
+
+def assign_devices(process_count: int, *, gpus: tuple[int, ...], visible_gpus: int) -> tuple[str, ...]:
+    """The device of each local rank; ranks beyond the number of GPUs share them in turn."""
+    usable = gpus or tuple(range(visible_gpus))
+    if not usable:
+        return ("cpu",) * process_count
+    return tuple(f"gpu:{usable[rank % len(usable)]}" for rank in range(process_count))
+
+
+def log_path(log_dir: Path, rank: int) -> Path:
+    """The one file that holds what this (global) rank writes to stdout and stderr."""
+    return log_dir / f"workerlog.{rank}"
+
+
+def stale_logs(present: list[Path], ranks: range) -> list[Path]:
+    """Logs of an earlier, larger run: beside fresh ones they would be read as part of this run."""
+    mine = {f"workerlog.{rank}" for rank in ranks}
+    return [path for path in present if path.name.removeprefix("workerlog.").isdigit() and path.name not in mine]
+
+
+def shim_arguments(shim: Path, plan: Plan) -> tuple[str, ...]:
+    """Arguments of the Python that each worker starts as; `worker.py` reads them back."""
+    words = (str(shim), "module" if plan.is_module else "script", plan.target, *plan.arguments)
+    return tuple(word.replace("$", "$$") for word in words)  # elastic expands ${local_rank} in them, and eats one of $$
+
+
+def worker_environment(
+    assigned: Mapping[str, str], plan: Plan, *, inherited: Mapping[str, str], cores: int, terminal: str | None
+) -> dict[str, str]:
+    """What a worker's environment holds beyond `assigned`, the variables elastic gives it (RANK, MASTER_ADDR, ...)."""
+    rank = int(assigned["RANK"])
+    added = {
+        "PADDLE_TRAINER_ID": assigned["RANK"],
+        "PADDLE_TRAINERS_NUM": assigned["WORLD_SIZE"],
+        "PYTHONUNBUFFERED": "1",
+        "FLEETX_WORKER_LOG": str(log_path(plan.log_dir, rank).absolute()),
+    }
+    if "OMP_NUM_THREADS" not in inherited:
+        added["OMP_NUM_THREADS"] = str(max(1, cores // plan.process_count))
+    if plan.gpus:  # all of them for every rank: LOCAL_RANK is the index among them
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in plan.gpus)
+    if terminal is not None and rank == 0:
+        added["FLEETX_TTY"] = terminal
+    return added

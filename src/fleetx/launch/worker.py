@@ -1,0 +1,90 @@
+"""What each worker runs first: point stdout and stderr at this rank's log, then become the user's script.
+
+Elastic would open stdout and stderr as two files, each with its own offset, so that neither tells in which order lines were
+written. Here both are one file, opened with O_APPEND. This file is started by its path and imports only the standard
+library: the log is open, and Ctrl-C is handled, before the seconds that importing torch takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from types import TracebackType
+
+FAILURE_FILE = "FLEETX_FAILURE_FILE"
+
+
+def redirect_output(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+
+
+def run_target(kind: str, target: str, arguments: list[str]) -> None:
+    """Run as `python target` or `python -m target` would: the same __main__, sys.argv and sys.path."""
+    sys.argv = [target, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(target))
+    if kind == "module":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(os.path.abspath(target), run_name="__main__")
+
+
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback from the user's first frame on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    return frames
+
+
+def innermost_user_frame(error: BaseException) -> str | None:
+    """ "train.py:12, in main": the deepest frame outside Python's and pip's folders, where the mistake usually is."""
+    import sysconfig
+
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    frames = traceback.extract_tb(user_traceback(error))
+    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))] or frames
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}" if own else None
+
+
+def record_failure(error: BaseException) -> None:
+    """Tell the launcher what ended this rank, and when: of several failing ranks the first one matters."""
+    said = str(error).strip().splitlines()
+    name = type(error).__qualname__
+    record = {
+        "time_ns": time.time_ns(),
+        "error": f"{name}: {said[0]}" if said else name,
+        "where": innermost_user_frame(error),
+    }
+    with contextlib.suppress(OSError, KeyError), open(os.environ[FAILURE_FILE], "w", encoding="utf-8") as file:
+        json.dump(record, file)
+
+
+def main(kind: str, target: str, *arguments: str) -> int:
+    try:
+        redirect_output(os.environ["FLEETX_WORKER_LOG"])
+        run_target(kind, target, list(arguments))
+    except KeyboardInterrupt as error:  # rank 0's log is on the console: the launcher's one line says where it stood
+        record_failure(error)
+        return 130
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            record_failure(error)
+        raise
+    except BaseException as error:
+        record_failure(error)
+        sys.excepthook(type(error), error.with_traceback(user_traceback(error)), error.__traceback__)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,128 @@
+"""The face a user sees: a torch optimizer that holds the very groups of the one given, and runs the pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import ConfigError
+from .pipeline import Pipeline
+from .report import Report
+from .strategy import DistributedStrategy
+
+
+@final
+class FleetOptimizer(Optimizer):
+    """What `fleet.distribute` returns. `minimize(loss)`, or `backward(loss)`, `step()`, `zero_grad()`."""
+
+    def __init__(self, inner: Optimizer, strategy_waiting: DistributedStrategy | None = None) -> None:
+        self.update = inner
+        """The optimizer that changes the parameters: the one given, or the one a strategy put in its place."""
+        self.strategy_waiting = strategy_waiting or DistributedStrategy()
+        self._bound: Pipeline | None = None
+        self._frozen: dict[str, nn.Parameter] = {}
+        # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
+        super().__setstate__({"defaults": inner.defaults})
+
+    def bind(self, pipeline: Pipeline, *, frozen: dict[str, nn.Parameter]) -> None:
+        self._bound, self._frozen = pipeline, frozen
+        self.update = pipeline.stages.update
+        self._param_count = sum(len(group["params"]) for group in self.param_groups)
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        if self._bound is None:
+            raise ConfigError(
+                "this optimizer has met no model yet. Call fleet.distributed_model(model) too, or use fleet.distribute(...)."
+            )
+        return self._bound
+
+    def parameter_ids(self) -> set[int]:
+        return {id(p) for group in self.param_groups for p in group["params"]}
+
+    # Shared, not copied: load_state_dict gives the inner optimizer new dicts, and a scheduler must see those.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.update.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.update.state
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming micro-step closes a window (after its backward: whether it has)."""
+        return self._pipeline.due
+
+    def minimize(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> Report:
+        """One micro-step: backward; when due reduce, update, average, zero."""
+        self.backward(loss, weight, retain_graph=retain_graph)
+        report = self.step()
+        if report.due:
+            self._pipeline.buckets.zero()
+        return report
+
+    def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
+        """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
+        pipeline = self._pipeline
+        self._refuse_changed_parameters()
+        pipeline.backward(loss, None if weight is None else float(weight), retain_graph=retain_graph)
+
+    def step(self, closure: None = None) -> Report:  # type: ignore[override]
+        if closure is not None:
+            raise ConfigError(
+                "a closure would run backward several times for one update, past the reducer. "
+                "Write optimizer.minimize(loss) in the loop instead."
+            )
+        pipeline = self._pipeline
+        self._refuse_changed_parameters()
+        return pipeline.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, also those reduced but not applied yet; inside a merge window nothing happens."""
+        self._pipeline.forget_gradients(set_to_none=set_to_none)
+
+    def flush(self) -> Report:
+        """Close a window early, with the micro-batches it has. Every rank must call it, at the same place."""
+        report = self._pipeline.flush()
+        if report.due:
+            self._pipeline.buckets.zero()
+        return report
+
+    def average(self) -> None:
+        """Average the weights now. Under a per-step reducer they are equal already: nothing is to be done."""
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Averaged weights inside, each rank's own afterwards. Under a per-step reducer the two are the same."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.update.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.update.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigError(
+            "a parameter group cannot be added after fleet.distribute(...): the bucket layout is fixed for the run. "
+            "Add it to your optimizer first, then call fleet.distribute(...)."
+        )
+
+    def __repr__(self) -> str:
+        return f"FleetOptimizer({self.update!r})"
+
+    def _refuse_changed_parameters(self) -> None:
+        """A parameter unfrozen or added later would train alone on each rank."""
+        for name, param in self._frozen.items():
+            if param.requires_grad:
+                raise ConfigError(
+                    f"`{name}` was frozen in fleet.distribute(...) and is trainable now. Leave it trainable until then "
+                    "and set strategy.find_unused_parameters = True, or call fleet.distribute(...) after unfreezing."
+                )
+        if sum(len(group["params"]) for group in self.param_groups) != self._param_count:
+            raise ConfigError("parameters were added to the optimizer after fleet.distribute(...). Add them before it.")

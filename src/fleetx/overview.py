@@ -1,0 +1,103 @@
+"""Tables for people: what a strategy is set to, and which part fills which slot. Pure functions of plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from .slots import Part, Slot, conflicts
+
+# Fleet's own measures, so that logs look as its users know them.
+INDENT = " " * 4
+WIDTH = 78
+COLUMN = 38
+
+UNCLAIMED = {
+    Slot.MODULE: "none",
+    Slot.FORWARD: "plain",
+    Slot.BACKWARD: "plain",
+    Slot.MERGE: "none",
+    Slot.REDUCE: "dense all-reduce",
+    Slot.CLIP: "none",
+    Slot.MOMENTUM: "your optimizer",
+    Slot.UPDATE: "your optimizer",
+    Slot.AVERAGE: "none",
+}
+
+
+def overview(settings: Mapping[str, Any], *, scalars: Collection[str]) -> str:
+    """The table of `print(strategy)`, from `strategy.to_dict()` and the names of the settings that belong to no part."""
+    double, single = f"+{'=' * WIDTH}+", f"+{'-' * WIDTH}+"
+    lines = [double, _row(""), _row("DistributedStrategy Overview"), _row(""), double]
+    for title, block in _blocks(settings, scalars):
+        lines.append(_row(title))
+        if block:
+            lines += [single, *(row for key, value in block.items() for row in _setting(key, value))]
+        lines.append(double)
+    return "\n".join(INDENT + line for line in lines)
+
+
+def _blocks(settings: Mapping[str, Any], scalars: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            switch = name.removesuffix("_configs")
+            yield f"{switch}={settings.get(switch, False)} <-> {name}", value
+        elif name not in scalars and f"{name}_configs" not in settings:
+            yield f"{name}={value}", {}
+    yield "Communication Flags", {name: settings[name] for name in scalars}
+
+
+def _row(text: str) -> str:
+    return f"|{text:^{WIDTH}}|"
+
+
+def _setting(key: str, value: Any) -> Iterator[str]:
+    elements = value if isinstance(value, list) and value else [value]
+    for text in (chunk for element in elements for chunk in _chunks(element)):
+        yield f"|{key:>{COLUMN}}  {text:^{COLUMN}}|"
+        key = ""
+
+
+def _chunks(value: Any) -> list[str]:
+    """The value as text, cut to the column: a long module name must not break the frame."""
+    text = str(value)
+    text = text if text.isprintable() else repr(value)
+    return [text[start : start + COLUMN] for start in range(0, len(text), COLUMN)]
+
+
+def slot_table(parts: Sequence[Part]) -> str:
+    """One row per slot in the order of a step, then what stands in the way of running it."""
+    rows = [
+        (slot.value, ", ".join(_described(part) for part in parts if slot in part.claims()) or UNCLAIMED[slot]) for slot in Slot
+    ]
+    rows += [("no slot", _described(part)) for part in parts if not part.claims()]
+    lines = [f"{slot:<10}{filled_by}" for slot, filled_by in [("slot", "filled by"), *rows]]
+    return "\n".join(lines + conflict_lines(parts) + _not_available(parts))
+
+
+def conflict_lines(parts: Sequence[Part]) -> list[str]:
+    """One sentence per slot that is claimed more than once, with each claimant's reason."""
+    why = {part.name: part.why for part in parts}
+    return [
+        f"Conflict: {_listed(names)} {'both' if len(names) == 2 else 'all'} claim `{slot.value}`. "
+        + " ".join([why[name] for name in names if why[name]] + ["Keep one of them."])
+        for slot, names in conflicts((part.name, part.claims()) for part in parts).items()
+    ]
+
+
+def _not_available(parts: Sequence[Part]) -> list[str]:
+    missing = [part.name for part in parts if not part.available]
+    return [f"Not available yet in this version: {', '.join(missing)}."] if missing else []
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _described(part: Part) -> str:
+    """The part's name with the settings that differ from its defaults."""
+    default = type(part)()
+    pairs = [(field.name, getattr(part, field.name), getattr(default, field.name)) for field in dataclasses.fields(part)]
+    changed = [f"{name}={value!r}" for name, value, usual in pairs if value != usual]
+    return f"{part.name} ({', '.join(changed)})" if changed else part.name

@@ -1,0 +1,43 @@
+"""Change a module's forward in place, so that class, names and state dict stay the user's and copies stay plain."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+@final
+class PatchedForward:
+    """Stands in `module.__dict__["forward"]`. A copy of the module (deepcopy, pickle) gets the original forward, its own."""
+
+    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
+        self.module = module
+        self.inner: Forward = module.forward
+        self.around = around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.around(self.inner, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An instance attribute bound to this module would make an EMA copy compute with these weights.
+        # deepcopy maps `self.module` to the copy being made, and so binds the class's own function to it.
+        original = self.inner
+        while isinstance(original, PatchedForward):
+            original = original.inner
+        if isinstance(original, types.MethodType) and original.__self__ is self.module:
+            return types.MethodType, (original.__func__, self.module)
+        return _same, (original,)
+
+
+def _same(value: Forward) -> Forward:
+    return value
+
+
+def patch_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Call `around(forward, *args, **kwargs)` wherever the module's forward was called."""
+    module.forward = PatchedForward(module, around)

@@ -1,0 +1,280 @@
+"""The life of a step. Every rank passes every line, so every collective is met by all.
+
+backward   seed the loss; when due, arm the buckets first, so that REDUCE starts inside backward
+step       when due: CLIP, UPDATE, settle the loss scale, AVERAGE; else nothing
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .buckets import Bucket, Buckets, global_norm
+from .comm import Comm, Pending
+from .errors import ConfigError, FleetError
+from .first_look import FirstLook
+from .graph import leaves
+from .report import Report
+from .slots import Average, Backward, Clip, Merge, Reduce, Step
+from .unused import UnusedCheck
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-steps that make one update."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    micro_steps: int = 0
+    entered: bool = False
+    """A micro-step began that optimizer.step() has not ended."""
+    closed: bool = False
+    """Its gradients are reduced; only the update is left."""
+
+
+@dataclass(slots=True)
+class Stages:
+    """What fills the slots of a step."""
+
+    merge: Merge
+    backward: Backward
+    reduce: Reduce
+    clip: Clip | None
+    update: Optimizer
+    average: Average | None
+
+
+_alive: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@final
+class Pipeline:
+    def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, unused: UnusedCheck, first_look: FirstLook) -> None:
+        self.stages, self.buckets, self.comm = stages, buckets, comm
+        self.index = 0
+        """Updates due so far, skipped ones too; the same on every rank."""
+        self.window = Window()
+        self._unused = unused
+        self._first_look: FirstLook | None = first_look
+        self._weighted: bool | None = None
+        self._grad_norm: Tensor | None = None
+        self._reported_bytes = comm.bytes_sent
+        self._param_ids = {id(p) for bucket in buckets for p in bucket.params}
+        _alive.add(self)
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming micro-step closes the window, or the one just done has."""
+        return self.window.closed or self.window.micro_steps + 1 >= self.stages.merge.micro_steps
+
+    def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
+        """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
+        self._check_call(loss, weight)
+        if self.buckets.stale:
+            self.buckets.zero()
+        due = self.due
+        self._enter(loss, weight)
+        seed = self._arm(weight) if due else self._raw_seed(weight)
+        try:
+            self._run_backward(loss, seed, retain_graph=retain_graph)
+        except BaseException:
+            self.buckets.disarm()
+            raise
+        self.buckets.arrived = False
+        if due:
+            self._close()
+
+    def step(self) -> Report:
+        """End a micro-step; a no-op inside a window."""
+        if self.buckets.arrived and not self.window.closed:
+            self._take_bare_gradients()
+        if self.window.closed:
+            return self._update()
+        if not self.window.entered:
+            raise FleetError("optimizer.step() found no new gradients. Call optimizer.backward(loss) first.")
+        self.window.entered = False
+        return self._report(due=False, updated=False)
+
+    def flush(self) -> Report:
+        """Close a window early. Every rank must call it, at the same place."""
+        if self.buckets.arrived and not self.window.closed:
+            self._take_bare_gradients()
+        if self.window.micro_steps and not self.window.closed:
+            self._reduce_now()
+        return self._update() if self.window.closed else self._report(due=False, updated=False)
+
+    def forget_gradients(self, *, set_to_none: bool = True) -> None:
+        """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
+        if self.window.closed:
+            self.index += 1
+            self.window = Window()
+            self.buckets.finish_window()
+        if self.window.micro_steps == 0:
+            self.buckets.arrived = False
+            self.buckets.finish_window()
+            self.buckets.zero(set_to_none=set_to_none)
+
+    def _update(self) -> Report:
+        """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none."""
+        self.index += 1
+        step = self._step(self.index)
+        if self.stages.clip is not None:
+            self.buckets.adopt_replaced()
+            self._grad_norm = global_norm(self.buckets.flats)
+        finite = self._is_finite()
+        if finite:
+            if self.stages.clip is not None and self._grad_norm is not None:
+                self.stages.clip(self.buckets.flats, self._grad_norm)
+            self.stages.update.step()
+        scale = self.stages.backward.scale()
+        self.stages.backward.settle(finite=finite)
+        if self.stages.average is not None:
+            self.stages.average(step, self._window_loss())
+        report = self._report(due=True, updated=finite, loss_scale=scale)
+        self.window = Window()
+        self.buckets.finish_window()
+        return report
+
+    # --- the window -------------------------------------------------------------------------------------------
+
+    def _enter(self, loss: Tensor | None, weight: float | None) -> None:
+        self.window.micro_steps += 1
+        self.window.entered = True
+        if loss is not None:
+            self.window.losses.append(loss.detach())
+        if weight is not None:
+            self.window.weights.append(weight)
+
+    def _take_bare_gradients(self) -> None:
+        """Gradients of a bare `loss.backward()`: one micro-step, reduced here without overlap."""
+        if self.stages.backward.needs_loss:
+            raise ConfigError(
+                "this strategy needs to see the loss, but gradients came from loss.backward(). "
+                "Write optimizer.backward(loss) instead, or optimizer.minimize(loss)."
+            )
+        if self.window.weights:
+            raise ConfigError(
+                "this window began with weight=; a bare loss.backward() has none. Write optimizer.backward(loss, weight)."
+            )
+        self._enter(None, None)
+        self.buckets.arrived = False
+        for bucket in self.buckets:
+            bucket.collect()
+        if self.window.micro_steps >= self.stages.merge.micro_steps:
+            self._reduce_now()
+
+    def _raw_seed(self, weight: float | None) -> float:
+        return self.stages.backward.scale() * (1.0 if weight is None else weight)
+
+    def _arm(self, weight: float | None) -> float:
+        """Make ready to reduce inside backward; the factor on the loss is returned."""
+        self._agree()
+        clean = self.window.micro_steps == 1 and not self.buckets.arrived
+        if clean and weight is None and self.stages.backward.scale() == 1.0:
+            # Nothing is in the buckets yet, so the mean over ranks can enter with the loss: no pass over the gradients.
+            self.buckets.arm(self._start, factor=1.0)
+            return 1.0 / self.comm.size
+        self.buckets.arm(self._start, factor=self._factor())
+        return self._raw_seed(weight)
+
+    def _factor(self) -> float:
+        """What turns the sums in the buckets into true gradients, once they are summed over ranks."""
+        if self.window.weights:
+            total = torch.tensor([math.fsum(self.window.weights)], dtype=torch.float64, device=self.comm.control_device)
+            self.comm.all_reduce(total).wait()
+            divisor = float(total)
+        else:
+            divisor = float(self.comm.size * (self.window.micro_steps if self.stages.merge.mean else 1))
+        # All weights 0 on all ranks: the gradients are 0 too, and must not become NaN.
+        return 0.0 if divisor == 0.0 else 1.0 / (divisor * self.stages.backward.scale())
+
+    def _step(self, index: int) -> Step:
+        return Step(index=index, lr=float(self.stages.update.param_groups[0]["lr"]))
+
+    def _start(self, bucket: Bucket) -> Pending:
+        return self.stages.reduce.start(bucket, self._step(self.index + 1))
+
+    def _agree(self) -> None:
+        """Once, before the first reduce: all ranks weigh or none, and each has its own data."""
+        self._unused.before_reduce()
+        if self._first_look is not None:
+            look, self._first_look = self._first_look, None
+            loss = self.window.losses[0] if self.window.losses else None
+            self._weighted = bool(self.window.weights)
+            look.finish(self.comm, loss=loss, weighted=self._weighted)
+
+    def _reduce_now(self) -> None:
+        """Reduce without overlap: after a bare loss.backward(), or when a window is flushed."""
+        self._agree()
+        self.buckets.arm(self._start, factor=self._factor())
+        self._close()
+
+    def _close(self) -> None:
+        self.buckets.close()
+        self.window.closed = True
+        self.buckets.expose(self._unused.after_reduce(first=self.index == 0))
+        # Before the user's own clipping can touch it: overflow is a property of what was reduced.
+        self._grad_norm = global_norm(self.buckets.flats) if self.stages.backward.checks_finite else None
+
+    def _is_finite(self) -> bool:
+        """Whether to update. The reduced gradients are equal on all ranks, and so is the answer."""
+        if not self.stages.backward.checks_finite or self._grad_norm is None:
+            return True
+        return math.isfinite(self._grad_norm)
+
+    def _window_loss(self) -> Tensor | None:
+        return torch.stack(self.window.losses).mean() if self.window.losses else None
+
+    def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None) -> Report:
+        sent, self._reported_bytes = self.comm.bytes_sent - self._reported_bytes, self.comm.bytes_sent
+        return Report(
+            due=due,
+            updated=updated,
+            skipped=due and not updated,
+            bytes_sent=round(sent),
+            loss_scale=self.stages.backward.scale() if loss_scale is None else loss_scale,
+            _losses=tuple(self.window.losses),
+            _weights=tuple(self.window.weights),
+            _grad_norm=self._grad_norm if due else None,
+        )
+
+    # --- one backward -----------------------------------------------------------------------------------------
+
+    def _run_backward(self, loss: Tensor, seed: float, *, retain_graph: bool) -> None:
+        gradient = None if seed == 1.0 else torch.full_like(loss, seed)
+        others = {i for pipeline in _alive if pipeline is not self for i in pipeline._param_ids}
+        if not others:
+            loss.backward(gradient, retain_graph=retain_graph)
+            return
+        # A GAN's generator loss runs through the discriminator: that pair's gradients and window are not ours to touch.
+        inputs = [leaf for leaf in leaves(loss) if id(leaf) not in others]
+        loss.backward(gradient, retain_graph=retain_graph, inputs=inputs)
+
+    def _check_call(self, loss: Tensor, weight: float | None) -> None:
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"minimize/backward was given {type(loss).__name__}, not a tensor. "
+                "Call the loss first: optimizer.minimize(model.loss(batch))."
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = f"has shape {tuple(loss.shape)}" if loss.numel() != 1 else "does not require a gradient"
+            raise ConfigError(f"the loss {what}; it must be one number that depends on the model's trainable parameters.")
+        if self.window.closed:
+            raise FleetError("this window is already reduced. Call optimizer.step() before the next backward.")
+        if weight is not None and not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(
+                f"weight is {weight!r}; it must be a finite number of at least 0 (tokens or samples in this micro-batch)."
+            )
+        if weight is not None and not self.stages.merge.mean:
+            raise ConfigError(
+                'weight= asks for a weighted mean, gradient_merge_configs["avg"] = False for a sum. Keep one of them.'
+            )
+        weighted = bool(self.window.weights) if self.window.micro_steps else self._weighted
+        if weighted is not None and weighted != (weight is not None):
+            raise ConfigError("some calls of minimize/backward pass weight= and some do not; every call must, or none.")

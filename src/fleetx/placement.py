@@ -1,0 +1,133 @@
+"""Bring a model onto its device and all ranks to rank 0's values; refuse what cannot be distributed, by name."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .buckets import require_dense
+from .comm import Comm, sharding_of
+from .errors import ConfigError
+
+BROADCAST_BYTES = 64 * 2**20
+_OWNER = "_fleetx_owner"
+
+
+def plain_name(name: str) -> str:
+    """Parameter names as the user wrote them, whether or not the model is compiled."""
+    return name.replace("_orig_mod.", "")
+
+
+def named_trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's trainable parameters in the model's registration order; tied ones once."""
+    wanted = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    named = {plain_name(name): p for name, p in model.named_parameters() if id(p) in wanted}
+    inside = {id(p) for p in named.values()}
+    outside = [p for i, p in wanted.items() if i not in inside]
+    named.update({f"(outside the model {i})": p for i, p in enumerate(outside)})
+    if not inside:
+        raise ConfigError(
+            "the optimizer holds no trainable parameter of this model. Build it on model.parameters(), "
+            "and leave at least one with requires_grad=True."
+        )
+    return named
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {plain_name(name): p for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
+    """One clear sentence for each kind of model that would train wrongly."""
+    wrapped = sharding_of(model)
+    if wrapped is not None:
+        raise ConfigError(f"the model is already distributed ({wrapped}). Give fleet.distribute(...) the bare module.")
+    for name, module in model.named_modules():
+        require_dense(name, module)
+    for name, param in params.items():
+        if param.is_meta:
+            raise ConfigError(
+                f"`{name}` is on the meta device. Materialise it first: model.to_empty(device=...), then load or initialise."
+            )
+        if not param.is_floating_point():
+            raise ConfigError(f"`{name}` is {param.dtype}; trainable parameters must be real floating-point tensors.")
+        owner = getattr(param, _OWNER, None)
+        if owner is not None and owner() is not None:
+            raise ConfigError(
+                f"`{name}` already belongs to another fleet.distribute(...) pair. Two optimizers on one model: "
+                "make them two parameter groups of one optimizer."
+            )
+    devices = {p.device for p in params.values() if p.device.type == "cuda"}
+    if len(devices) > 1:
+        raise ConfigError(f"the model is spread over {sorted(map(str, devices))}. One rank drives one device.")
+
+
+def take_ownership(params: dict[str, nn.Parameter], owner: object) -> None:
+    """Weakly: a discarded pair gives its parameters free. Copies of a parameter carry no attribute, and so no owner."""
+    reference = weakref.ref(owner)
+    for param in params.values():
+        setattr(param, _OWNER, reference)
+
+
+def move(model: nn.Module, optimizer: Optimizer, params: dict[str, nn.Parameter], device: torch.device) -> None:
+    """In place: parameters stay the same objects, and the optimizer's state follows them."""
+    if any(t.device != device for t in [*model.parameters(), *model.buffers()]):
+        model.to(device)
+    for param in params.values():
+        if param.device != device:
+            param.data = param.data.to(device)
+    if optimizer.state:
+        # load_state_dict casts and moves state to where its parameter is; schedulers keep seeing the same dicts.
+        groups = list(optimizer.param_groups)
+        optimizer.load_state_dict(optimizer.state_dict())
+        for old, new in zip(groups, optimizer.param_groups, strict=True):
+            old.update(new)
+        optimizer.param_groups[:] = groups
+
+
+def agree_on_model(params: dict[str, nn.Parameter], model: nn.Module, strategy_text: str, comm: Comm) -> None:
+    """The same names, shapes and strategy on all ranks, or an error on all of them."""
+    shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
+    shapes += [f"buffer {plain_name(name)} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    digest = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
+    ranks = comm.gather_json([digest, strategy_text])
+    if any(rank[1] != ranks[0][1] for rank in ranks):
+        others = [i for i, rank in enumerate(ranks) if rank[1] != ranks[0][1]]
+        raise ConfigError(f"ranks {others} have another strategy than rank 0. Every rank must build the same one.")
+    if any(rank[0] != ranks[0][0] for rank in ranks):
+        lists = comm.gather_json(shapes)
+        for rank, theirs in enumerate(lists):
+            difference = sorted(set(theirs) ^ set(lists[0]))
+            if difference:
+                raise ConfigError(f"rank {rank} has another model than rank 0; they differ in: {', '.join(difference[:5])}.")
+        raise ConfigError("ranks have the same parameters in different orders. Build the model alike on every rank.")
+
+
+@torch.no_grad()
+def broadcast_from_first(model: nn.Module, params: dict[str, nn.Parameter], comm: Comm) -> None:
+    """Rank 0's weights and buffers on all ranks, a few large collectives."""
+    tensors = {id(t): t.data for t in [*model.parameters(), *model.buffers(), *params.values()]}
+    for chunk in _chunks(list(tensors.values())):
+        # Bytes: one collective moves every type.
+        flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in chunk])
+        comm.broadcast(flat).wait()
+        for t, piece in zip(chunk, flat.split([t.nbytes for t in chunk]), strict=True):
+            t.copy_(piece.clone().view(t.dtype).view(t.shape))
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        chunk.append(tensor)
+        if sum(t.nbytes for t in chunk) >= BROADCAST_BYTES:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

@@ -1,0 +1,44 @@
+"""What one micro-step did. Making a report never waits for the device; reading a field may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Report:
+    due: bool
+    """This call closed a window: the same on every rank, also when fp16 skipped. Schedulers, EMA and saving follow it."""
+    updated: bool
+    """The parameters changed."""
+    skipped: bool
+    """The window was due, but its gradients were not finite."""
+    bytes_sent: int
+    """What this rank put on the wire since the last report."""
+    loss_scale: float = 1.0
+    period: int | None = None
+    """Updates between two averagings (Local SGD)."""
+    _losses: tuple[Tensor, ...] = field(default=(), repr=False)
+    _weights: tuple[float, ...] = field(default=(), repr=False)
+    _grad_norm: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of this rank's losses over the window so far, by weight where weights are given."""
+        if not self._losses:
+            return None
+        losses = torch.stack([loss.double() for loss in self._losses])
+        if not self._weights:
+            return float(losses.mean())
+        weights = torch.tensor(self._weights, dtype=torch.float64, device=losses.device)
+        return float((losses * weights).sum() / weights.sum())
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the reduced gradients before clipping; None where nothing needed it."""
+        return None if self._grad_norm is None else float(self._grad_norm)

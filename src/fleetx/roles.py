@@ -1,0 +1,143 @@
+"""Who am I? Rank and size from the variables of torchrun, fleetrun, OpenMPI or Slurm. Pure functions of an environment."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+Env = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """This process among all. `source` says whose variables told."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    source: str
+    address: str | None = None
+    port: int | None = None
+    node_num: int | None = None
+
+
+ALONE = Role(rank=0, size=1, local_rank=0, local_size=1, source="none", node_num=1)
+
+
+def role_from_env(env: Env) -> Role:
+    """The role a launcher gave; alone when there was none. Half-set variables are an error that names the missing one."""
+    for read in (_from_torchrun, _from_openmpi, _from_slurm):
+        role = read(env)
+        if role is not None:
+            return _checked(role)
+    return ALONE
+
+
+def _from_torchrun(env: Env) -> Role | None:
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    rank = _integer(env, "RANK", because="WORLD_SIZE")
+    size = _integer(env, "WORLD_SIZE", because="RANK")
+    alone_anyway = size == 1 and "MASTER_ADDR" not in env and "MASTER_PORT" not in env
+    return Role(
+        rank=rank,
+        size=size,
+        local_rank=_integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank,
+        local_size=_integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else size,
+        source="torchrun",
+        address=None if alone_anyway else _text(env, "MASTER_ADDR", because="RANK and WORLD_SIZE"),
+        port=None if alone_anyway else _integer(env, "MASTER_PORT", because="RANK and WORLD_SIZE"),
+        node_num=_integer(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None,
+    )
+
+
+def _from_openmpi(env: Env) -> Role | None:
+    prefix = "OMPI_COMM_WORLD_"
+    if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
+        return None
+    rank = _integer(env, f"{prefix}RANK", because=f"{prefix}SIZE")
+    size = _integer(env, f"{prefix}SIZE", because=f"{prefix}RANK")
+    local_size = _integer(env, f"{prefix}LOCAL_SIZE", because=f"{prefix}RANK")
+    on_one_node = local_size == size
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+    return Role(
+        rank=rank,
+        size=size,
+        local_rank=_integer(env, f"{prefix}LOCAL_RANK", because=f"{prefix}RANK"),
+        local_size=local_size,
+        source="openmpi",
+        address="127.0.0.1"
+        if on_one_node and "MASTER_ADDR" not in env
+        else _text(env, "MASTER_ADDR", because="mpirun on several nodes"),
+        port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else job_port(job),
+    )
+
+
+def _from_slurm(env: Env) -> Role | None:
+    if "SLURM_PROCID" not in env or env.get("SLURM_NTASKS", "1") == "1" or _is_slurm_shell(env):
+        return None
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if "MASTER_ADDR" not in env and nodes is None:
+        raise ConfigError("SLURM_PROCID is set but SLURM_JOB_NODELIST is not; start with srun, or set MASTER_ADDR.")
+    node_num = _integer(env, "SLURM_NNODES") if "SLURM_NNODES" in env else None
+    size = _integer(env, "SLURM_NTASKS", because="SLURM_PROCID")
+    return Role(
+        rank=_integer(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=_integer(env, "SLURM_LOCALID", because="SLURM_PROCID"),
+        local_size=size if node_num is None else -(-size // node_num),
+        source="slurm",
+        address=env.get("MASTER_ADDR") or first_host(nodes or ""),
+        port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else job_port(env.get("SLURM_JOB_ID", "")),
+        node_num=node_num,
+    )
+
+
+def _is_slurm_shell(env: Env) -> bool:
+    """Plain `python` in an sbatch script or an interactive shell: Slurm's numbers are the allocation's, not ours."""
+    in_shell = env.get("ENVIRONMENT") == "BATCH" or env.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return in_shell and "SLURM_STEP_ID" not in env
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm list: "gpu[003-005,9],x1" gives "gpu003"."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodelist)
+    if match is None:
+        raise ConfigError(f"cannot read the Slurm node list {nodelist!r}; set MASTER_ADDR to the first node's address.")
+    if match[2] is None:
+        return match[1]
+    return match[1] + re.split(r"[-,]", match[2])[0] + (match[3] or "")
+
+
+def job_port(job: str) -> int:
+    """A port every rank of a job computes alike, and two jobs on one node rarely share."""
+    return 20000 + zlib.crc32(job.encode()) % 12000
+
+
+def _text(env: Env, name: str, *, because: str) -> str:
+    if not env.get(name):
+        raise ConfigError(f"{name} is not set, but {because} is. Launch with fleetrun or torchrun, or set {name} too.")
+    return env[name]
+
+
+def _integer(env: Env, name: str, *, because: str = "") -> int:
+    text = _text(env, name, because=because)
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; it must be an integer.") from None
+
+
+def _checked(role: Role) -> Role:
+    if role.size < 1 or not 0 <= role.rank < role.size:
+        raise ConfigError(
+            f"rank {role.rank} of {role.size} (from {role.source} variables): a rank must be at least 0 and below the size."
+        )
+    if role.local_rank < 0 or (role.port is not None and not 0 < role.port < 65536):
+        raise ConfigError(f"local rank {role.local_rank}, port {role.port} (from {role.source} variables) cannot be used.")
+    return role

@@ -1,0 +1,164 @@
+"""The vocabulary of a step: slots, parts that claim them, stages that fill them. No behaviour lives here.
+
+    build once        MODULE    recompute, sync_batch_norm
+    per micro-batch   FORWARD   autocast                          -> loss
+                      BACKWARD  plain | fp16 loss scaling         -> param.grad, accumulating
+    every k-th        MERGE     how many micro-batches make one update
+                      REDUCE    dense | 16-bit | powersgd | dgc | none
+                      CLIP      none | global norm
+                      UPDATE    any torch optimizer | lars | lamb (MOMENTUM: a claim, no stage of its own)
+                      AVERAGE   none | localsgd | adaptive_localsgd
+
+Two parts that claim one slot are in conflict; nothing else is. That is the whole compatibility table.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .buckets import Bucket
+    from .comm import Comm, Pending
+
+
+class Slot(enum.Enum):
+    MODULE = "module"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    MERGE = "merge"
+    REDUCE = "reduce"
+    CLIP = "clip"
+    MOMENTUM = "momentum"
+    UPDATE = "update"
+    AVERAGE = "average"
+
+
+class Risk(enum.Enum):
+    """How far a part may move the result from plain synchronous training."""
+
+    EXACT = "exact"
+    ROUNDING = "rounding"
+    LOSSY = "lossy"
+    SCHEDULE = "schedule"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One update. Nobody counts for themselves: the index is handed in, from 1, the same on every rank."""
+
+    index: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All that a part may see while it is built."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    params: Mapping[str, nn.Parameter]
+    comm: Comm
+    device: torch.device
+
+
+class Backward(Protocol):
+    """How a loss becomes gradients."""
+
+    needs_loss: bool
+    """A bare `loss.backward()` would go past this stage, and is refused."""
+    checks_finite: bool
+    """The reduced gradients decide whether the update happens."""
+
+    def scale(self) -> float:
+        """Factor on the loss; undone once, in the flat buffer, before anything is reduced."""
+
+    def settle(self, *, finite: bool) -> None:
+        """Learn from an update boundary; called on every rank with the same answer."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Reduce(Protocol):
+    """How one bucket of true gradients becomes the same mean on all ranks."""
+
+    carries_tail: bool
+    """The last bucket's own collective also moves the tail (buffers, flags), in the bucket's own type."""
+
+    def start(self, bucket: Bucket, step: Step) -> Pending: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Clip(Protocol):
+    def __call__(self, flats: Sequence[Tensor], norm: Tensor) -> None:
+        """Limit the gradients in place, given their global norm."""
+
+
+class Average(Protocol):
+    def __call__(self, step: Step, loss: Tensor | None) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How many micro-batches make one update, and whether their gradients are averaged or summed."""
+
+    micro_steps: int = 1
+    mean: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(abc.ABC):
+    """What a user asked for: one final subclass per file of `strategies/`, its fields the keys of `<name>_configs`."""
+
+    name: ClassVar[str]
+    risk_class: ClassVar[Risk]
+    available: ClassVar[bool] = True
+    """False while a part is declared but not built: compiling it is an error, never a run without it."""
+    why: ClassVar[str] = ""
+    """One sentence for a conflict message: why this part needs the slots it claims."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            where = f'{self.name}_configs["{field.name}"]'
+            value = field.metadata["kind"].check(where, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
+    @abc.abstractmethod
+    def claims(self) -> frozenset[Slot]: ...
+
+    @abc.abstractmethod
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        """Stages for the claimed slots. MODULE and FORWARD are applied to the model here and need no stage."""
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any] | None:
+        """The settings at which this part must equal plain synchronous training, if there are any."""
+        return {}
+
+
+def not_available(name: str) -> ConfigError:
+    return ConfigError(f"`{name}` is not available yet in this version. Remove `{name}=True` from the strategy.")
+
+
+def conflicts(parts: Iterable[tuple[str, frozenset[Slot]]]) -> dict[Slot, list[str]]:
+    """The slots claimed more than once, each with its claimants in the order given."""
+    claimants: dict[Slot, list[str]] = {}
+    for name, slots in parts:
+        for slot in slots:
+            claimants.setdefault(slot, []).append(name)
+    return {slot: claimants[slot] for slot in Slot if len(claimants.get(slot, [])) > 1}

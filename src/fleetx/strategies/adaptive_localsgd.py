@@ -1,0 +1,40 @@
+"""Adaptive Local SGD: the period follows the loss and the learning rate (Wang and Joshi 2019, AdaComm, arXiv 1810.08313)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..keys import boolean, choice, integer, key, number
+from ..slots import Part, Risk, Site, Slot, not_available
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveLocalSGD(Part):
+    name: ClassVar[str] = "adaptive_localsgd"
+    risk_class: ClassVar[Risk] = Risk.SCHEDULE
+    available: ClassVar[bool] = False
+    why: ClassVar[str] = "Adaptive Local SGD averages parameters every few updates instead of reducing gradients."
+
+    init_k_steps: int = key(1, integer(1), "period at the start")
+    begin_step: int = key(1, integer(1), "updates that stay dense at the start")
+    max_k_steps: int = key(16, integer(1), "the period never grows past this")
+    formula: str = key("paper", choice("paper", "fleet"), '"fleet" puts init_k_steps inside the square root')
+    # The keys from here on are those of localsgd: its older spelling with `auto` carries them over one by one.
+    outer_lr: float = key(1.0, number(above=0.0), "learning rate of the outer optimizer; 1 takes the average as it is")
+    outer_momentum: float = key(0.0, number(0.0, below=1.0), "momentum of the outer optimizer; above 0 is DiLoCo")
+    outer_nesterov: bool = key(False, boolean(), "Nesterov's form of the outer momentum")
+    average_state: bool = key(False, boolean(), "average the optimizer state along with the parameters")
+    wire_dtype: str = key("float32", choice("float32", "bfloat16", "float16"), "type in which parameters travel")
+    overlap_steps: int = key(0, integer(0), "updates that go on while an averaging is under way")
+
+    def claims(self) -> frozenset[Slot]:
+        return frozenset({Slot.REDUCE, Slot.AVERAGE})
+
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        raise not_available(self.name)
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any]:
+        return {"init_k_steps": 1, "max_k_steps": 1}

@@ -1,0 +1,58 @@
+"""Dense all-reduce: the mean over ranks, in the gradients' own type or in 16 bits on the wire.
+
+This file holds the stages; the parts that put them in are fp16_allreduce.py and bf16_allreduce.py. Plain is the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from ..buckets import Bucket
+from ..comm import Comm, Pending
+from ..slots import Step
+
+
+@final
+class DenseAllReduce:
+    """Sum in place; buckets come pre-divided, so the sum is the mean. Starts as soon as a bucket is complete."""
+
+    carries_tail = True
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def start(self, bucket: Bucket, step: Step) -> Pending:
+        return self.comm.all_reduce(bucket.wire)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+@final
+class NarrowAllReduce:
+    """Half the bytes: cast the pre-divided gradients, sum, cast back. Float64 gradients are narrowed too."""
+
+    carries_tail = False  # a running variance or a byte of a counter must not pass through 16 bits
+
+    def __init__(self, comm: Comm, wire_dtype: torch.dtype) -> None:
+        self.comm, self.wire_dtype = comm, wire_dtype
+
+    def start(self, bucket: Bucket, step: Step) -> Pending:
+        narrow = bucket.flat.to(self.wire_dtype)
+
+        def widen() -> None:
+            bucket.flat.copy_(narrow)
+
+        return self.comm.all_reduce(narrow).then(widen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None

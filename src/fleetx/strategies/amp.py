@@ -1,0 +1,198 @@
+"""Mixed precision: autocast over the outermost forward, and for float16 a loss scale that skips overflowing updates."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, FleetWarning, did_you_mean
+from ..keys import boolean, choice, integer, key, names, number, optional
+from ..patch import patch_forward
+from ..slots import Part, Risk, Site, Slot
+from ..trees import map_tensors
+
+
+def next_scale(scale: float, good: int, bad: int, *, finite: bool, config: Amp) -> tuple[float, int, int]:
+    """Fleet's rule: shrink after `decr_every_n_nan_or_inf` overflows in a row, grow after `incr_every_n_steps` clean updates."""
+    if not config.use_dynamic_loss_scaling:
+        return scale, 0, 0
+    if finite:
+        if good + 1 < config.incr_every_n_steps:
+            return scale, good + 1, 0
+        grown = scale * config.incr_ratio
+        return (grown if grown < torch.finfo(torch.float32).max else scale), 0, 0
+    if bad + 1 < config.decr_every_n_nan_or_inf:
+        return scale, 0, bad + 1
+    return max(scale * config.decr_ratio, 1.0), 0, 0
+
+
+@final
+class LossScaling:
+    """BACKWARD for float16. The scale is undone in the flat buffer, before anything is reduced or kept."""
+
+    needs_loss = True
+    checks_finite = True
+
+    def __init__(self, config: Amp) -> None:
+        self._config = config
+        self._scale, self._good, self._bad = config.init_loss_scaling, 0, 0
+
+    def scale(self) -> float:
+        return self._scale
+
+    def settle(self, *, finite: bool) -> None:
+        self._scale, self._good, self._bad = next_scale(self._scale, self._good, self._bad, finite=finite, config=self._config)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "good": self._good, "bad": self._bad}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._scale, self._good, self._bad = float(state["scale"]), int(state["good"]), int(state["bad"])
+
+
+@final
+class Autocast:
+    """FORWARD: autocast from the outermost module call to its end, then float32 outputs."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.device_type, self.dtype = device_type, dtype
+        self._inside = threading.local()
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        before, self._inside.flag = getattr(self._inside, "flag", False), True
+        try:
+            with torch.autocast(self.device_type, self.dtype):
+                yield
+        finally:
+            self._inside.flag = before
+
+    def is_inside(self) -> bool:
+        # The flag, and not autocast's own state alone: a model may switch autocast off for a stretch on purpose.
+        return getattr(self._inside, "flag", False) or torch.is_autocast_enabled(self.device_type)
+
+    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_inside():
+            return forward(*args, **kwargs)
+        with self.context():
+            out = forward(*args, **kwargs)
+        return map_tensors(_to_float32, out)
+
+    def around_black(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(_to_float32, args), map_tensors(_to_float32, kwargs)
+        before, self._inside.flag = getattr(self._inside, "flag", False), True
+        try:
+            with torch.autocast(self.device_type, enabled=False):
+                return forward(*args, **kwargs)
+        finally:
+            self._inside.flag = before
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def black_modules(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
+    """Modules named by qualified name, pattern or class; a name that matches nothing is an error."""
+    named = [(name.removeprefix("_orig_mod."), module) for name, module in model.named_modules() if name]
+    found: dict[int, nn.Module] = {}
+    for entry in wanted:
+        matches = [m for name, m in named if fnmatch.fnmatchcase(name, entry) or type(m).__name__ == entry]
+        if not matches:
+            known = {name for name, _ in named} | {type(m).__name__ for _, m in named}
+            raise ConfigError(
+                f'amp_configs["custom_black_list"] names `{entry}`; no module or class has that name.'
+                + did_you_mean(entry, known)
+            )
+        found.update((id(m), m) for m in matches)
+    return list(found.values())
+
+
+def slowdown(device: torch.device, dtype: torch.dtype) -> float:
+    """Time of a small convolution and matrix product in `dtype` over that in float32; above 1 means slower."""
+    conv, x = nn.Conv2d(16, 16, 3, padding=1).to(device), torch.randn(4, 16, 16, 16, device=device)
+    linear, rows = nn.Linear(256, 256).to(device), torch.randn(64, 256, device=device)
+
+    def seconds(enabled: bool) -> float:
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            with torch.autocast(device.type, dtype, enabled=enabled):
+                (conv(x).float().mean() + linear(rows).float().mean()).backward()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    with torch.random.fork_rng(devices=[]):
+        return seconds(True) / seconds(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amp(Part):
+    name: ClassVar[str] = "amp"
+    risk_class: ClassVar[Risk] = Risk.ROUNDING
+    why: ClassVar[str] = "It sets the precision of the forward and, for float16, scales the loss."
+
+    dtype: str | None = key(None, optional(choice("bfloat16", "float16")), "16-bit type; None: bfloat16 where the device has it")
+    init_loss_scaling: float = key(32768.0, number(above=0.0), "first loss scale (float16)")
+    incr_every_n_steps: int = key(1000, integer(1), "clean updates before the scale grows")
+    decr_every_n_nan_or_inf: int = key(2, integer(1), "overflows in a row before it shrinks")
+    incr_ratio: float = key(2.0, number(above=1.0), "growth factor")
+    decr_ratio: float = key(0.5, number(above=0.0, below=1.0), "shrink factor")
+    use_dynamic_loss_scaling: bool = key(True, boolean(), "False keeps the first scale")
+    custom_black_list: list[str] = key([], names(), "modules (names, patterns) or classes kept in float32")
+
+    def torch_dtype(self) -> torch.dtype:
+        if self.dtype is not None:
+            return torch.bfloat16 if self.dtype == "bfloat16" else torch.float16
+        has_bfloat16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bfloat16 else torch.float16
+
+    def claims(self) -> frozenset[Slot]:
+        is_float16 = self.torch_dtype() == torch.float16
+        return frozenset({Slot.FORWARD, Slot.BACKWARD} if is_float16 else {Slot.FORWARD})
+
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        dtype = self.torch_dtype()
+        if site.device.type == "cpu" and site.comm.rank == 0:
+            _warn_if_slow(site.device, dtype)
+        autocast = Autocast(site.device.type, dtype)
+        black = black_modules(site.model, self.custom_black_list)
+        for module in black:
+            patch_forward(module, autocast.around_black)
+        for module in outermost_candidates(site.model):
+            patch_forward(module, autocast.around)
+        stages: dict[Slot, Any] = {Slot.FORWARD: autocast}
+        if dtype == torch.float16:
+            stages[Slot.BACKWARD] = LossScaling(self)
+        return stages
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any] | None:
+        return None
+
+
+def outermost_candidates(model: nn.Module) -> list[nn.Module]:
+    """Every module whose call may be the outermost: a loss method may call a child and never the model itself."""
+    if type(model).__name__ == "OptimizedModule":
+        return [model]  # the compiled graph is entered as a whole
+    return [module for module in model.modules() if type(module).forward is not nn.Module.forward]
+
+
+def _warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
+    ratio = slowdown(device, dtype)
+    if ratio > 1.1:
+        name = str(dtype).removeprefix("torch.")
+        warnings.warn(
+            f"amp: {name} takes {ratio:.1f} times as long as float32 on this {device.type}. It saves memory here, not time.",
+            FleetWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,51 @@
+"""Clip the reduced gradients by their global norm, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from ..keys import key, number
+from ..slots import Part, Risk, Site, Slot
+
+EPSILON = 1e-6
+"""torch.nn.utils.clip_grad_norm_ adds the same to the norm."""
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """At most 1: what brings a gradient of this norm down to `max_norm`."""
+    return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+
+
+@final
+class GlobalNormClip:
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+
+    def __call__(self, flats: Sequence[Tensor], norm: Tensor) -> None:
+        factor = clip_factor(norm, self.max_norm)
+        for flat in flats:
+            flat.mul_(factor.to(flat.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipNorm(Part):
+    name: ClassVar[str] = "clip_norm"
+    risk_class: ClassVar[Risk] = Risk.SCHEDULE
+    why: ClassVar[str] = "It limits the reduced gradients."
+
+    max_norm: float = key(1.0, number(above=0.0), "largest global norm of the reduced gradients")
+
+    def claims(self) -> frozenset[Slot]:
+        return frozenset({Slot.CLIP})
+
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        return {Slot.CLIP: GlobalNormClip(self.max_norm)}
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any]:
+        return {"max_norm": 1e30}

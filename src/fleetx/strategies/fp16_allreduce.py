@@ -1,0 +1,29 @@
+"""Gradients travel as float16: half the bytes of float32. The mean is taken before the cast, so sums cannot overflow first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..slots import Part, Risk, Site, Slot
+from .allreduce import NarrowAllReduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP16AllReduce(Part):
+    name: ClassVar[str] = "fp16_allreduce"
+    risk_class: ClassVar[Risk] = Risk.ROUNDING
+    why: ClassVar[str] = "It decides how gradients travel."
+
+    def claims(self) -> frozenset[Slot]:
+        return frozenset({Slot.REDUCE})
+
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        return {Slot.REDUCE: NarrowAllReduce(site.comm, torch.float16)}
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any] | None:
+        return None

@@ -1,0 +1,40 @@
+"""Local SGD: ranks update on their own and average every k updates (Stich 2019, arXiv 1805.09767).
+
+A large `begin_step` is post-local SGD (Lin et al. 2020, arXiv 1808.07217); outer momentum is DiLoCo (arXiv 2311.08105).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..keys import boolean, choice, integer, key, number
+from ..slots import Part, Risk, Site, Slot, not_available
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Part):
+    name: ClassVar[str] = "localsgd"
+    risk_class: ClassVar[Risk] = Risk.SCHEDULE
+    available: ClassVar[bool] = False
+    why: ClassVar[str] = "Local SGD averages parameters every few updates instead of reducing gradients."
+
+    k_steps: int = key(1, integer(1), "updates between two averagings")
+    begin_step: int = key(1, integer(1), "updates that stay dense at the start")
+    outer_lr: float = key(1.0, number(above=0.0), "learning rate of the outer optimizer; 1 takes the average as it is")
+    outer_momentum: float = key(0.0, number(0.0, below=1.0), "momentum of the outer optimizer; above 0 is DiLoCo")
+    outer_nesterov: bool = key(False, boolean(), "Nesterov's form of the outer momentum")
+    average_state: bool = key(False, boolean(), "average the optimizer state along with the parameters")
+    wire_dtype: str = key("float32", choice("float32", "bfloat16", "float16"), "type in which parameters travel")
+    overlap_steps: int = key(0, integer(0), "updates that go on while an averaging is under way")
+
+    def claims(self) -> frozenset[Slot]:
+        return frozenset({Slot.REDUCE, Slot.AVERAGE})
+
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        raise not_available(self.name)
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any]:
+        return {"k_steps": 1}

@@ -1,0 +1,32 @@
+"""PowerSGD: gradients travel as low-rank factors, the error is kept for later (Vogels et al. 2019, arXiv 1905.13727)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..keys import integer, key, number
+from ..slots import Part, Risk, Site, Slot, not_available
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Part):
+    name: ClassVar[str] = "powersgd"
+    risk_class: ClassVar[Risk] = Risk.LOSSY
+    available: ClassVar[bool] = False
+    why: ClassVar[str] = "PowerSGD sends low-rank factors in place of the gradients."
+
+    rank: int = key(4, integer(1), "rank of the factors: more is closer to the gradient, and more bytes")
+    begin_step: int = key(10, integer(0), "updates that stay dense at the start")
+    min_compression: float = key(2.0, number(1.0), "tensors that would shrink by less than this stay dense")
+
+    def claims(self) -> frozenset[Slot]:
+        return frozenset({Slot.REDUCE})
+
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        raise not_available(self.name)
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any]:
+        return {"begin_step": 10**9}

@@ -1,0 +1,28 @@
+"""Recompute: drop activations in forward, compute them again in backward (Chen et al. 2016, arXiv 1604.06174)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..keys import boolean, key, names, optional, size
+from ..slots import Part, Risk, Site, Slot, not_available
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Part):
+    name: ClassVar[str] = "recompute"
+    risk_class: ClassVar[Risk] = Risk.EXACT
+    available: ClassVar[bool] = False
+    why: ClassVar[str] = "Recompute patches the forward of the blocks it drops."
+
+    checkpoints: list[str] = key([], names(), "names or patterns of the modules to recompute; empty means every repeated block")
+    budget: int | None = key(None, optional(size()), "peak memory to stay under; the plan is then computed")
+    offload: bool = key(False, boolean(), "keep the inputs of recomputed blocks in host memory")
+
+    def claims(self) -> frozenset[Slot]:
+        return frozenset({Slot.MODULE})
+
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        raise not_available(self.name)

@@ -1,0 +1,308 @@
+"""What the user asks for: one switch per part, its settings beside it, nothing that is not checked."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from .errors import ConfigError, StrategyConflict, did_you_mean
+from .keys import Kind, boolean, number
+from .overview import overview, slot_table
+from .slots import Part
+from .strategies import catalogue
+
+
+def whole_if_integral(kind: Kind) -> Kind:
+    """32 stays 32 in tables and files; 0.5 stays 0.5."""
+
+    def parse(value: Any) -> int | float:
+        parsed = kind.parse(value)
+        return int(parsed) if parsed == int(parsed) else float(parsed)
+
+    return Kind(kind.allowed, parse)
+
+
+SCALARS: dict[str, tuple[Any, Kind]] = {
+    "fuse_grad_size_in_MB": (32, whole_if_integral(number(above=0.0))),
+    "find_unused_parameters": (False, boolean()),
+}
+
+
+class UnknownSettingError(ConfigError, AttributeError):
+    """No such attribute. An AttributeError too, so that `hasattr` and `getattr` with a default keep their meaning."""
+
+
+class FrozenList(list[Any]):
+    """A setting that is a list, as it reads back. Changing it in place would be a write that nobody checks: refused, not lost."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError('a list in a *_configs is not changed in place. Assign a new one: strategy.x_configs["key"] = [...]')
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+class Settings(MutableMapping[str, Any]):
+    """A live view of `<name>_configs`: every write is checked, no key comes or goes.
+
+    Lists read back frozen.
+    """
+
+    def __init__(self, part: type[Part]) -> None:
+        default = part()
+        self._name = f"{part.name}_configs"
+        self._kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in dataclasses.fields(part)}
+        self._defaults = {key: getattr(default, key) for key in self._kinds}
+        self._values = dict(self._defaults)
+
+    def _known(self, key: object) -> str:
+        if not isinstance(key, str) or key not in self._kinds:
+            valid = ", ".join(self._kinds)
+            raise ConfigError(f"{self._name} has no key {key!r}.{did_you_mean(str(key), self._kinds)} Its keys are: {valid}.")
+        return key
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[self._known(key)]
+        return FrozenList(value) if isinstance(value, list) else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def __delitem__(self, key: str) -> None:
+        raise ConfigError(
+            f"{self._name} keeps all its keys; {key!r} cannot be deleted. Its default is {self._defaults[self._known(key)]!r}."
+        )
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kinds
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        theirs = {key: list(value) if isinstance(value, tuple) else value for key, value in other.items()}
+        return self._values == theirs
+
+    def __repr__(self) -> str:
+        return repr(self.plain())
+
+    def update(self, *sources: Any, **named: Any) -> None:
+        # All or nothing: a bad key must not leave half of an assignment behind.
+        given = dict(*sources, **named)
+        checked = {self._known(key): self._kinds[key].check(f'{self._name}["{key}"]', given[key]) for key in given}
+        self._values.update(checked)
+
+    def replace(self, given: Any) -> None:
+        """`strategy.x_configs = {...}`: keys not named keep their value, a list replaces the one before."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{self._name} is {given!r}; it must be a dict with some of the keys: {', '.join(self._kinds)}.")
+        self.update(given)
+
+    def changed(self) -> bool:
+        return self._values != self._defaults
+
+    def plain(self) -> dict[str, Any]:
+        """A plain dict, lists as lists, that shares nothing with this view."""
+        return copy.deepcopy(self._values)
+
+
+class DistributedStrategy:
+    """The strategy of a run. Keywords and attributes are the same: `amp=True`, `lars_configs={"lars_coeff": 0.01}`."""
+
+    _values: dict[str, Any]
+
+    def __init__(self, **settings: Any) -> None:
+        values: dict[str, Any] = {}
+        for name, part in catalogue().items():
+            values[name] = False
+            if dataclasses.fields(part):
+                values[f"{name}_configs"] = Settings(part)
+        values.update({name: default for name, (default, _) in SCALARS.items()})
+        object.__setattr__(self, "_values", values)
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks for names of its own, `__setstate__` among them, before `_values` is there.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._values[self._known(name)]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        current = self._values[self._known(name)]
+        if isinstance(current, Settings):
+            current.replace(value)
+        else:
+            kind = SCALARS[name][1] if name in SCALARS else boolean()
+            self._values[name] = kind.check(name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._values]
+
+    def _known(self, name: object) -> str:
+        if not isinstance(name, str) or name not in self._values:
+            hint = did_you_mean(str(name), self._values) or f" Its settings are: {', '.join(self._values)}."
+            raise UnknownSettingError(f"DistributedStrategy has no setting `{name}`.{hint}")
+        return name
+
+    def _settings(self, name: str) -> Settings | None:
+        settings: Settings | None = self._values.get(f"{name}_configs")
+        return settings
+
+    def _part(self, name: str) -> Part:
+        settings = self._settings(name)
+        return catalogue()[name](**(settings.plain() if settings is not None else {}))
+
+    def parts(self) -> list[Part]:
+        """The parts that are switched on, with their settings; settings nobody would use are an error."""
+        for name in catalogue():
+            settings = self._settings(name)
+            if settings is not None and settings.changed() and not self._values[name]:
+                raise ConfigError(f"{name}_configs is set, but `{name}` is off. Write `strategy.{name} = True` to use it.")
+        enabled = [name for name in catalogue() if self._values[name]]
+        if "auto" not in enabled:
+            return [self._part(name) for name in enabled]
+        others = [name for name in enabled if name != "auto"]
+        if "localsgd" in others and "adaptive_localsgd" not in others:
+            return [self._adaptive_by_its_older_spelling() if name == "localsgd" else self._part(name) for name in others]
+        if others:
+            raise StrategyConflict(
+                f"`auto` chooses the strategy itself, but {', '.join(f'`{name}`' for name in others)} "
+                "would be fixed by hand. Remove `auto=True`, or the others."
+            )
+        return [self._part("auto")]
+
+    def _adaptive_by_its_older_spelling(self) -> Part:
+        settings, auto = self._settings("localsgd"), self._settings("auto")
+        if auto is not None and auto.changed():
+            raise ConfigError(
+                "auto_configs is set, but with `localsgd=True` the switch `auto` is the older spelling of `adaptive_localsgd` "
+                "and has no settings. Write `strategy.adaptive_localsgd = True` alone, or remove auto_configs."
+            )
+        carried = settings.plain() if settings is not None else {}
+        carried["init_k_steps"] = carried.pop("k_steps")
+        return catalogue()["adaptive_localsgd"](**carried)
+
+    def explain(self) -> str:
+        """Which part fills which slot of a step, where parts collide, and what is not built yet."""
+        return slot_table(self.parts())
+
+    def copy(self) -> Self:
+        return copy.deepcopy(self)
+
+    def __copy__(self) -> Self:
+        return self.copy()  # a shallow copy would share its settings, and writing one would write both
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, DistributedStrategy) else NotImplemented
+
+    def __repr__(self) -> str:
+        return overview(self.to_dict(), scalars=SCALARS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what is on with all its settings, what is off only where it was changed, and the scalars."""
+        plain: dict[str, Any] = {}
+        for name in catalogue():
+            settings = self._settings(name)
+            if self._values[name]:
+                plain[name] = True
+            if settings is not None and (self._values[name] or settings.changed()):
+                plain[f"{name}_configs"] = settings.plain()
+        return plain | {name: self._values[name] for name in SCALARS}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        if not isinstance(plain, Mapping):
+            raise ConfigError(f"A strategy is a mapping of settings, such as {{'amp': True}}; this is {plain!r}.")
+        strategy = cls()
+        for name, value in plain.items():
+            setattr(strategy, strategy._known(name), value)
+        return strategy
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls.from_dict(_read("JSON", lambda: json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)))
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        return cls.from_dict(_read("YAML", lambda: yaml.load(text, Loader=_StrictLoader)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        text = self.to_json() if _is_json(path) else self.to_yaml()
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        read = cls.from_json if _is_json(path) else cls.from_yaml
+        try:
+            return read(Path(path).read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text: {error}.") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML without its traps: no key twice (merged in either), no aliases (they multiply), and 1e-3 is a number."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        _once([(key.value, None) for key in scalars])
+        if any(key.tag == "tag:yaml.org,2002:merge" for key in scalars):
+            raise ValueError("merge keys are not allowed")
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads 1e-3 as text, for want of a dot.
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    once: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in once:
+            raise ValueError(f"{name!r} is given twice")
+        once[name] = value
+    return once
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number that can be used")
+
+
+def _read(language: str, read: Any) -> Any:
+    try:
+        return read()
+    except Exception as error:  # whatever a hostile document breaks, the user hears that it is the document
+        raise ConfigError(f"This is not a strategy in {language}: {str(error) or type(error).__name__}") from None
+
+
+def _is_json(path: str | os.PathLike[str]) -> bool:
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"{path} ends in {suffix!r}; a strategy file ends in .json, .yaml or .yml.")
+    return suffix == ".json"

@@ -1,0 +1,133 @@
+"""What travels with the gradients so that ranks stay equal: buffers, and a few flags, in the tail of the last bucket.
+
+Layout, in floats: [missing gradients][one flag per parameter, if asked][floating buffers][integer buffers, a byte each].
+Floating buffers (BatchNorm statistics) are averaged; integers come from rank 0, since all others send zeros.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from .errors import FleetWarning
+
+LARGE_NUMEL = 16384
+"""A larger buffer outside a norm layer is a table (positions, masks): sent once, and watched instead of sent again."""
+
+
+def average_of_change(now: Tensor, last: Tensor, size: int) -> Tensor:
+    """This rank's share of the mean change since the last update.
+
+    The change, not the value: a constant then stays the same to the bit. The mean of three equal floats need not be that float.
+    """
+    return torch.where(now == last, 0, now - last).div_(size)
+
+
+@final
+class Tail:
+    def __init__(self, model: nn.Module, *, rank: int, size: int, flags: int) -> None:
+        self.rank, self.size, self.flags = rank, size, flags
+        self._owners: list[tuple[nn.Module, str]] = []
+        self._integers: list[tuple[nn.Module, str]] = []
+        self._watched: dict[str, tuple[nn.Module, str, tuple[int, int]]] = {}
+        self._sort_buffers(model)
+        floats = [self._get(o) for o in self._owners]
+        self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in floats) else torch.float32
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._last, self._last_views = _flat_views(floats, self.dtype, device)
+        self._now, self._now_views = _flat_views(floats, self.dtype, device)
+        self._bytes, self._byte_views = _byte_views([self._get(o) for o in self._integers], device)
+        if floats:
+            torch._foreach_copy_(self._last_views, floats)
+        self.numel = 1 + flags + self._last.numel() + self._bytes.numel()
+
+    def _sort_buffers(self, model: nn.Module) -> None:
+        for prefix, module in model.named_modules():
+            is_norm = "num_batches_tracked" in module._buffers
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer.numel() > LARGE_NUMEL and not is_norm:
+                    self._watched[f"{prefix}.{key}".lstrip(".")] = (module, key, (id(buffer), buffer._version))
+                elif buffer.is_floating_point():
+                    self._owners.append((module, key))
+                elif not buffer.is_complex():
+                    self._integers.append((module, key))
+
+    @staticmethod
+    def _get(owner: tuple[nn.Module, str]) -> Tensor:
+        # Looked up each time: a module may put a new tensor in place of its buffer.
+        buffer = owner[0]._buffers[owner[1]]
+        assert buffer is not None
+        return buffer
+
+    @torch.no_grad()
+    def pack(self, out: Tensor, *, missing: int, used: list[bool] | None) -> None:
+        """Write this rank's share; `out` is then summed over ranks."""
+        self._warn_of_changed_tables()
+        out[0] = missing
+        start = 1 + self.flags
+        if used is not None:
+            out[1:start] = torch.tensor(used, dtype=out.dtype)
+        if self._owners:
+            torch._foreach_copy_(self._now_views, [self._get(o) for o in self._owners])
+            out[start : start + self._now.numel()] = average_of_change(self._now, self._last, self.size)
+        if self._integers:
+            integers = out[start + self._now.numel() :]
+            if self.rank == 0:
+                torch._foreach_copy_(self._byte_views, [self._get(o) for o in self._integers])
+                integers.copy_(self._bytes)
+            else:
+                integers.zero_()
+
+    @torch.no_grad()
+    def unpack(self, out: Tensor) -> None:
+        """Give every rank the same buffers; `out` is the sum over ranks."""
+        start = 1 + self.flags
+        if self._owners:
+            buffers = [self._get(o) for o in self._owners]
+            self._last.add_(out[start : start + self._last.numel()])
+            torch._foreach_copy_(buffers, self._last_views)
+            if any(b.dtype != self.dtype for b in buffers):
+                torch._foreach_copy_(self._last_views, buffers)  # a 16-bit buffer rounds: remember what it really holds
+        if self._integers:
+            self._bytes.copy_(out[start + self._now.numel() :])
+            torch._foreach_copy_([self._get(o) for o in self._integers], self._byte_views)
+
+    def resync(self) -> None:
+        """The buffers were set from outside (loaded): take them as the common value."""
+        if self._owners:
+            torch._foreach_copy_(self._last_views, [self._get(o) for o in self._owners])
+
+    def _warn_of_changed_tables(self) -> None:
+        for name, (module, key, seen) in list(self._watched.items()):
+            buffer = module._buffers[key]
+            if buffer is not None and (id(buffer), buffer._version) != seen:
+                del self._watched[name]
+                warnings.warn(
+                    f"buffer `{name}` ({buffer.numel()} elements) changed during training. Buffers above {LARGE_NUMEL} "
+                    "elements outside norm layers are made equal once, in distribute(); this one may now differ between ranks. "
+                    "Split it, or make it equal yourself with fleet.util.all_reduce.",
+                    FleetWarning,
+                    stacklevel=2,
+                )
+
+
+def _flat_views(like: list[Tensor], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    flat = torch.zeros(sum(t.numel() for t in like), dtype=dtype, device=device)
+    views = [piece.view(t.shape) for piece, t in zip(flat.split([t.numel() for t in like]), like, strict=True)] if like else []
+    return flat, views
+
+
+def _byte_views(like: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """One flat byte buffer, and a view of each tensor's own type into it."""
+    lengths = [-(-t.nbytes // 8) * 8 for t in like]  # 8-byte steps: a view as int64 must be aligned
+    flat = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
+    views, start = [], 0
+    for t, length in zip(like, lengths, strict=True):
+        views.append(flat[start : start + t.nbytes].view(t.dtype).view(t.shape))
+        start += length
+    return flat, views

@@ -1,0 +1,29 @@
+"""Apply a function to every tensor in a nested value, keeping the containers' own types."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Tensors in lists, tuples, named tuples, mappings and dataclasses; anything else is passed through as it is."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, MutableMapping):
+        changed = copy.copy(value)  # a Hugging Face ModelOutput is a mapping whose keys are attributes too
+        for key, item in value.items():
+            changed[key] = map_tensors(fn, item)
+        return changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(fn, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(fn, item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(value, **{name: map_tensors(fn, getattr(value, name)) for name in fields})
+    return value
