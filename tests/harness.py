@@ -129,3 +129,38 @@ def raised(fn: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing raised"
+
+
+def make_fake_comm(size: int = 2, rank: int = 0) -> Any:
+    """A communicator for unit tests: all ranks hold the same tensors, and every call is written down."""
+    import torch
+
+    from fleetx.comm import Comm, Pending
+
+    class FakeComm(Comm):
+        def __init__(self) -> None:
+            self.rank, self.size = rank, size
+            self.control_device = torch.device("cpu")
+            self.calls: list[tuple[str, int]] = []
+
+        def all_reduce(self, tensor: Any, mode: str = "sum") -> Pending:
+            self.calls.append(("all_reduce", tensor.numel()))
+            if mode == "sum":
+                tensor.mul_(size)
+            return Pending(None)
+
+        def all_gather(self, tensor: Any) -> tuple[Any, Pending]:
+            self.calls.append(("all_gather", tensor.numel()))
+            return torch.stack([tensor] * size), Pending(None)
+
+        def broadcast(self, tensor: Any, source: int = 0) -> Pending:
+            self.calls.append(("broadcast", tensor.numel()))
+            return Pending(None)
+
+        def barrier(self) -> None:
+            self.calls.append(("barrier", 0))
+
+        def subgroup(self, ranks: Any) -> Comm:
+            return self
+
+    return FakeComm()

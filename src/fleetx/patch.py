@@ -30,8 +30,12 @@ class PatchedForward:
         while isinstance(original, PatchedForward):
             original = original.inner
         if isinstance(original, types.MethodType) and original.__self__ is self.module:
-            return types.MethodType, (original.__func__, self.module)
+            return _bound, (original.__func__, self.module)
         return _same, (original,)
+
+
+def _bound(function: Callable[..., Any], module: nn.Module) -> Forward:
+    return types.MethodType(function, module)
 
 
 def _same(value: Forward) -> Forward:

@@ -1,0 +1,35 @@
+"""Where every bench ends: one JSON object on the last line, and the same in bench/results/NAME.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def publish(name: str, figures: dict[str, Any]) -> None:
+    """Print and keep the figures, with what is needed to judge them: date, device, versions, commit."""
+    record = {"bench": name, "date": datetime.now(UTC).isoformat(timespec="seconds"), **surroundings(), **figures}
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record))
+
+
+def surroundings() -> dict[str, Any]:
+    cpu = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu
+    return {"device": device, "python": platform.python_version(), "torch": torch.__version__, "commit": _commit()}
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return done.stdout.strip() or "unknown"

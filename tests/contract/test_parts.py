@@ -1,0 +1,133 @@
+"""What every part must satisfy. A new file in strategies/ is tested here without being named."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fleetx import fleet
+from fleetx.compile import check_parts
+from fleetx.errors import ConfigError, FleetWarning, StrategyConflict
+from fleetx.slots import Slot
+from fleetx.strategies import catalogue
+from harness import run_ranks
+from models import batch, cnn, learnable_images
+
+PARTS = catalogue()
+AVAILABLE = [name for name, part in PARTS.items() if part.available]
+NEUTRAL = [name for name in AVAILABLE if PARTS[name].neutral() is not None]
+
+
+def _strategy(*names: str, configs: dict[str, Any] | None = None) -> fleet.DistributedStrategy:
+    strategy = fleet.DistributedStrategy()
+    for name in names:
+        setattr(strategy, name, True)
+    for name, values in (configs or {}).items():
+        if values:
+            setattr(strategy, f"{name}_configs", values)
+    return strategy
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_settings_survive_json_and_yaml(name: str) -> None:
+    strategy = _strategy(name, configs={name: PARTS[name].neutral() or {}})
+    assert fleet.DistributedStrategy.from_json(strategy.to_json()) == strategy
+    assert fleet.DistributedStrategy.from_yaml(strategy.to_yaml()) == strategy
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_built_or_says_that_it_is_not(name: str, alone: None) -> None:
+    model = cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if PARTS[name].available:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FleetWarning)
+            _, ours = fleet.distribute(model, optimizer, _strategy(name))
+        assert ours.minimize(F.cross_entropy(model(batch(0, shape=(1, 6, 6))[0]), batch(0)[1])).due
+    else:
+        with pytest.raises(ConfigError, match=f"`{name}` is not available yet"):
+            fleet.distribute(model, optimizer, _strategy(name))
+
+
+def _train(rank: int, name: str | None, configs: dict[str, Any]) -> list[torch.Tensor]:
+    model = cnn()
+    strategy = _strategy(*([name] if name else []), configs={name: configs} if name else None)
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy)
+    for step in range(5):
+        x, y = batch(10 * step + rank, shape=(1, 6, 6))
+        optimizer.minimize(F.cross_entropy(model(x), y))
+    return [t.detach().clone() for t in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_the_neutral_setting_equals_plain_synchronous_training(name: str, size: int) -> None:
+    plain = run_ranks(_train, size, None, {})
+    ours = run_ranks(_train, size, name, PARTS[name].neutral())
+    for mine, theirs in zip(ours, plain, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(PARTS, 2)))
+def test_every_pair_compiles_or_names_the_slot(first: str, second: str) -> None:
+    if "auto" in (first, second):
+        other = second if first == "auto" else first
+        if other == "localsgd":
+            assert [part.name for part in _strategy(first, second).parts()] == ["adaptive_localsgd"]
+        else:
+            with pytest.raises(StrategyConflict, match=other):
+                _strategy(first, second).parts()
+        return
+    shared = PARTS[first]().claims() & PARTS[second]().claims()
+    parts = _strategy(first, second).parts()
+    if shared:
+        with pytest.raises(StrategyConflict) as caught:
+            check_parts(parts)
+        for slot in shared:
+            assert f"claim `{slot.value}`" in str(caught.value)
+        assert first in str(caught.value) and second in str(caught.value) and "Keep one of them." in str(caught.value)
+    elif PARTS[first].available and PARTS[second].available:
+        check_parts(parts)
+    else:
+        with pytest.raises(ConfigError, match="not available yet"):
+            check_parts(parts)
+
+
+def _train_pair(rank: int, first: str, second: str) -> tuple[list[float], list[torch.Tensor]]:
+    model = cnn()
+    strategy = _strategy(
+        first, second, configs={"gradient_merge": {"k_steps": 2}} if "gradient_merge" in (first, second) else None
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FleetWarning)
+        model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy)
+    losses = []
+    for micro in range(24):
+        x, y = learnable_images(2 * (micro % 4) + rank)
+        losses.append(optimizer.minimize(F.cross_entropy(model(x), y)).loss)
+    return [float(loss) for loss in losses if loss is not None], [t.detach().clone() for t in model.state_dict().values()]
+
+
+LEGAL = [pair for pair in itertools.combinations(AVAILABLE, 2) if not PARTS[pair[0]]().claims() & PARTS[pair[1]]().claims()]
+
+
+@pytest.mark.parametrize(("first", "second"), LEGAL)
+def test_every_legal_pair_trains_and_keeps_the_ranks_equal(first: str, second: str) -> None:
+    ranks = run_ranks(_train_pair, 2, first, second)
+    for a, b in zip(ranks[0][1], ranks[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    for losses, _ in ranks:
+        assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+
+def test_all_conflicts_are_reported_at_once() -> None:
+    with pytest.raises(StrategyConflict) as caught:
+        check_parts(_strategy("dgc", "lars", "localsgd", "clip_norm").parts())
+    for slot in (Slot.REDUCE, Slot.MOMENTUM, Slot.CLIP):
+        assert f"claim `{slot.value}`" in str(caught.value)

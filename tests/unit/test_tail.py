@@ -1,0 +1,91 @@
+"""What travels with the gradients: buffers and flags."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fleetx.errors import FleetWarning
+from fleetx.tail import LARGE_NUMEL, Tail, average_of_change
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("constant", torch.tensor([0.1, float("inf"), -0.3]))
+        self.register_buffer("count", torch.tensor([7, -1], dtype=torch.int64))
+        self.register_buffer("flag", torch.tensor([True, False, True]))
+        self.register_buffer("table", torch.zeros(LARGE_NUMEL + 1))
+
+
+def _exchange(nets: list[Net]) -> None:
+    size = len(nets)
+    tails = [net.tail for net in nets]  # type: ignore[attr-defined]
+    sums = torch.zeros(tails[0].numel)
+    for tail in tails:
+        out = torch.empty(tail.numel)
+        tail.pack(out, missing=tail.rank, used=None)
+        sums += out
+    for tail in tails:
+        tail.unpack(sums)
+    assert sums[0] == size * (size - 1) / 2
+
+
+def _nets(size: int) -> list[Net]:
+    nets = [Net() for _ in range(size)]
+    for rank, net in enumerate(nets):
+        net.tail = Tail(net, rank=rank, size=size, flags=0)  # type: ignore[assignment]
+    return nets
+
+
+def test_statistics_are_averaged_and_integers_come_from_rank_0() -> None:
+    nets = _nets(2)
+    nets[0].norm.running_mean.copy_(torch.tensor([1.0, 2.0]))
+    nets[1].norm.running_mean.copy_(torch.tensor([3.0, 6.0]))
+    nets[0].count.fill_(2**40 + 3)
+    nets[1].count.fill_(5)
+    nets[1].flag.fill_(True)
+    _exchange(nets)
+    for net in nets:
+        assert net.norm.running_mean.tolist() == [2.0, 4.0]
+        assert net.count.tolist() == [2**40 + 3] * 2
+        assert net.flag.tolist() == [True, False, True]
+
+
+def test_a_constant_keeps_its_bits_on_three_ranks_over_many_updates() -> None:
+    nets = _nets(3)
+    before = nets[0].constant.clone()
+    for step in range(20):
+        for rank, net in enumerate(nets):
+            net.norm.running_var.add_(rank + step)
+        _exchange(nets)
+    torch.testing.assert_close(nets[0].constant, before, rtol=0, atol=0)
+    torch.testing.assert_close(nets[0].norm.running_var, nets[2].norm.running_var, rtol=0, atol=0)
+
+
+def test_the_change_of_an_infinite_constant_is_zero() -> None:
+    x = torch.tensor([float("inf"), 1.0])
+    assert average_of_change(x, x.clone(), 3).tolist() == [0.0, 0.0]
+
+
+def test_large_tables_are_not_sent_and_a_change_of_one_is_warned_of_once() -> None:
+    (net,) = _nets(1)
+    assert net.tail.numel < LARGE_NUMEL  # type: ignore[operator]
+    net.table.add_(1)
+    with pytest.warns(FleetWarning, match="buffer `table` .* changed during training"):
+        _exchange([net])
+    _exchange([net])
+
+
+def test_a_16_bit_buffer_is_remembered_as_it_was_rounded() -> None:
+    net = nn.Module()
+    net.register_buffer("value", torch.tensor([1.0], dtype=torch.bfloat16))
+    tail = Tail(net, rank=0, size=1, flags=0)
+    net.value.fill_(1.2345)
+    out = torch.empty(tail.numel)
+    tail.pack(out, missing=0, used=None)
+    tail.unpack(out)
+    tail.pack(out, missing=0, used=None)
+    assert out[1] == 0
