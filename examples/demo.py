@@ -91,7 +91,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     for axes in (accuracy, wire):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Handwritten digits on {WORKERS} workers: the same accuracy, less traffic")
+    figure.suptitle(f"Handwritten digits on {WORKERS} workers: test accuracy and traffic")
     figure.savefig(path, dpi=120)
 
 

@@ -1,7 +1,4 @@
-"""One rank of the demo: train on the digits under a strategy, show how it goes, note every epoch in metrics.jsonl.
-
-fleetrun --nproc_per_node 2 examples/demo_worker.py --name plain
-"""
+"""One rank of the demo: train on the digits under a strategy, show how it goes, note every epoch in metrics.jsonl."""
 
 import argparse
 import contextlib
@@ -46,7 +43,7 @@ class Tally:
 
     def describe(self) -> str:
         speed, megabytes = self.samples / max(self.seconds, 1e-3), self.bytes_sent / 1e6
-        return f"loss {self.loss:.3f}  accuracy {self.accuracy:5.1%}  {speed:5,.0f} samples/s  {megabytes:5.2f} MB sent"
+        return f"loss {self.loss:.3f}  acc {self.accuracy:5.1%}  {speed:5,.0f} samples/s  {megabytes:5.2f} MB sent"
 
 
 @contextlib.contextmanager
@@ -59,7 +56,7 @@ def progress_bar(name: str, total: int) -> Iterator[Callable[[Tally], None] | No
     time.sleep(0.3)  # fleetrun copies our log to the same terminal every 0.1 s: let the overview pass before drawing below it
     with open(os.open(terminal, os.O_RDWR | os.O_NOCTTY), "w", encoding="utf-8") as screen:
         console = Console(file=screen, force_terminal=True, width=os.get_terminal_size(screen.fileno()).columns)
-        columns = (TextColumn(name), BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn(compact=True))
+        columns = (TextColumn(name), BarColumn(None), TextColumn("{task.description}  eta"), TimeRemainingColumn(compact=True))
         with Progress(*columns, console=console, expand=True) as bar:
             task = bar.add_task("", total=total)
             yield lambda tally: bar.update(task, completed=tally.samples, description=tally.describe())
@@ -93,7 +90,9 @@ def train(args: argparse.Namespace, note: Callable[[Tally], None]) -> None:
                 tally.count(optimizer.flush(), samples=0)  # the window that the last micro-steps left open, if any
             tally.accuracy = evaluate(model, test_loader, device)
             note(tally)
-            if not show:
+            if show:
+                show(tally)
+            else:
                 print(f"{args.name} epoch {tally.epoch:2}/{args.epochs}  {tally.describe()}", flush=True)
 
 

@@ -38,7 +38,7 @@ def evaluate(model, loader, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--save", metavar="FILE", help="write the weights here, as safetensors")
     args = parser.parse_args()
 

@@ -10,6 +10,7 @@ The layout is fixed for the run: reversed registration order, which is about the
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
@@ -25,6 +26,9 @@ SMALLEST_BUCKET_BYTES = 2**20
 """Below this a collective is all latency."""
 BUCKETS_WANTED = 4
 """A small model is cut into about this many buckets all the same: one alone could not overlap with backward."""
+
+LARGE_NUMEL = 16384
+"""A gradient of at least so many elements is copied when it comes, warm; smaller ones together, in one call."""
 
 Start = Callable[["Bucket"], Pending]
 
@@ -74,32 +78,79 @@ class Bucket:
         self.tail = self.wire[numel:]
         pieces = self.flat.split([p.numel() for p in self.params])
         self.views = [_view_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
-        self.filled = [False] * len(self.params)
-        """Which views hold gradients of the present window."""
         self.awaited = len(self.params)
         """Gradients still to come in the present backward."""
-        self.complete = False
+        self.filled = [False] * len(self.params)
+        """Which views hold gradients of the present window."""
+        self.keeps = False
+        """The views hold finished micro-steps of this window: what comes from elsewhere is added to them."""
+        self.zeroed = False
+        """The views were set to zero by zero_grad(set_to_none=False), and may be added to."""
+        self.shows_last = False
+        """`param.grad` may still show the last update's gradients."""
+        self.polluted: int | None = None
+        """A parameter whose gradient was added to the last update's; harmless unless it is used."""
+        self.touched = False
+        """A gradient came since the last micro-step ended."""
+        self.closed = False
+        """Handed to the reducer: nothing may be added."""
+
+    def take(self, i: int, grad: Tensor) -> None:
+        """Move one gradient into the flat buffer, while it is warm in the cache."""
+        self._require_strided(i, grad)
+        view = self.views[i]
+        if self.keeps and self.filled[i]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.params[i].grad = view
+        self.filled[i] = True
 
     def collect(self) -> None:
-        """Move gradients that autograd or the user put elsewhere into the flat buffer."""
-        fresh_views: list[Tensor] = []
-        fresh: list[Tensor] = []
-        added_views: list[Tensor] = []
-        added: list[Tensor] = []
+        """Move gradients that autograd or the user put elsewhere into the flat buffer, in one call."""
+        fresh: list[tuple[Tensor, Tensor]] = []
+        added: list[tuple[Tensor, Tensor]] = []
+        self.require_unpolluted()
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is None:
-                continue
-            if grad is not view:
-                # After model.zero_grad() in mid-window the view still holds this window's sum: add to it.
-                (added if self.filled[i] else fresh).append(grad)
-                (added_views if self.filled[i] else fresh_views).append(view)
+                # Thrown away by model.zero_grad(); but the sum of finished micro-steps is not the user's to lose that way.
+                self.filled[i] = self.filled[i] and self.keeps
+            elif grad is not view:
+                self._require_strided(i, grad)
+                (added if self.keeps and self.filled[i] else fresh).append((view, grad))
                 param.grad = view
-            self.filled[i] = True
+                self.filled[i] = True
         if fresh:
-            torch._foreach_copy_(fresh_views, fresh)
+            torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
         if added:
-            torch._foreach_add_(added_views, added)
+            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
+
+    def require_unpolluted(self) -> None:
+        i = self.polluted
+        if i is not None and self.params[i].grad is self.views[i]:
+            raise FleetError(
+                f"the gradient of `{self.names[i]}` was added to that of the last update, which is still there. "
+                "Call optimizer.zero_grad() after optimizer.step()."
+            )
+
+    def zero_missing(self) -> None:
+        """Unused here means zero; the view still holds an earlier window."""
+        for view, filled in zip(self.views, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+
+    def restart(self, *, shows_last: bool, zeroed: bool = False) -> None:
+        """A new window. What `param.grad` shows is the last update's, or None, or zeros."""
+        self.filled = [False] * len(self.params)
+        self.awaited = len(self.params)
+        self.shows_last, self.zeroed = shows_last, zeroed
+        self.keeps = self.touched = self.closed = False
+        self.polluted = None
+
+    def _require_strided(self, i: int, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise ConfigError(f"the gradient of `{self.names[i]}` is sparse. Build its embedding with sparse=False.")
 
 
 @final
@@ -124,13 +175,17 @@ class Buckets:
         self._factor = 1.0
         self._launched = 0
         self._pending: list[Pending] = []
-        self.stale = False
-        """`param.grad` still shows the last update's gradients."""
-        self.arrived = False
-        """A gradient came since the last micro-step ended."""
-        self.reduced = False
-        """The window's gradients are already the mean over ranks."""
-        self._hook_parameters()
+        self._reduced = False
+        myself = weakref.ref(self)  # weak: hooks outlive a discarded optimizer, and must then do nothing
+        self._handles = [
+            param.register_post_accumulate_grad_hook(_make_hook(myself, bucket, i))
+            for bucket in self._buckets
+            for i, param in enumerate(bucket.params)
+        ]
+
+    def __del__(self) -> None:
+        for handle in getattr(self, "_handles", []):
+            handle.remove()
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -142,55 +197,22 @@ class Buckets:
     def flats(self) -> list[Tensor]:
         return [bucket.flat for bucket in self._buckets]
 
-    def _hook_parameters(self) -> None:
-        # Weak: hooks outlive a discarded optimizer, and must then do nothing.
-        myself = weakref.ref(self)
+    # --- one backward -----------------------------------------------------------------------------------------
 
-        def make_hook(bucket: Bucket, i: int) -> Callable[[Tensor], None]:
-            def hook(_: Tensor) -> None:
-                buckets = myself()
-                if buckets is not None:
-                    buckets._on_gradient(bucket, i)
-
-            return hook
-
-        self._handles = [
-            param.register_post_accumulate_grad_hook(make_hook(bucket, i))
+    def has_new(self) -> bool:
+        """Gradients came, or were put in place by the user, since the last micro-step ended."""
+        return any(bucket.touched for bucket in self._buckets) or any(
+            param.grad is not None and param.grad is not view
             for bucket in self._buckets
-            for i, param in enumerate(bucket.params)
-        ]
-
-    def __del__(self) -> None:
-        for handle in getattr(self, "_handles", []):
-            handle.remove()
-
-    def _on_gradient(self, bucket: Bucket, i: int) -> None:
-        self.arrived, self.stale = True, False
-        if self.reduced or bucket.complete:
-            raise FleetError(self._late_gradient(bucket.names[i]))
-        if bucket.params[i].grad is bucket.views[i] and not bucket.filled[i]:
-            raise FleetError(
-                f"the gradient of `{bucket.names[i]}` was added to that of the last update, which is still there. "
-                "Call optimizer.zero_grad() after optimizer.step()."
-            )
-        bucket.awaited -= 1
-        if bucket.awaited == 0:
-            bucket.collect()
-            bucket.awaited = len(bucket.params)
-            if self._start is not None:
-                bucket.complete = True
-                self._launch_ready()
-
-    def _late_gradient(self, name: str) -> str:
-        if self.reduced:
-            return (
-                f"`{name}` got a gradient after optimizer.backward had already reduced this window. Add the losses and call "
-                "optimizer.backward(loss) once, or call optimizer.step() first."
-            )
-        return (
-            f"`{name}` got two gradients in one backward. Re-entrant checkpointing does that: "
-            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            for param, view in zip(bucket.params, bucket.views, strict=True)
         )
+
+    def begin(self) -> None:
+        """Before a backward of ours: the last update's gradients go, those of a bare backward stay."""
+        for bucket in self._buckets:
+            bucket.require_unpolluted()
+        if any(bucket.shows_last for bucket in self._buckets) and not self.has_new():
+            self.zero()
 
     def arm(self, start: Start, *, factor: float) -> None:
         """From now on a complete bucket is multiplied by `factor` and reduced at once."""
@@ -198,15 +220,57 @@ class Buckets:
         self._launched = 0
         self._pending = []
         for bucket in self._buckets:
-            bucket.awaited, bucket.complete = len(bucket.params), False
+            bucket.awaited, bucket.closed = len(bucket.params), False
 
-    def disarm(self) -> None:
-        """A backward failed half-way: nothing more may start."""
-        self._start = None
+    def keep(self) -> None:
+        """A micro-step inside a window is over: its gradients are safe in the flat buffers."""
+        for bucket in self._buckets:
+            bucket.collect()
+            bucket.keeps, bucket.touched = True, False
+            bucket.awaited = len(bucket.params)
+
+    def abandon(self) -> None:
+        """A backward failed half-way: wait for what was started, start nothing more."""
+        for pending in self._pending:
+            pending.wait()
+        self._start, self._pending = None, []
+
+    def close(self) -> None:
+        """Start what backward left over, wait for everything; every view then holds the mean over ranks."""
+        for bucket in self._buckets:
+            if not bucket.closed:
+                bucket.collect()
+                bucket.zero_missing()
+                bucket.closed = True
+        self._launch_ready()
+        for pending in self._pending:
+            pending.wait()
+        self._start, self._pending, self._reduced = None, [], True
+        if self.tail is not None:
+            self.tail.unpack(self._tail_tensor)
+
+    def on_complete(self, bucket: Bucket) -> None:
+        """The last gradient of a bucket came."""
+        bucket.collect()
+        bucket.awaited = len(bucket.params)
+        if self._start is not None:
+            bucket.closed = True
+            self._launch_ready()
+
+    def late_gradient(self, name: str) -> FleetError:
+        if self._reduced:
+            return FleetError(
+                f"`{name}` got a gradient after optimizer.backward had already reduced this window. Add the losses and call "
+                "optimizer.backward(loss) once, or call optimizer.step() first."
+            )
+        return FleetError(
+            f"`{name}` got two gradients in one backward. Re-entrant checkpointing does that: "
+            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
 
     def _launch_ready(self) -> None:
         # Launch in index order. If rank 0 sends bucket 1 while rank 1 sends bucket 2, both wait for ever.
-        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
+        while self._launched < len(self._buckets) and self._buckets[self._launched].closed:
             self._launch(self._buckets[self._launched])
             self._launched += 1
 
@@ -215,35 +279,21 @@ class Buckets:
         if self._factor != 1.0:
             bucket.flat.mul_(self._factor)  # before REDUCE: a residual kept in scaled units is wrong once the scale moves
         if self.tail is not None and bucket is self._buckets[-1]:
-            self.tail.pack(self._tail_tensor, missing=len(self.missing()), used=self._used())
+            used = self.filled() if self.tail.flags else None
+            self.tail.pack(self._tail_tensor, missing=len(self.missing()), used=used)
             if not self._tail_joins:
                 self._pending.append(self.comm.all_reduce(self._tail_tensor))
         self._pending.append(self._start(bucket))
 
-    def _used(self) -> list[bool] | None:
-        if self.tail is None or not self.tail.flags:
-            return None
+    # --- a reduced window -------------------------------------------------------------------------------------
+
+    def filled(self) -> list[bool]:
+        """Which parameters have a gradient in this window, on this rank, in bucket order."""
         return [filled for bucket in self._buckets for filled in bucket.filled]
 
     def missing(self) -> list[str]:
         """Parameters without a gradient in this window, on this rank."""
         return [name for b in self._buckets for name, filled in zip(b.names, b.filled, strict=True) if not filled]
-
-    def close(self) -> None:
-        """Start what backward left over, wait for everything; every view then holds the mean over ranks."""
-        for bucket in self._buckets:
-            if not bucket.complete:
-                bucket.collect()
-                for view, filled in zip(bucket.views, bucket.filled, strict=True):
-                    if not filled:
-                        view.zero_()  # it still holds an earlier window; unused here means zero
-                bucket.complete = True
-        self._launch_ready()
-        for pending in self._pending:
-            pending.wait()
-        self._start, self._pending, self.reduced = None, [], True
-        if self.tail is not None:
-            self.tail.unpack(self.tail_sums())
 
     def tail_sums(self) -> Tensor:
         """What the tail holds after `close`: sums over ranks."""
@@ -251,38 +301,68 @@ class Buckets:
 
     def expose(self, used: Sequence[bool] | None) -> None:
         """Let `param.grad` be the reduced gradient, or None where no rank used the parameter."""
-        i = 0
+        wanted = iter(used) if used is not None else itertools.repeat(True)
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                param.grad = view if used is None or used[i] else None
-                i += 1
+                param.grad = view if next(wanted) else None
 
     def adopt_replaced(self) -> None:
         """The user put other tensors in place of reduced gradients: take their values, so that clipping sees them."""
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
-                if param.grad is None:
+                grad = param.grad
+                if grad is None:
                     view.zero_()
-                elif param.grad is not view:
-                    view.copy_(param.grad)
+                elif grad is not view:
+                    view.copy_(grad)
                     param.grad = view
 
     def finish_window(self) -> None:
         """The update is done; the gradients may still be looked at, until the next backward or zero()."""
-        self.reduced = self.arrived = False
-        self.stale = True
+        self.adopt_replaced()  # or a replaced gradient would look like a new one
+        self._reduced = False
         for bucket in self._buckets:
-            bucket.filled = [False] * len(bucket.params)
-            bucket.awaited, bucket.complete = len(bucket.params), False
+            bucket.restart(shows_last=True)
 
     def zero(self, *, set_to_none: bool = True) -> None:
-        self.stale = False
+        """As torch: None, or zeros where there was a gradient."""
+        self._reduced = False
         for bucket in self._buckets:
             if not set_to_none:
                 bucket.flat.zero_()
-            for i, param in enumerate(bucket.params):
-                param.grad = None if set_to_none else bucket.views[i]
-                bucket.filled[i] = not set_to_none
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is not None:
+                    param.grad = None if set_to_none else view
+            bucket.restart(shows_last=False, zeroed=not set_to_none)
+
+
+def _make_hook(owner: weakref.ref[Buckets], bucket: Bucket, i: int) -> Callable[[Tensor], None]:
+    """What runs for each gradient, hundreds of times a step: as few Python operations as it can do with."""
+    param, view = bucket.params[i], bucket.views[i]
+    is_large = param.numel() >= LARGE_NUMEL
+
+    def hook(_: Tensor) -> None:
+        if bucket.closed:
+            buckets = owner()
+            if buckets is not None:
+                raise buckets.late_gradient(bucket.names[i])
+        bucket.touched = True
+        grad = param.grad
+        if grad is view:
+            if not bucket.filled[i]:
+                if not bucket.zeroed:
+                    bucket.polluted = i if bucket.polluted is None else bucket.polluted
+                    return
+                bucket.filled[i] = True
+        elif is_large and grad is not None:
+            bucket.take(i, grad)
+        bucket.awaited -= 1
+        if bucket.awaited == 0:
+            buckets = owner()
+            if buckets is not None:
+                buckets.on_complete(bucket)
+
+    return hook
 
 
 def bucket_runs(named: Sequence[tuple[str, nn.Parameter]], *, bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:

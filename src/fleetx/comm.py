@@ -7,6 +7,7 @@ all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in
 from __future__ import annotations
 
 import abc
+import copy
 import json
 import socket
 from collections.abc import Callable, Sequence
@@ -72,6 +73,12 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         """The member of a partition of all ranks that holds this one. Every rank calls it with the same partition."""
+
+    def metered(self) -> Comm:
+        """The same ranks with a byte counter of its own: each pair reports what it sent itself."""
+        twin = copy.copy(self)
+        twin.bytes_sent = 0.0
+        return twin
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""

@@ -14,6 +14,7 @@ from .buckets import Buckets
 from .comm import Comm
 from .errors import ConfigError, StrategyConflict
 from .first_look import FirstLook
+from .optimizer import FleetOptimizer
 from .overview import conflict_lines
 from .pipeline import Pipeline, Stages
 from .slots import Merge, Part, Site, Slot, not_available
@@ -95,6 +96,8 @@ def compile_strategy(
 def require_plain_optimizer(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"distribute was given {type(optimizer).__name__} as the optimizer; it takes a torch.optim.Optimizer.")
+    if isinstance(optimizer, FleetOptimizer):
+        raise ConfigError("this optimizer is already distributed. Give the torch optimizer itself, once.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "LBFGS needs a closure, which runs backward several times for one update, past the reducer. Use SGD or Adam."

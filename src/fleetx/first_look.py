@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -52,8 +53,8 @@ class FirstLook:
         self._digest: str | None = None
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _look_at_nothing, ()  # a copy of the model carries the hook along; there it has nothing to say
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,19 +86,23 @@ class FirstLook:
             )
 
 
+def _look_at_nothing() -> FirstLook:
+    look = object.__new__(FirstLook)
+    look._model = nn.Module()
+    return look
+
+
 def _is_compiled(model: nn.Module) -> bool:
     return type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def _called_from_compiled(model: nn.Module) -> bool:
     """Whether a torch.compile wrapper of this very model is on the call stack."""
-    frame = sys._getframe(1)
-    for _ in range(30):
-        caller = frame.f_back
-        if caller is None:
-            return False
-        frame = caller
-        wrapper = frame.f_locals.get("self")
-        if type(wrapper).__name__ == "OptimizedModule" and wrapper._orig_mod is model:  # type: ignore[union-attr]
-            return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    frame: FrameType | None = sys._getframe(1) if dynamo is not None else None
+    while dynamo is not None and frame is not None:
+        # Only of torch's own frame: reading a user's f_locals would keep all they hold alive.
+        if frame.f_code is dynamo.OptimizedModule.__call__.__code__:
+            return frame.f_locals["self"]._orig_mod is model
+        frame = frame.f_back
     return False

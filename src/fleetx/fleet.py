@@ -28,7 +28,6 @@ from .placement import (
     move,
     named_trainable,
     refuse_unsuited,
-    take_ownership,
 )
 from .sampler import FleetSampler
 from .strategy import DistributedStrategy
@@ -153,8 +152,6 @@ def distribute(
     `sample` (one batch) and `loss_fn(model, batch)` are for parts that must run steps themselves.
     """
     require_plain_optimizer(optimizer)
-    if isinstance(optimizer, FleetOptimizer):
-        raise ConfigError("this optimizer is already distributed. Give fleet.distribute(...) the torch optimizer, once.")
     face = FleetOptimizer(optimizer)
     _bind(model, face, _chosen(strategy))
     return model, face
@@ -217,8 +214,9 @@ def _bind(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy)
     agree_on_model(params, model, strategy.to_json(), here.comm)
     move(model, optimizer, params, here.device)
     broadcast_from_first(model, params, here.comm)
-    compiled = compile_strategy(strategy, model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device)
-    take_ownership(params, compiled.pipeline)
+    compiled = compile_strategy(
+        strategy, model=model, optimizer=optimizer, params=params, comm=here.comm.metered(), device=here.device
+    )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     if compiled.forward is not None:
         _autocast = compiled.forward

@@ -81,7 +81,7 @@ def conflict_lines(parts: Sequence[Part]) -> list[str]:
     why = {part.name: part.why for part in parts}
     return [
         f"Conflict: {_listed(names)} {'both' if len(names) == 2 else 'all'} claim `{slot.value}`. "
-        + " ".join([why[name] for name in names if why[name]] + ["Keep one of them."])
+        + " ".join([*dict.fromkeys(why[name] for name in names if why[name]), "Keep one of them."])
         for slot, names in conflicts((part.name, part.claims()) for part in parts).items()
     ]
 

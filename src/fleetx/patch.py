@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, final
@@ -19,6 +20,7 @@ class PatchedForward:
         self.module = module
         self.inner: Forward = module.forward
         self.around = around
+        functools.update_wrapper(self, self.inner, updated=())  # the signature stays readable: Hugging Face asks for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.inner, *args, **kwargs)

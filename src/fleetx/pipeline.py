@@ -36,6 +36,8 @@ class Window:
     """A micro-step began that optimizer.step() has not ended."""
     closed: bool = False
     """Its gradients are reduced; only the update is left."""
+    broken: bool = False
+    """A backward failed half-way."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,11 @@ class Stages:
 _alive: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
+def owner_of(param: Tensor) -> Pipeline | None:
+    """The pair that trains this parameter. A discarded pair owns nothing."""
+    return next((pipeline for pipeline in _alive if id(param) in pipeline.param_ids), None)
+
+
 @final
 class Pipeline:
     def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, unused: UnusedCheck, first_look: FirstLook) -> None:
@@ -65,34 +72,38 @@ class Pipeline:
         self._weighted: bool | None = None
         self._grad_norm: Tensor | None = None
         self._reported_bytes = comm.bytes_sent
-        self._param_ids = {id(p) for bucket in buckets for p in bucket.params}
+        self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
         _alive.add(self)
 
     @property
     def due(self) -> bool:
         """Whether the coming micro-step closes the window, or the one just done has."""
-        return self.window.closed or self.window.micro_steps + 1 >= self.stages.merge.micro_steps
+        if self.window.entered:
+            return self.window.closed
+        return self.window.micro_steps + 1 >= self.stages.merge.micro_steps
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
-        if self.buckets.stale:
-            self.buckets.zero()
-        due = self.due
+        self.buckets.begin()
         self._enter(loss, weight)
+        due = self.window.micro_steps >= self.stages.merge.micro_steps
         seed = self._arm(weight) if due else self._raw_seed(weight)
         try:
             self._run_backward(loss, seed, retain_graph=retain_graph)
         except BaseException:
-            self.buckets.disarm()
+            self.window.broken = True
+            self.buckets.abandon()
             raise
-        self.buckets.arrived = False
         if due:
             self._close()
+        else:
+            self.buckets.keep()
 
     def step(self) -> Report:
         """End a micro-step; a no-op inside a window."""
-        if self.buckets.arrived and not self.window.closed:
+        self._refuse_broken()
+        if not self.window.closed and self.buckets.has_new():
             self._take_bare_gradients()
         if self.window.closed:
             return self._update()
@@ -103,7 +114,8 @@ class Pipeline:
 
     def flush(self) -> Report:
         """Close a window early. Every rank must call it, at the same place."""
-        if self.buckets.arrived and not self.window.closed:
+        self._refuse_broken()
+        if not self.window.closed and self.buckets.has_new():
             self._take_bare_gradients()
         if self.window.micro_steps and not self.window.closed:
             self._reduce_now()
@@ -113,11 +125,9 @@ class Pipeline:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
         if self.window.closed:
             self.index += 1
+        if self.window.closed or self.window.broken:
             self.window = Window()
-            self.buckets.finish_window()
         if self.window.micro_steps == 0:
-            self.buckets.arrived = False
-            self.buckets.finish_window()
             self.buckets.zero(set_to_none=set_to_none)
 
     def _update(self) -> Report:
@@ -132,6 +142,9 @@ class Pipeline:
             if self.stages.clip is not None and self._grad_norm is not None:
                 self.stages.clip(self.buckets.flats, self._grad_norm)
             self.stages.update.step()
+        else:
+            # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
+            self.stages.update._opt_called = True  # type: ignore[attr-defined]
         scale = self.stages.backward.scale()
         self.stages.backward.settle(finite=finite)
         if self.stages.average is not None:
@@ -158,14 +171,10 @@ class Pipeline:
                 "this strategy needs to see the loss, but gradients came from loss.backward(). "
                 "Write optimizer.backward(loss) instead, or optimizer.minimize(loss)."
             )
-        if self.window.weights:
-            raise ConfigError(
-                "this window began with weight=; a bare loss.backward() has none. Write optimizer.backward(loss, weight)."
-            )
+        if self.window.weights or self._weighted:
+            raise ConfigError("this run passes weight=; a bare loss.backward() has none. Write optimizer.backward(loss, weight).")
         self._enter(None, None)
-        self.buckets.arrived = False
-        for bucket in self.buckets:
-            bucket.collect()
+        self.buckets.keep()
         if self.window.micro_steps >= self.stages.merge.micro_steps:
             self._reduce_now()
 
@@ -175,7 +184,7 @@ class Pipeline:
     def _arm(self, weight: float | None) -> float:
         """Make ready to reduce inside backward; the factor on the loss is returned."""
         self._agree()
-        clean = self.window.micro_steps == 1 and not self.buckets.arrived
+        clean = self.window.micro_steps == 1 and not self.buckets.has_new()
         if clean and weight is None and self.stages.backward.scale() == 1.0:
             # Nothing is in the buckets yet, so the mean over ranks can enter with the loss: no pass over the gradients.
             self.buckets.arm(self._start, factor=1.0)
@@ -195,7 +204,7 @@ class Pipeline:
         return 0.0 if divisor == 0.0 else 1.0 / (divisor * self.stages.backward.scale())
 
     def _step(self, index: int) -> Step:
-        return Step(index=index, lr=float(self.stages.update.param_groups[0]["lr"]))
+        return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"))
 
     def _start(self, bucket: Bucket) -> Pending:
         return self.stages.reduce.start(bucket, self._step(self.index + 1))
@@ -248,13 +257,19 @@ class Pipeline:
 
     def _run_backward(self, loss: Tensor, seed: float, *, retain_graph: bool) -> None:
         gradient = None if seed == 1.0 else torch.full_like(loss, seed)
-        others = {i for pipeline in _alive if pipeline is not self for i in pipeline._param_ids}
+        others = {i for pipeline in _alive if pipeline is not self for i in pipeline.param_ids}
         if not others:
             loss.backward(gradient, retain_graph=retain_graph)
             return
         # A GAN's generator loss runs through the discriminator: that pair's gradients and window are not ours to touch.
         inputs = [leaf for leaf in leaves(loss) if id(leaf) not in others]
         loss.backward(gradient, retain_graph=retain_graph, inputs=inputs)
+
+    def _refuse_broken(self) -> None:
+        if self.window.broken:
+            raise FleetError(
+                "a backward failed in this window, so its gradients are incomplete. Call optimizer.zero_grad() to drop them."
+            )
 
     def _check_call(self, loss: Tensor, weight: float | None) -> None:
         if not isinstance(loss, Tensor):
@@ -265,6 +280,7 @@ class Pipeline:
         if loss.numel() != 1 or not loss.requires_grad:
             what = f"has shape {tuple(loss.shape)}" if loss.numel() != 1 else "does not require a gradient"
             raise ConfigError(f"the loss {what}; it must be one number that depends on the model's trainable parameters.")
+        self._refuse_broken()
         if self.window.closed:
             raise FleetError("this window is already reduced. Call optimizer.step() before the next backward.")
         if weight is not None and not (math.isfinite(weight) and weight >= 0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,9 +12,9 @@ from torch.optim import Optimizer
 from .buckets import require_dense
 from .comm import Comm, sharding_of
 from .errors import ConfigError
+from .pipeline import owner_of
 
 BROADCAST_BYTES = 64 * 2**20
-_OWNER = "_fleetx_owner"
 
 
 def plain_name(name: str) -> str:
@@ -56,8 +55,7 @@ def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
             )
         if not param.is_floating_point():
             raise ConfigError(f"`{name}` is {param.dtype}; trainable parameters must be real floating-point tensors.")
-        owner = getattr(param, _OWNER, None)
-        if owner is not None and owner() is not None:
+        if owner_of(param) is not None:
             raise ConfigError(
                 f"`{name}` already belongs to another fleet.distribute(...) pair. Two optimizers on one model: "
                 "make them two parameter groups of one optimizer."
@@ -65,13 +63,6 @@ def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
     devices = {p.device for p in params.values() if p.device.type == "cuda"}
     if len(devices) > 1:
         raise ConfigError(f"the model is spread over {sorted(map(str, devices))}. One rank drives one device.")
-
-
-def take_ownership(params: dict[str, nn.Parameter], owner: object) -> None:
-    """Weakly: a discarded pair gives its parameters free. Copies of a parameter carry no attribute, and so no owner."""
-    reference = weakref.ref(owner)
-    for param in params.values():
-        setattr(param, _OWNER, reference)
 
 
 def move(model: nn.Module, optimizer: Optimizer, params: dict[str, nn.Parameter], device: torch.device) -> None:

@@ -36,7 +36,7 @@ class Report:
         if not self._weights:
             return float(losses.mean())
         weights = torch.tensor(self._weights, dtype=torch.float64, device=losses.device)
-        return float((losses * weights).sum() / weights.sum())
+        return float((losses * weights).sum() / weights.sum()) if any(self._weights) else None
 
     @property
     def grad_norm(self) -> float | None:

@@ -59,7 +59,8 @@ class Step:
     """One update. Nobody counts for themselves: the index is handed in, from 1, the same on every rank."""
 
     index: int
-    lr: float
+    lr: float | Tensor | None
+    """As the first group has it: a number, a tensor (reading it may wait for the device), or None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class UnusedCheck:
         tail = self.buckets.tail
         if self.allowed:
             if tail is None:
-                return [filled for bucket in self.buckets for filled in bucket.filled]
+                return self.buckets.filled()
             return [count > 0 for count in self.buckets.tail_sums()[1 : 1 + tail.flags].tolist()]
         missing = self.buckets.missing()
         if tail is None:

@@ -65,7 +65,14 @@ def close_world() -> None:
 
 
 def choose_device(role: Role) -> torch.device:
-    """This rank's own GPU, or a shared one when ranks outnumber GPUs, or the CPU."""
+    """This rank's own GPU, or a shared one when ranks outnumber GPUs, or the CPU. FLEETX_DEVICE=cpu leaves GPUs alone."""
+    wanted = os.environ.get("FLEETX_DEVICE", "")
+    if wanted not in ("", "cpu", "cuda"):
+        raise ConfigError(f"FLEETX_DEVICE is {wanted!r}; it must be cpu or cuda, or not set.")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("FLEETX_DEVICE is cuda, but torch sees no GPU here.")
+    if wanted == "cpu":
+        return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", role.local_rank % count) if count else torch.device("cpu")
 

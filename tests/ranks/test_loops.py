@@ -4,6 +4,7 @@ joined batch, or DDP. Float64 and a tolerance of 1e-12, so that only the order o
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fleetx import fleet
+from fleetx.report import Report
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state, mlp
 
@@ -236,19 +239,47 @@ def test_parameter_groups_keep_their_own_rate_and_decay() -> None:
 def _identities(rank: int) -> list[bool]:
     model = net()
     inner = _two_rates(model)
-    groups, params = list(inner.param_groups), [list(group["params"]) for group in inner.param_groups]
+    groups, params = list(inner.param_groups), [p for group in inner.param_groups for p in group["params"]]
     _, optimizer = fleet.distribute(model, inner)
-    same_params = all(a is b for old, new in zip(params, optimizer.param_groups, strict=True) for a, b in zip(old, new["params"]))
+    now = [p for group in optimizer.param_groups for p in group["params"]]
     return [
         optimizer.param_groups[0] is inner.param_groups[0],
         all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True)),
-        same_params,
+        all(a is b for a, b in zip(params, now, strict=True)),
         isinstance(optimizer, Optimizer),
     ]
 
 
 def test_the_group_dicts_are_the_very_ones_of_the_optimizer_given() -> None:
     assert run_ranks(_identities, 2) == [[True] * 4] * 2
+
+
+class WithoutRate(Optimizer):
+    """An optimizer of the user's own. Adafactor with relative steps has no learning rate either: its lr is None."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=0.1)
+
+
+def _without_rate(rank: int, defaults: dict[str, Any]) -> Tensor:
+    model = net()
+    model, optimizer = fleet.distribute(model, WithoutRate(model.parameters(), defaults))
+    for step in range(STEPS):
+        x, y = rows_of(rank, step)
+        optimizer.minimize(F.cross_entropy(model(x), y))
+    return weights(model)
+
+
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}], ids=["no lr", "lr is None"])
+def test_an_optimizer_without_a_learning_rate_is_driven_like_any_other(defaults: dict[str, Any]) -> None:
+    reference = plain_loop(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_trained_alike(run_ranks(_without_rate, 2, defaults), reference)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -442,6 +473,28 @@ def _thrown_away(rank: int, what: str, who_zeroes: str) -> Tensor:
 )
 def test_work_that_is_thrown_away_leaves_no_trace(what: str, who_zeroes: str) -> None:
     assert_trained_alike(run_ranks(_thrown_away, 2, what, who_zeroes), plain_loop())
+
+
+def _two_bare_backwards(rank: int) -> Tensor:
+    model = net()
+    model, optimizer = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(fuse_grad_size_in_MB=0.0005))
+    for step in range(STEPS):
+        for x, y in (rows_of(rank, step), rows_of(rank, 100 + step)):
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_gradients_of_two_bare_backwards_add_up_as_in_torch() -> None:
+    model = net()
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        for x, y in (joined_rows(step), joined_rows(100 + step)):
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_trained_alike(run_ranks(_two_bare_backwards, 2), weights(model))
 
 
 class WithLoss(nn.Module):
@@ -641,6 +694,25 @@ def test_a_head_unused_on_one_rank_adds_zeros_and_one_unused_on_all_does_not_mov
         torch.testing.assert_close(never, at_start, rtol=0, atol=0)
 
 
+def _unused_and_zeroed(rank: int) -> tuple[Tensor, Tensor]:
+    model = Heads()
+    strategy = fleet.DistributedStrategy(find_unused_parameters=True)
+    model, optimizer = fleet.distribute(model, _decaying(model), strategy)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        x, y = rows_of(rank, step)
+        optimizer.backward(F.cross_entropy(model(x, rank, step), y))
+        optimizer.step()
+    return weights(model), weights(model.never)
+
+
+def test_zeroing_to_zeros_gives_no_gradient_to_a_parameter_that_never_had_one() -> None:
+    # torch zeroes the gradients there are, and makes none: weight decay must not find one.
+    ranks = run_ranks(_unused_and_zeroed, 2)
+    assert_equal_on_all_ranks([trained for trained, _ in ranks])
+    torch.testing.assert_close(ranks[0][1], weights(Heads().never), rtol=0, atol=0)
+
+
 # --- models of many kinds -------------------------------------------------------------------------------------------
 
 
@@ -704,6 +776,42 @@ def test_two_pairs_of_a_gan_never_touch_each_other() -> None:
     for seen in ranks:
         assert seen["due"] == [False, True] * (STEPS // 2)
         assert not seen["touched"]
+
+
+def _bare_gan(rank: int) -> Tensor:
+    generator, discriminator = _gan_nets()
+    generator, g_optimizer = fleet.distribute(generator, sgd(generator))
+    discriminator, d_optimizer = fleet.distribute(discriminator, sgd(discriminator))
+    for step in range(STEPS):
+        real, noise = _gan_rows(rank, step)
+        discriminator.zero_grad()  # what the generator's backward left behind
+        F.softplus(-discriminator(real)).mean().backward()
+        F.softplus(discriminator(generator(noise).detach())).mean().backward()
+        d_optimizer.step()
+        d_optimizer.zero_grad()
+        generator.zero_grad()
+        F.softplus(-discriminator(generator(noise))).mean().backward()
+        g_optimizer.step()
+        g_optimizer.zero_grad()
+    return torch.cat([weights(generator), weights(discriminator)])
+
+
+def test_a_gan_written_as_in_torchs_own_example_trains_as_in_one_process() -> None:
+    # The DCGAN tutorial: bare backwards, and zero_grad() of the modules, before each half.
+    ranks = run_ranks(_bare_gan, 2)
+    generator, discriminator = _gan_nets()
+    g_optimizer, d_optimizer = sgd(generator), sgd(discriminator)
+    for step in range(STEPS):
+        (real0, noise0), (real1, noise1) = _gan_rows(0, step), _gan_rows(1, step)
+        real, noise = torch.cat([real0, real1]), torch.cat([noise0, noise1])
+        discriminator.zero_grad()
+        F.softplus(-discriminator(real)).mean().backward()
+        F.softplus(discriminator(generator(noise).detach())).mean().backward()
+        d_optimizer.step()
+        generator.zero_grad()
+        F.softplus(-discriminator(generator(noise))).mean().backward()
+        g_optimizer.step()
+    assert_trained_alike(ranks, torch.cat([weights(generator), weights(discriminator)]))
 
 
 def _gan_bytes(rank: int) -> list[tuple[int, int]]:
@@ -801,6 +909,45 @@ def test_tied_parameters_stay_tied_and_count_once() -> None:
     ranks = run_ranks(_tied, 2)
     assert all(still_tied for _, still_tied in ranks)
     assert_trained_alike([trained for trained, _ in ranks], plain_loop(Tied))
+
+
+class Mixed(nn.Module):
+    """Two types, a parameter that is one number, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow = nn.Linear(8, 8)
+        self.temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.wide = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(torch.tanh(self.narrow(x.float())).double()) * self.temperature + self.empty.sum().double()
+
+
+def _mixed(rank: int) -> list[Tensor]:
+    model = Mixed()
+    model, optimizer = fleet.distribute(model, sgd(model))
+    for step in range(STEPS):
+        x, y = rows_of(rank, step)
+        optimizer.minimize(F.cross_entropy(model(x), y))
+    return [p.detach() for p in model.parameters()]
+
+
+def test_parameters_of_two_types_and_of_one_number_or_none_train_together() -> None:
+    ranks = run_ranks(_mixed, 2)
+    model = Mixed()
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        x, y = joined_rows(step)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_on_all_ranks(ranks)
+    for ours, reference in zip(ranks[0], model.parameters(), strict=True):
+        assert ours.dtype == reference.dtype
+        torch.testing.assert_close(ours, reference.detach(), rtol=1e-6, atol=1e-6)  # float32 is in the path of all of them
 
 
 def _half_frozen() -> nn.Sequential:
@@ -1017,7 +1164,7 @@ def test_flush_closes_a_window_with_the_mean_of_what_it_has(spelling: str) -> No
         assert seen == [no, no, no, yes, no, no, no, yes, no, no]
 
 
-def _reports(rank: int) -> list[dict[str, Any]]:
+def _reports(rank: int) -> list[tuple[bool, float, Report]]:
     model = net()
     strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
     model, optimizer = fleet.distribute(model, sgd(model), strategy)
@@ -1027,12 +1174,7 @@ def _reports(rank: int) -> list[dict[str, Any]]:
         loss = F.cross_entropy(model(x), y)
         due_before = optimizer.due
         report = optimizer.minimize(loss)
-        seen.append(
-            {
-                "due": (due_before, report.due), "updated": report.updated, "skipped": report.skipped, "norm": report.grad_norm,
-                "scale": report.loss_scale, "loss": (loss.item(), report.loss), "sent": report.bytes_sent, "period": report.period,
-            }
-        )  # fmt: skip
+        seen.append((due_before, loss.item(), report))
     return seen
 
 
@@ -1040,17 +1182,37 @@ def _reports(rank: int) -> list[dict[str, Any]]:
 def test_a_report_says_what_the_micro_step_did(size: int) -> None:
     parameter_bytes = sum(p.nbytes for p in net().parameters())
     for seen in run_ranks(_reports, size):
-        assert [s["due"] for s in seen] == [(False, False), (True, True)] * 2
-        assert [s["updated"] for s in seen] == [False, True] * 2
-        assert not any(s["skipped"] for s in seen)
-        assert all(s["norm"] is None and s["scale"] == 1.0 and s["period"] is None for s in seen)
-        losses = [s["loss"] for s in seen]
-        assert losses[1][1] == pytest.approx((losses[0][0] + losses[1][0]) / 2, abs=1e-12)
-        assert losses[3][1] == pytest.approx((losses[2][0] + losses[3][0]) / 2, abs=1e-12)
+        due_before, losses, reports = zip(*seen, strict=True)
+        assert due_before == tuple(r.due for r in reports) == (False, True, False, True)
+        assert [r.updated for r in reports] == [False, True, False, True]
+        assert not any(r.skipped for r in reports)
+        assert all(r.grad_norm is None and r.loss_scale == 1.0 and r.period is None for r in reports)
+        assert reports[1].loss == pytest.approx((losses[0] + losses[1]) / 2, abs=1e-12)
+        assert reports[3].loss == pytest.approx((losses[2] + losses[3]) / 2, abs=1e-12)
         # Nothing travels inside a window. In the second (the first also compares the ranks' batches) the gradients do,
         # and with them one float32: how many of them are missing.
-        assert seen[0]["sent"] == seen[2]["sent"] == 0
-        assert seen[3]["sent"] == round(2 * (size - 1) / size * (parameter_bytes + 4))
+        assert reports[0].bytes_sent == reports[2].bytes_sent == 0
+        assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 4))
+
+
+def _due(rank: int) -> list[tuple[bool, bool, bool]]:
+    model = net()
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 3})
+    model, optimizer = fleet.distribute(model, sgd(model), strategy)
+    seen = []
+    for step in range(6):
+        before = optimizer.due
+        x, y = rows_of(rank, step)
+        optimizer.backward(F.cross_entropy(model(x), y))
+        after = optimizer.due  # `if optimizer.due: clip` stands here
+        seen.append((before, after, optimizer.step().due))
+        optimizer.zero_grad()
+    return seen
+
+
+def test_due_says_the_same_before_and_after_the_backward_it_speaks_of() -> None:
+    no, yes = (False,) * 3, (True,) * 3
+    assert run_ranks(_due, 2) == [[no, no, yes, no, no, yes]] * 2
 
 
 def _overflowed(rank: int) -> tuple[list[tuple[bool, bool, bool, float]], list[Tensor]]:
@@ -1078,6 +1240,63 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
         torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
         assert not torch.equal(states[2], states[1])
     assert_equal_on_all_ranks([states for _, states in ranks])
+
+
+def _first_update_skipped(rank: int, when: str) -> list[bool]:
+    quiet_about_speed()
+    model = mlp()
+    inner = sgd(model)
+    scheduler = StepLR(inner, step_size=1) if when == "before" else None
+    strategy = fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "float16"})
+    model, optimizer = fleet.distribute(model, inner, strategy)
+    scheduler = scheduler or StepLR(optimizer, step_size=1)
+    skipped = []
+    for step in range(2):
+        x, y = batch(step * 2 + rank)
+        report = optimizer.minimize(F.cross_entropy(model(x), y) * (float("inf") if step == 0 else 1.0))
+        skipped.append(report.skipped)
+        scheduler.step()  # every due micro-step counts, skipped ones too
+    return skipped
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_is_not_warned_about_when_the_first_update_is_skipped(when: str) -> None:
+    assert run_ranks(_first_update_skipped, 2, when) == [[True, False]] * 2
+
+
+def _discarded(rank: int) -> Tensor:
+    model = net()
+    model, first = fleet.distribute(model, sgd(model))
+    scheduler = StepLR(first, step_size=1)
+    x, y = rows_of(rank, 99)
+    first.backward(F.cross_entropy(model(x), y))
+    first.zero_grad()
+    del first, scheduler
+    model, second = fleet.distribute(model, sgd(model))
+    for step in range(STEPS):
+        x, y = rows_of(rank, step)
+        second.minimize(F.cross_entropy(model(x), y))
+    return weights(model)
+
+
+def test_a_discarded_pair_gives_its_parameters_free() -> None:
+    assert_trained_alike(run_ranks(_discarded, 2), plain_loop())
+
+
+def _kept_alive(rank: int) -> bool:
+    model = net()
+    model, optimizer = fleet.distribute(model, sgd(model))
+    x, y = rows_of(rank, 0)
+    large = torch.zeros(1000)  # a loaded checkpoint, say: a local of the training function, dropped later
+    reference = weakref.ref(large)
+    optimizer.minimize(F.cross_entropy(model(x), y))
+    del large
+    gc.collect()
+    return reference() is not None
+
+
+def test_nothing_of_the_callers_locals_is_kept_alive_by_the_first_forward() -> None:
+    assert run_ranks(_kept_alive, 2) == [False, False]
 
 
 def _two_calls(rank: int, order: str) -> Tensor:

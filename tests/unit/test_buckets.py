@@ -69,9 +69,20 @@ def test_a_second_backward_adds_in_place_and_zero_grad_of_the_model_in_between_l
     model = nn.Linear(3, 2)
     buckets = _buckets(model)
     model(torch.ones(1, 3)).sum().backward()
+    buckets.keep()
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
+    buckets.keep()
     assert next(iter(buckets)).flat.tolist() == [2.0] * 8
+
+
+def test_a_backward_thrown_away_before_a_micro_step_is_counted_leaves_no_trace() -> None:
+    model = nn.Linear(3, 2)
+    buckets = _buckets(model)
+    model(torch.ones(1, 3)).sum().backward()
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert next(iter(buckets)).flat.tolist() == [1.0] * 8
 
 
 def test_a_parameter_without_gradient_counts_as_zero_not_as_last_windows_value() -> None:
@@ -103,8 +114,13 @@ def test_a_gradient_added_to_the_last_updates_is_refused() -> None:
     model(torch.ones(1, 3)).sum().backward()
     _reduced(buckets)
     buckets.finish_window()
+    model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(FleetError, match="Call optimizer.zero_grad"):
-        model(torch.ones(1, 3)).sum().backward()
+        buckets.begin()
+    model.zero_grad()
+    buckets.begin()  # thrown away: nothing is wrong any more
+    model(torch.ones(1, 3)).sum().backward()
+    assert next(iter(buckets)).flat.tolist() == [1.0] * 8
 
 
 def test_hooks_of_discarded_buckets_do_nothing() -> None:

@@ -1,0 +1,459 @@
+"""What cannot work is refused, by name and with the line to write, on every rank, and never by waiting for ever."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fleetx import fleet
+from fleetx.errors import ConfigError, FleetWarning
+from fleetx.optimizer import FleetOptimizer
+from fleetx.strategies import catalogue
+from harness import raised, run_ranks
+from models import batch, mlp
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    x, y = batch(index)
+    return F.cross_entropy(model(x), y)
+
+
+def pair(**settings: Any) -> tuple[nn.Sequential, FleetOptimizer]:
+    model = mlp()
+    return fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**settings))
+
+
+def merged(k_steps: int, **more: Any) -> dict[str, Any]:
+    return {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k_steps, **more}}
+
+
+def assert_refused(ranks: list[str], *fragments: str, error: str = "ConfigError") -> None:
+    """The same kind of error on every rank, with the thing's name and the fix in it."""
+    for message in ranks:
+        assert message.startswith(f"{error}: "), message
+        for fragment in fragments:
+            assert fragment in message, message
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def _closure(rank: int) -> str:
+    model, optimizer = pair()
+
+    def closure() -> float:
+        loss = loss_of(model, rank)
+        loss.backward()
+        return loss.item()
+
+    return raised(lambda: optimizer.step(closure))  # type: ignore[arg-type]
+
+
+def test_a_closure_is_refused() -> None:
+    assert_refused(run_ranks(_closure, 2), "closure", "optimizer.minimize(loss)")
+
+
+def _method(rank: int) -> str:
+    model, optimizer = pair()
+    model.loss = lambda rows: loss_of(model, rank)  # type: ignore[assignment]
+    return raised(lambda: optimizer.minimize(model.loss))  # type: ignore[arg-type]
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def loss(self, rows: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self.body(rows[0]), rows[1])
+
+
+def _bound_method(rank: int) -> str:
+    model = WithLoss()
+    model, optimizer = fleet.distribute(model, sgd(model))
+    return raised(lambda: optimizer.minimize(model.loss))  # type: ignore[arg-type]
+
+
+def test_a_method_in_place_of_the_loss_is_refused() -> None:
+    assert_refused(run_ranks(_bound_method, 2), "method", "optimizer.minimize(model.loss(batch))")
+    assert_refused(run_ranks(_method, 2), "function", "optimizer.minimize(model.loss(batch))")
+
+
+def _many_numbers(rank: int) -> str:
+    model, optimizer = pair()
+    x, y = batch(rank)
+    return raised(lambda: optimizer.minimize(F.cross_entropy(model(x), y, reduction="none")))
+
+
+def test_a_loss_of_many_numbers_is_refused_with_its_shape() -> None:
+    assert_refused(run_ranks(_many_numbers, 2), "the loss has shape (8,)", "one number")
+
+
+def _no_gradient(rank: int) -> str:
+    model, optimizer = pair()
+    return raised(lambda: optimizer.minimize(loss_of(model, rank).detach()))
+
+
+def test_a_loss_without_gradient_is_refused() -> None:
+    assert_refused(run_ranks(_no_gradient, 2), "the loss does not require a gradient", "trainable parameters")
+
+
+def _twice(rank: int, second: str) -> str:
+    model, optimizer = pair()
+    optimizer.backward(loss_of(model, rank))
+    loss = loss_of(model, 10 + rank)
+    return raised(loss.backward if second == "bare" else lambda: optimizer.backward(loss))
+
+
+@pytest.mark.parametrize("second", ["optimizer.backward", "bare"])
+def test_a_second_backward_in_a_reduced_window_is_refused(second: str) -> None:
+    assert_refused(run_ranks(_twice, 2, second), "already reduced", "optimizer.step()", error="FleetError")
+
+
+def _not_zeroed(rank: int) -> str:
+    model, optimizer = pair()
+    loss_of(model, rank).backward()
+    optimizer.step()
+    loss_of(model, 10 + rank).backward()  # harmless if it is thrown away, as a GAN's generator half throws it away
+    return raised(optimizer.step)
+
+
+def test_an_update_with_gradients_added_to_the_last_ones_is_refused() -> None:
+    assert_refused(run_ranks(_not_zeroed, 2), "the gradient of `4.", "optimizer.zero_grad()", error="FleetError")
+
+
+def _step_of_nothing(rank: int) -> str:
+    _, optimizer = pair()
+    return raised(optimizer.step)
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    assert_refused(run_ranks(_step_of_nothing, 2), "no new gradients", "optimizer.backward(loss)", error="FleetError")
+
+
+def _bare_under_fp16(rank: int) -> str:
+    warnings.filterwarnings("ignore", message="amp:")
+    model, optimizer = pair(amp=True, amp_configs={"dtype": "float16"})
+    loss_of(model, rank).backward()
+    return raised(optimizer.step)
+
+
+def test_a_bare_backward_under_fp16_is_refused() -> None:
+    assert_refused(run_ranks(_bare_under_fp16, 2), "needs to see the loss", "optimizer.backward(loss)")
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+Call = Callable[[FleetOptimizer, Tensor], Any]
+CALLS: dict[str, Call] = {
+    "weighted": lambda optimizer, loss: optimizer.minimize(loss, weight=3.0),
+    "plain": lambda optimizer, loss: optimizer.minimize(loss),
+    "bare": lambda optimizer, loss: (loss.backward(), optimizer.step(), optimizer.zero_grad()),
+}
+
+
+def _mixed_weights(rank: int, first: str, second: str, period: int) -> str:
+    model, optimizer = pair(**merged(period))
+    CALLS[first](optimizer, loss_of(model, rank))
+    return raised(lambda: CALLS[second](optimizer, loss_of(model, 10 + rank)))
+
+
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "second"), [("weighted", "plain"), ("plain", "weighted"), ("weighted", "bare"), ("bare", "weighted")]
+)
+def test_a_weight_on_some_calls_only_is_refused(first: str, second: str, period: int) -> None:
+    assert_refused(run_ranks(_mixed_weights, 2, first, second, period), "weight")
+
+
+def _weight_on_one_rank(rank: int, period: int) -> str:
+    model, optimizer = pair(**merged(period))
+
+    def train() -> None:
+        for step in range(2):
+            optimizer.minimize(loss_of(model, 2 * step + rank), weight=2.0 if rank == 1 else None)
+
+    return raised(train)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_weight_on_one_rank_only_is_refused_on_every_rank(period: int) -> None:
+    assert_refused(run_ranks(_weight_on_one_rank, 2, period), "ranks [1]", "weight=", "every rank must, or none")
+
+
+def _bad_weights(rank: int) -> list[str]:
+    model, optimizer = pair()
+    return [raised(lambda w=w: optimizer.minimize(loss_of(model, rank), weight=w)) for w in (-1.0, float("nan"), float("inf"))]  # type: ignore[misc]
+
+
+def test_a_weight_that_is_no_amount_is_refused_with_its_value() -> None:
+    for messages in run_ranks(_bad_weights, 2):
+        for message, shown in zip(messages, ["-1.0", "nan", "inf"], strict=True):
+            assert_refused([message], f"weight is {shown}", "at least 0")
+
+
+def _weight_of_a_sum(rank: int) -> str:
+    model, optimizer = pair(**merged(2, avg=False))
+    return raised(lambda: optimizer.minimize(loss_of(model, rank), weight=2.0))
+
+
+def test_a_weight_in_a_summed_window_is_refused() -> None:
+    assert_refused(run_ranks(_weight_of_a_sum, 2), "weight=", 'gradient_merge_configs["avg"] = False', "Keep one of them")
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+def _second_optimizer(rank: int) -> list[str]:
+    model, optimizer = pair()
+    again = raised(lambda: fleet.distribute(model, sgd(model)))
+    half = raised(lambda: fleet.distribute(model, torch.optim.Adam(model[4].parameters())))
+    optimizer.minimize(loss_of(model, rank))  # the first pair is unharmed
+    return [again, half]
+
+
+def test_a_second_optimizer_on_one_model_is_refused() -> None:
+    for again, half in run_ranks(_second_optimizer, 2):
+        assert_refused([again], "`0.weight`", "Two optimizers on one model", "two parameter groups of one optimizer")
+        assert_refused([half], "`4.weight`", "Two optimizers on one model")
+
+
+def _distributed_twice(rank: int, spelling: str) -> str:
+    model, optimizer = pair()
+    if spelling == "distribute":
+        return raised(lambda: fleet.distribute(model, optimizer))
+    return raised(lambda: fleet.distributed_optimizer(optimizer))
+
+
+@pytest.mark.parametrize("spelling", ["distribute", "distributed_optimizer"])
+def test_an_optimizer_that_is_already_distributed_is_refused(spelling: str) -> None:
+    assert_refused(run_ranks(_distributed_twice, 2, spelling), "already distributed", "torch optimizer")
+
+
+def _unfrozen(rank: int, in_optimizer: bool) -> list[str]:
+    model = mlp()
+    model[2].requires_grad_(False)
+    chosen = list(model.parameters()) if in_optimizer else [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(chosen, lr=0.1))
+    optimizer.minimize(loss_of(model, rank))
+    model[2].bias.requires_grad_(True)  # type: ignore[operator]
+    by_minimize = raised(lambda: optimizer.minimize(loss_of(model, rank)))
+    loss_of(model, rank).backward()
+    return [by_minimize, raised(optimizer.step)]
+
+
+@pytest.mark.parametrize("in_optimizer", [True, False])
+def test_a_parameter_unfrozen_later_is_refused_by_name(in_optimizer: bool) -> None:
+    for messages in run_ranks(_unfrozen, 2, in_optimizer):
+        assert_refused(messages, "`2.bias`", "frozen", "find_unused_parameters = True", "after unfreezing")
+
+
+def _added_group(rank: int, through: str) -> str:
+    model = mlp()
+    inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model, optimizer = fleet.distribute(model, inner)
+    group = {"params": list(model[4].parameters())}
+    if through == "ours":
+        return raised(lambda: optimizer.add_param_group(group))
+    inner.add_param_group(group)
+    return raised(lambda: optimizer.minimize(loss_of(model, rank)))
+
+
+@pytest.mark.parametrize("through", ["ours", "the inner optimizer"])
+def test_a_parameter_group_added_later_is_refused(through: str) -> None:
+    assert_refused(run_ranks(_added_group, 2, through), "added", "after fleet.distribute(...)", "Add")
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+def _missing(rank: int, at_step: int, spelling: str) -> str:
+    model = Branches()
+    model, optimizer = fleet.distribute(model, sgd(model))
+
+    def train() -> None:
+        for step in range(at_step + 1):
+            x, y = batch(2 * step + rank)
+            loss = F.cross_entropy(model(x, both=not (rank == 1 and step == at_step)), y)
+            if spelling == "bare":
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            elif spelling == "zeroed to zeros":
+                optimizer.zero_grad(set_to_none=False)
+                optimizer.backward(loss)
+                optimizer.step()
+            else:
+                optimizer.minimize(loss)
+
+    return raised(train)
+
+
+@pytest.mark.parametrize("spelling", ["minimize", "bare", "zeroed to zeros"])
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_a_gradient_missing_on_one_rank_is_an_error_on_every_rank(at_step: int, spelling: str) -> None:
+    ranks = run_ranks(_missing, 2, at_step, spelling)
+    assert_refused(ranks, "rank 1: `b.", "`b.weight`", "`b.bias`", "find_unused_parameters = True", "requires_grad_(False)")
+    assert not any("`a." in message or "rank 0:" in message for message in ranks)
+
+
+# --- models and optimizers ------------------------------------------------------------------------------------------
+
+
+def _compiled_after(rank: int, how: str) -> str:
+    model, optimizer = pair()
+    if how == "torch.compile":
+        compiled = torch.compile(model, backend="eager")
+        return raised(lambda: optimizer.minimize(loss_of(compiled, rank)))  # type: ignore[arg-type]
+    model.compile(backend="eager")
+    return raised(lambda: optimizer.minimize(loss_of(model, rank)))
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+def test_compiling_after_distribute_is_refused(how: str) -> None:
+    assert_refused(run_ranks(_compiled_after, 2, how), "compiled after fleet.distribute", "Compile first", "torch.compile(model)")
+
+
+def _wrapped(rank: int, how: str) -> str:
+    model = mlp()
+    if how == "DistributedDataParallel":
+        model = nn.parallel.DistributedDataParallel(model)  # type: ignore[assignment]
+    elif how == "FSDPModule":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import distribute_module
+
+        distribute_module(model, init_device_mesh("cpu", (2,)))
+    return raised(lambda: fleet.distribute(model, sgd(model)))
+
+
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "FSDPModule", "DTensor"])
+def test_a_model_that_is_distributed_already_is_refused_by_the_name_of_its_wrapper(how: str) -> None:
+    assert_refused(run_ranks(_wrapped, 2, how), f"already distributed ({how})", "bare module")
+
+
+def _sparse(rank: int) -> str:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    return raised(lambda: fleet.distribute(model, sgd(model)))
+
+
+def test_a_sparse_embedding_is_refused_by_name() -> None:
+    assert_refused(run_ranks(_sparse, 2), "`0`", "sparse gradients", "sparse=False")
+
+
+def _lbfgs(rank: int, spelling: str) -> str:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    if spelling == "distribute":
+        return raised(lambda: fleet.distribute(model, optimizer))
+    return raised(lambda: fleet.distributed_optimizer(optimizer))
+
+
+@pytest.mark.parametrize("spelling", ["distribute", "distributed_optimizer"])
+def test_lbfgs_is_refused(spelling: str) -> None:
+    assert_refused(run_ranks(_lbfgs, 2, spelling), "LBFGS", "closure", "Use SGD or Adam")
+
+
+# --- ranks that differ ----------------------------------------------------------------------------------------------
+
+
+def _other_strategy(rank: int) -> str:
+    return raised(lambda: pair(**merged(2 if rank == 1 else 4)))
+
+
+def test_ranks_with_different_strategies_are_refused_on_every_rank() -> None:
+    assert_refused(run_ranks(_other_strategy, 3), "ranks [1]", "strategy", "Every rank must build the same one")
+
+
+def _other_model(rank: int, what: str) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    if rank == 1 and what == "shape":
+        model[2] = nn.Linear(8, 5)
+    if rank == 1 and what == "frozen":
+        model[2].bias.requires_grad_(False)
+    if rank == 1 and what == "buffer":
+        model[1] = nn.BatchNorm1d(8, track_running_stats=False)
+    return raised(lambda: fleet.distribute(model, sgd(model)))
+
+
+@pytest.mark.parametrize(
+    ("what", "shown"), [("shape", "2.weight (5, 8)"), ("frozen", "2.bias (4,)"), ("buffer", "1.running_mean (8,)")]
+)
+def test_ranks_with_different_models_are_refused_on_every_rank_with_the_difference(what: str, shown: str) -> None:
+    assert_refused(run_ranks(_other_model, 2, what), "rank 1 has another model than rank 0", shown)
+
+
+def _same_batch(rank: int, way: str) -> list[tuple[str, str]]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if way == "forward":
+            model, optimizer = pair()
+            for _ in range(3):
+                optimizer.minimize(loss_of(model, 0))
+        else:
+            other = WithLoss()
+            other, optimizer = fleet.distribute(other, sgd(other))
+            for _ in range(3):
+                optimizer.minimize(other.loss(batch(0)))
+    return [(w.category.__name__, str(w.message)) for w in seen]
+
+
+@pytest.mark.parametrize("way", ["forward", "method"])
+def test_the_same_batch_on_all_ranks_is_warned_of_once_and_on_rank_0_only(way: str) -> None:
+    first, *others = run_ranks(_same_batch, 3, way)
+    assert [category for category, _ in first] == [FleetWarning.__name__]
+    assert "all 3 ranks saw the same first batch" in first[0][1]
+    assert "sampler=fleet.sampler(data)" in first[0][1]
+    assert others == [[], []]
+
+
+# --- strategies -----------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_that_is_not_built_yet_is_refused_by_name(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue()["dgc"], "available", False)  # whether or not this version has it
+    model = mlp()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    strategy = fleet.DistributedStrategy(dgc=True)
+    for call in (
+        lambda: fleet.distribute(model, sgd(model), strategy),
+        lambda: fleet.distributed_optimizer(sgd(model), strategy),
+    ):
+        with pytest.raises(ConfigError, match=r"`dgc` is not available yet.*Remove `dgc=True`"):
+            call()
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    fleet.distribute(model, sgd(model))  # nothing was half done
+
+
+def _recovers(rank: int) -> str:
+    model = mlp()
+    refused = raised(lambda: fleet.distribute(model, sgd(model), fleet.DistributedStrategy(**merged(2 + rank))))
+    assert refused.startswith("ConfigError"), refused
+    model, optimizer = fleet.distribute(model, sgd(model))
+    return raised(lambda: optimizer.minimize(loss_of(model, rank)))
+
+
+def test_a_model_that_was_refused_can_be_distributed_afterwards() -> None:
+    assert run_ranks(_recovers, 2) == ["nothing raised"] * 2
