@@ -24,11 +24,15 @@ from .tail import Tail
 
 SMALLEST_BUCKET_BYTES = 2**20
 """Below this a collective is all latency."""
-BUCKETS_WANTED = 4
-"""A small model is cut into about this many buckets all the same: one alone could not overlap with backward."""
+BUCKETS_WANTED = 2
+"""A small model is cut in two all the same: one bucket could not overlap with backward, and more cost more than they hide."""
+LARGE_BYTES = 2**20
+"""On a CPU a smaller gradient is added to zeros in place; a larger one is copied when it comes: half the memory traffic."""
 
-LARGE_NUMEL = 16384
-"""A gradient of at least so many elements is copied when it comes, warm; smaller ones together, in one call."""
+ADDED_OR_REPLACED = (
+    "gradients were added or replaced outside optimizer.backward, inside a merge window that began with it. "
+    "Use optimizer.backward(loss) for every loss of the window; change gradients when optimizer.due."
+)
 
 Start = Callable[["Bucket"], Pending]
 
@@ -78,36 +82,54 @@ class Bucket:
         self.tail = self.wire[numel:]
         pieces = self.flat.split([p.numel() for p in self.params])
         self.views = [_view_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
-        self.awaited = len(self.params)
-        """Gradients still to come in the present backward."""
+        on_cpu = first.device.type == "cpu"
+        self.in_place = [on_cpu and p.nbytes < LARGE_BYTES for p in self.params]
+        """Autograd adds these gradients to zeros in their views. Others come as tensors of their own, and are moved.
+
+        On a GPU all do: one kernel moves a whole bucket, which is fewer launches than an addition each."""
+        self.copied_at_once = [on_cpu and not in_place for in_place in self.in_place]
+        self._small_views = [view for view, in_place in zip(self.views, self.in_place, strict=True) if in_place]
+        self._small_are_zero = True
+        self.expecting = False
+        """A backward of ours is under way, and this bucket is not complete."""
+        self.awaited = 0
+        """Gradients still to come in it."""
+        self.elsewhere = False
+        """Some of them came as tensors of their own, and must be moved in."""
+        self.sure = False
+        """Every gradient of this backward is added in place: hooks need not look."""
+        self.resting = False
+        """And nothing is to be noted either: hooks return at once."""
         self.filled = [False] * len(self.params)
         """Which views hold gradients of the present window."""
         self.keeps = False
         """The views hold finished micro-steps of this window: what comes from elsewhere is added to them."""
         self.zeroed = False
-        """The views were set to zero by zero_grad(set_to_none=False), and may be added to."""
+        """The views were set to zero, and may be added to."""
         self.shows_last = False
         """`param.grad` may still show the last update's gradients."""
         self.polluted: int | None = None
         """A parameter whose gradient was added to the last update's; harmless unless it is used."""
         self.touched = False
-        """A gradient came since the last micro-step ended."""
+        """A gradient came from a backward that is not ours, since the last micro-step ended."""
         self.closed = False
         """Handed to the reducer: nothing may be added."""
 
-    def take(self, i: int, grad: Tensor) -> None:
-        """Move one gradient into the flat buffer, while it is warm in the cache."""
-        self._require_strided(i, grad)
-        view = self.views[i]
-        if self.keeps and self.filled[i]:
-            view.add_(grad)
-        else:
+    def take(self, i: int) -> None:
+        """Copy a large gradient while it is warm, and let its memory go."""
+        grad, view = self.params[i].grad, self.views[i]
+        if grad is not None and grad is not view and not self.keeps:
+            self._require_strided(i, grad)
             view.copy_(grad)
-        self.params[i].grad = view
-        self.filled[i] = True
+            self.params[i].grad = view
+            self.filled[i] = True
+        else:
+            self.elsewhere = True
 
     def collect(self) -> None:
         """Move gradients that autograd or the user put elsewhere into the flat buffer, in one call."""
+        if self.expecting and not self.elsewhere:
+            return  # autograd added every one of them in place
         fresh: list[tuple[Tensor, Tensor]] = []
         added: list[tuple[Tensor, Tensor]] = []
         self.require_unpolluted()
@@ -134,6 +156,20 @@ class Bucket:
                 "Call optimizer.zero_grad() after optimizer.step()."
             )
 
+    def make_room(self) -> None:
+        """Ready for new gradients."""
+        if not self._small_are_zero:
+            self.zero_small()
+        for param, view, in_place in zip(self.params, self.views, self.in_place, strict=True):
+            param.grad = view if in_place else None
+        self.restart(shows_last=False, zeroed=True)
+        self.sure = all(self.in_place)
+
+    def zero_small(self) -> None:
+        if self._small_views:
+            torch._foreach_zero_(self._small_views)
+        self._small_are_zero = True
+
     def zero_missing(self) -> None:
         """Unused here means zero; the view still holds an earlier window."""
         for view, filled in zip(self.views, self.filled, strict=True):
@@ -142,11 +178,30 @@ class Bucket:
 
     def restart(self, *, shows_last: bool, zeroed: bool = False) -> None:
         """A new window. What `param.grad` shows is the last update's, or None, or zeros."""
-        self.filled = [False] * len(self.params)
-        self.awaited = len(self.params)
+        self.filled[:] = [False] * len(self.params)
         self.shows_last, self.zeroed = shows_last, zeroed
-        self.keeps = self.touched = self.closed = False
+        self.keeps = self.touched = self.closed = self.expecting = self.sure = self.resting = False
         self.polluted = None
+
+    def expect(self, *, reduces: bool) -> None:
+        """A backward of ours begins."""
+        self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), False, False
+        self._small_are_zero = False
+        if self.keeps:
+            strays = [p.grad for p, view in zip(self.params, self.views, strict=True) if p.grad is not view]
+            if any(grad is not None for grad in strays):
+                raise FleetError(ADDED_OR_REPLACED)
+            self.sure = not strays
+        self.resting = self.sure and not reduces and all(self.filled)
+
+    def on_unexpected(self, i: int) -> None:
+        """A gradient of a backward that is not ours: it stays where it is until step() asks for it, or it is thrown away."""
+        self.touched, self._small_are_zero = True, False
+        if not self.filled[i] and self.params[i].grad is self.views[i]:
+            if self.zeroed:
+                self.filled[i] = True
+            elif self.polluted is None:
+                self.polluted = i
 
     def _require_strided(self, i: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -199,41 +254,62 @@ class Buckets:
 
     # --- one backward -----------------------------------------------------------------------------------------
 
-    def has_new(self) -> bool:
-        """Gradients came, or were put in place by the user, since the last micro-step ended."""
-        return any(bucket.touched for bucket in self._buckets) or any(
-            param.grad is not None and param.grad is not view
-            for bucket in self._buckets
-            for param, view in zip(bucket.params, bucket.views, strict=True)
-        )
+    def touched(self) -> bool:
+        """Gradients of a backward that is not ours came since the last micro-step ended."""
+        return any(bucket.touched for bucket in self._buckets)
 
-    def begin(self) -> None:
-        """Before a backward of ours: the last update's gradients go, those of a bare backward stay."""
+    def has_new(self) -> bool:
+        """Gradients came so, or were put in place by the user."""
+        for bucket in self._buckets:
+            if bucket.touched:
+                return True
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                grad = param.grad
+                if grad is not None and grad is not view:
+                    return True
+        return False
+
+    def begin(self) -> bool:
+        """Before a backward of ours: the last update's gradients go, those of a bare backward or of this window stay.
+
+        Whether the buckets are empty is returned.
+        """
         for bucket in self._buckets:
             bucket.require_unpolluted()
-        if any(bucket.shows_last for bucket in self._buckets) and not self.has_new():
-            self.zero()
+        if self._buckets[0].keeps:
+            return False
+        if self.has_new():
+            for bucket in self._buckets:
+                bucket.sure = False
+            return False
+        for bucket in self._buckets:
+            bucket.make_room()
+        return True
 
     def arm(self, start: Start, *, factor: float) -> None:
         """From now on a complete bucket is multiplied by `factor` and reduced at once."""
         self._start, self._factor = start, factor
         self._launched = 0
         self._pending = []
+
+    def expect(self) -> None:
+        """A backward of ours begins."""
         for bucket in self._buckets:
-            bucket.awaited, bucket.closed = len(bucket.params), False
+            bucket.expect(reduces=self._start is not None)
 
     def keep(self) -> None:
         """A micro-step inside a window is over: its gradients are safe in the flat buffers."""
         for bucket in self._buckets:
             bucket.collect()
-            bucket.keeps, bucket.touched = True, False
-            bucket.awaited = len(bucket.params)
+            bucket.keeps, bucket.touched, bucket.expecting, bucket.resting = True, False, False, False
 
     def abandon(self) -> None:
         """A backward failed half-way: wait for what was started, start nothing more."""
         for pending in self._pending:
             pending.wait()
         self._start, self._pending = None, []
+        for bucket in self._buckets:
+            bucket.expecting = bucket.resting = False
 
     def close(self) -> None:
         """Start what backward left over, wait for everything; every view then holds the mean over ranks."""
@@ -241,7 +317,7 @@ class Buckets:
             if not bucket.closed:
                 bucket.collect()
                 bucket.zero_missing()
-                bucket.closed = True
+                bucket.closed, bucket.expecting = True, False
         self._launch_ready()
         for pending in self._pending:
             pending.wait()
@@ -252,9 +328,8 @@ class Buckets:
     def on_complete(self, bucket: Bucket) -> None:
         """The last gradient of a bucket came."""
         bucket.collect()
-        bucket.awaited = len(bucket.params)
         if self._start is not None:
-            bucket.closed = True
+            bucket.closed, bucket.expecting = True, False
             self._launch_ready()
 
     def late_gradient(self, name: str) -> FleetError:
@@ -303,6 +378,8 @@ class Buckets:
         """Let `param.grad` be the reduced gradient, or None where no rank used the parameter."""
         wanted = iter(used) if used is not None else itertools.repeat(True)
         for bucket in self._buckets:
+            if used is None and not bucket.elsewhere and all(bucket.filled):
+                continue
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view if next(wanted) else None
 
@@ -317,8 +394,10 @@ class Buckets:
                     view.copy_(grad)
                     param.grad = view
 
-    def finish_window(self) -> None:
-        """The update is done; the gradients may still be looked at, until the next backward or zero()."""
+    def finish_window(self, *, recycle: bool) -> None:
+        """The update is done; unless recycled, the gradients may be looked at until the next backward or zero()."""
+        if recycle:
+            return self.zero()
         self.adopt_replaced()  # or a replaced gradient would look like a new one
         self._reduced = False
         for bucket in self._buckets:
@@ -328,39 +407,43 @@ class Buckets:
         """As torch: None, or zeros where there was a gradient."""
         self._reduced = False
         for bucket in self._buckets:
-            if not set_to_none:
-                bucket.flat.zero_()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is not None:
                     param.grad = None if set_to_none else view
             bucket.restart(shows_last=False, zeroed=not set_to_none)
+            if set_to_none:
+                bucket.zero_small()  # here, while the update has left them in the cache
+            else:
+                bucket.flat.zero_()
 
 
 def _make_hook(owner: weakref.ref[Buckets], bucket: Bucket, i: int) -> Callable[[Tensor], None]:
     """What runs for each gradient, hundreds of times a step: as few Python operations as it can do with."""
-    param, view = bucket.params[i], bucket.views[i]
-    is_large = param.numel() >= LARGE_NUMEL
+    param, view, filled, copied_at_once = bucket.params[i], bucket.views[i], bucket.filled, bucket.copied_at_once[i]
 
     def hook(_: Tensor) -> None:
-        if bucket.closed:
-            buckets = owner()
-            if buckets is not None:
-                raise buckets.late_gradient(bucket.names[i])
-        bucket.touched = True
-        grad = param.grad
-        if grad is view:
-            if not bucket.filled[i]:
-                if not bucket.zeroed:
-                    bucket.polluted = i if bucket.polluted is None else bucket.polluted
-                    return
-                bucket.filled[i] = True
-        elif is_large and grad is not None:
-            bucket.take(i, grad)
-        bucket.awaited -= 1
-        if bucket.awaited == 0:
+        if bucket.resting:
+            return
+        if bucket.expecting:
+            if bucket.sure or param.grad is view:
+                filled[i] = True
+            elif copied_at_once:
+                bucket.take(i)
+            else:
+                bucket.elsewhere = True
+            bucket.awaited -= 1
+            if bucket.awaited:
+                return
             buckets = owner()
             if buckets is not None:
                 buckets.on_complete(bucket)
+            return
+        buckets = owner()
+        if buckets is None:
+            return
+        if bucket.closed:
+            raise buckets.late_gradient(bucket.names[i])
+        bucket.on_unexpected(i)
 
     return hook
 

@@ -25,6 +25,7 @@ class FleetOptimizer(Optimizer):
         self.strategy_waiting = strategy_waiting or DistributedStrategy()
         self._bound: Pipeline | None = None
         self._frozen: dict[str, nn.Parameter] = {}
+        self._zeroes_after_step = False
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
         super().__setstate__({"defaults": inner.defaults})
 
@@ -61,10 +62,11 @@ class FleetOptimizer(Optimizer):
     def minimize(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> Report:
         """One micro-step: backward; when due reduce, update, average, zero."""
         self.backward(loss, weight, retain_graph=retain_graph)
-        report = self.step()
-        if report.due:
-            self._pipeline.buckets.zero()
-        return report
+        self._zeroes_after_step = True
+        try:
+            return self.step()  # the attribute, which a scheduler may have wrapped
+        finally:
+            self._zeroes_after_step = False
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
@@ -80,7 +82,7 @@ class FleetOptimizer(Optimizer):
             )
         pipeline = self._pipeline
         self._refuse_changed_parameters()
-        return pipeline.step()
+        return pipeline.step(recycle=self._zeroes_after_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those reduced but not applied yet; inside a merge window nothing happens."""
@@ -88,10 +90,7 @@ class FleetOptimizer(Optimizer):
 
     def flush(self) -> Report:
         """Close a window early, with the micro-batches it has. Every rank must call it, at the same place."""
-        report = self._pipeline.flush()
-        if report.due:
-            self._pipeline.buckets.zero()
-        return report
+        return self._pipeline.flush()
 
     def average(self) -> None:
         """Average the weights now. Under a per-step reducer they are equal already: nothing is to be done."""

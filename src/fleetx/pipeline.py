@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import Bucket, Buckets, global_norm
+from .buckets import ADDED_OR_REPLACED, Bucket, Buckets, global_norm
 from .comm import Comm, Pending
 from .errors import ConfigError, FleetError
 from .first_look import FirstLook
@@ -38,6 +38,8 @@ class Window:
     """Its gradients are reduced; only the update is left."""
     broken: bool = False
     """A backward failed half-way."""
+    seeded: bool = False
+    """Its losses were divided before backward, so that nothing is left to divide in the buckets."""
 
 
 @dataclass(slots=True)
@@ -85,12 +87,16 @@ class Pipeline:
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
-        self.buckets.begin()
+        empty = self.buckets.begin()
+        if self.window.micro_steps == 0:
+            self.window.seeded = empty and weight is None and self.stages.backward.scale() == 1.0
         self._enter(loss, weight)
         due = self.window.micro_steps >= self.stages.merge.micro_steps
-        seed = self._arm(weight) if due else self._raw_seed(weight)
+        if due:
+            self._arm()
+        self.buckets.expect()
         try:
-            self._run_backward(loss, seed, retain_graph=retain_graph)
+            self._run_backward(loss, self._seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
             self.buckets.abandon()
@@ -100,13 +106,13 @@ class Pipeline:
         else:
             self.buckets.keep()
 
-    def step(self) -> Report:
-        """End a micro-step; a no-op inside a window."""
+    def step(self, *, recycle: bool = False) -> Report:
+        """End a micro-step; a no-op inside a window. `recycle`: nobody will look at the gradients afterwards."""
         self._refuse_broken()
-        if not self.window.closed and self.buckets.has_new():
+        if not self.window.closed and (self.buckets.touched() if self.window.entered else self.buckets.has_new()):
             self._take_bare_gradients()
         if self.window.closed:
-            return self._update()
+            return self._update(recycle=recycle)
         if not self.window.entered:
             raise FleetError("optimizer.step() found no new gradients. Call optimizer.backward(loss) first.")
         self.window.entered = False
@@ -119,7 +125,7 @@ class Pipeline:
             self._take_bare_gradients()
         if self.window.micro_steps and not self.window.closed:
             self._reduce_now()
-        return self._update() if self.window.closed else self._report(due=False, updated=False)
+        return self._update(recycle=True) if self.window.closed else self._report(due=False, updated=False)
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
@@ -130,7 +136,7 @@ class Pipeline:
         if self.window.micro_steps == 0:
             self.buckets.zero(set_to_none=set_to_none)
 
-    def _update(self) -> Report:
+    def _update(self, *, recycle: bool) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none."""
         self.index += 1
         step = self._step(self.index)
@@ -151,7 +157,7 @@ class Pipeline:
             self.stages.average(step, self._window_loss())
         report = self._report(due=True, updated=finite, loss_scale=scale)
         self.window = Window()
-        self.buckets.finish_window()
+        self.buckets.finish_window(recycle=recycle)
         return report
 
     # --- the window -------------------------------------------------------------------------------------------
@@ -171,6 +177,7 @@ class Pipeline:
                 "this strategy needs to see the loss, but gradients came from loss.backward(). "
                 "Write optimizer.backward(loss) instead, or optimizer.minimize(loss)."
             )
+        self._refuse_strangers()
         if self.window.weights or self._weighted:
             raise ConfigError("this run passes weight=; a bare loss.backward() has none. Write optimizer.backward(loss, weight).")
         self._enter(None, None)
@@ -178,28 +185,29 @@ class Pipeline:
         if self.window.micro_steps >= self.stages.merge.micro_steps:
             self._reduce_now()
 
-    def _raw_seed(self, weight: float | None) -> float:
+    def _arm(self) -> None:
+        """Make ready to reduce inside backward."""
+        self._agree()
+        self.buckets.arm(self._start, factor=self._factor())
+
+    def _seed(self, weight: float | None) -> float:
+        """The factor on the loss. In a seeded window the mean over ranks and micro-batches enters here, free of charge."""
+        if self.window.seeded:
+            return 1.0 / self._divisor(self.stages.merge.micro_steps)
         return self.stages.backward.scale() * (1.0 if weight is None else weight)
 
-    def _arm(self, weight: float | None) -> float:
-        """Make ready to reduce inside backward; the factor on the loss is returned."""
-        self._agree()
-        clean = self.window.micro_steps == 1 and not self.buckets.has_new()
-        if clean and weight is None and self.stages.backward.scale() == 1.0:
-            # Nothing is in the buckets yet, so the mean over ranks can enter with the loss: no pass over the gradients.
-            self.buckets.arm(self._start, factor=1.0)
-            return 1.0 / self.comm.size
-        self.buckets.arm(self._start, factor=self._factor())
-        return self._raw_seed(weight)
+    def _divisor(self, micro_steps: int) -> float:
+        return float(self.comm.size * (micro_steps if self.stages.merge.mean else 1))
 
     def _factor(self) -> float:
         """What turns the sums in the buckets into true gradients, once they are summed over ranks."""
+        if self.window.seeded:  # all but a window flushed early is divided already
+            return self._divisor(self.stages.merge.micro_steps) / self._divisor(self.window.micro_steps)
+        divisor = self._divisor(self.window.micro_steps)
         if self.window.weights:
             total = torch.tensor([math.fsum(self.window.weights)], dtype=torch.float64, device=self.comm.control_device)
             self.comm.all_reduce(total).wait()
             divisor = float(total)
-        else:
-            divisor = float(self.comm.size * (self.window.micro_steps if self.stages.merge.mean else 1))
         # All weights 0 on all ranks: the gradients are 0 too, and must not become NaN.
         return 0.0 if divisor == 0.0 else 1.0 / (divisor * self.stages.backward.scale())
 
@@ -257,13 +265,18 @@ class Pipeline:
 
     def _run_backward(self, loss: Tensor, seed: float, *, retain_graph: bool) -> None:
         gradient = None if seed == 1.0 else torch.full_like(loss, seed)
-        others = {i for pipeline in _alive if pipeline is not self for i in pipeline.param_ids}
-        if not others:
+        if len(_alive) == 1:
             loss.backward(gradient, retain_graph=retain_graph)
             return
+        others = {i for pipeline in _alive if pipeline is not self for i in pipeline.param_ids}
         # A GAN's generator loss runs through the discriminator: that pair's gradients and window are not ours to touch.
         inputs = [leaf for leaf in leaves(loss) if id(leaf) not in others]
         loss.backward(gradient, retain_graph=retain_graph, inputs=inputs)
+
+    def _refuse_strangers(self) -> None:
+        """A seeded window holds divided gradients; others cannot be added to them, nor take their place."""
+        if self.window.seeded and self.window.micro_steps and not self.window.closed and self.buckets.touched():
+            raise FleetError(ADDED_OR_REPLACED)
 
     def _refuse_broken(self) -> None:
         if self.window.broken:
@@ -281,6 +294,7 @@ class Pipeline:
             what = f"has shape {tuple(loss.shape)}" if loss.numel() != 1 else "does not require a gradient"
             raise ConfigError(f"the loss {what}; it must be one number that depends on the model's trainable parameters.")
         self._refuse_broken()
+        self._refuse_strangers()
         if self.window.closed:
             raise FleetError("this window is already reduced. Call optimizer.step() before the next backward.")
         if weight is not None and not (math.isfinite(weight) and weight >= 0):

@@ -60,6 +60,7 @@ def test_after_backward_every_gradient_is_a_view_of_its_bucket() -> None:
     model = nn.Linear(3, 2)
     buckets = _buckets(model)
     model(torch.ones(1, 3)).sum().backward()
+    buckets.keep()
     (bucket,) = buckets
     assert all(p.grad is view for p, view in zip(bucket.params, bucket.views, strict=True))
     assert bucket.flat.tolist() == [1.0] * 8
@@ -82,6 +83,7 @@ def test_a_backward_thrown_away_before_a_micro_step_is_counted_leaves_no_trace()
     model(torch.ones(1, 3)).sum().backward()
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
+    buckets.keep()
     assert next(iter(buckets)).flat.tolist() == [1.0] * 8
 
 
@@ -90,7 +92,7 @@ def test_a_parameter_without_gradient_counts_as_zero_not_as_last_windows_value()
     buckets = _buckets(model)
     (model["a"](torch.ones(1, 2)) + model["b"](torch.ones(1, 2))).sum().backward()
     _reduced(buckets)
-    buckets.finish_window()
+    buckets.finish_window(recycle=False)
     buckets.zero()
     model["a"](torch.ones(1, 2)).sum().backward()
     _reduced(buckets)
@@ -113,13 +115,14 @@ def test_a_gradient_added_to_the_last_updates_is_refused() -> None:
     buckets = _buckets(model)
     model(torch.ones(1, 3)).sum().backward()
     _reduced(buckets)
-    buckets.finish_window()
+    buckets.finish_window(recycle=False)
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(FleetError, match="Call optimizer.zero_grad"):
         buckets.begin()
     model.zero_grad()
     buckets.begin()  # thrown away: nothing is wrong any more
     model(torch.ones(1, 3)).sum().backward()
+    buckets.keep()
     assert next(iter(buckets)).flat.tolist() == [1.0] * 8
 
 
@@ -143,6 +146,7 @@ def test_complete_buckets_start_in_index_order_whatever_the_order_of_arrival() -
         return Pending(None)
 
     buckets.arm(start, factor=1.0)
+    buckets.expect()
     x = torch.ones(1, 2)
     model[0](model[1](model[2](x))).sum().backward()  # gradients arrive 0, 1, 2; buckets are 2, 1, 0
     assert started == [0, 1, 2]
