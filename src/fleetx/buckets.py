@@ -17,6 +17,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .comm import Comm, Pending
 from .errors import ConfigError, FleetError
@@ -35,6 +36,7 @@ ADDED_OR_REPLACED = (
 )
 
 Start = Callable[["Bucket"], Pending]
+Hook = Callable[[Tensor], None]
 
 
 def bucket_lengths(sizes: Sequence[int], *, cap: int) -> list[int]:
@@ -98,8 +100,8 @@ class Bucket:
         """Some of them came as tensors of their own, and must be moved in."""
         self.sure = False
         """Every gradient of this backward is added in place: hooks need not look."""
-        self.resting = False
-        """And nothing is to be noted either: hooks return at once."""
+        self._resting = False
+        self._hooks: list[tuple[dict[int, Hook], int, Hook]] = []
         self.filled = [False] * len(self.params)
         """Which views hold gradients of the present window."""
         self.keeps = False
@@ -180,7 +182,7 @@ class Bucket:
         """A new window. What `param.grad` shows is the last update's, or None, or zeros."""
         self.filled[:] = [False] * len(self.params)
         self.shows_last, self.zeroed = shows_last, zeroed
-        self.keeps = self.touched = self.closed = self.expecting = self.sure = self.resting = False
+        self.keeps = self.touched = self.closed = self.expecting = self.sure = False
         self.polluted = None
 
     def expect(self, *, reduces: bool) -> None:
@@ -192,7 +194,30 @@ class Bucket:
             if any(grad is not None for grad in strays):
                 raise FleetError(ADDED_OR_REPLACED)
             self.sure = not strays
-        self.resting = self.sure and not reduces and all(self.filled)
+        if self.sure and not reduces and all(self.filled):
+            self.rest_hooks()
+
+    def rest_hooks(self) -> None:
+        """Every gradient is added in place and nothing is to be noted: for this backward no hook need be called."""
+        self._resting = True
+        for hooks, key, _ in self._hooks:
+            del hooks[key]
+
+    def wake_hooks(self) -> None:
+        if self._resting:
+            self._resting = False
+            for hooks, key, hook in self._hooks:
+                hooks[key] = hook
+
+    def add_hooks(self, owner: weakref.ref[Buckets]) -> list[RemovableHandle]:
+        """A hook on each parameter; they can rest without being registered anew, which costs ten times as much."""
+        handles = []
+        for i, param in enumerate(self.params):
+            hook = _make_hook(owner, self, i)
+            handle = param.register_post_accumulate_grad_hook(hook)
+            self._hooks.append((handle.hooks_dict_ref(), handle.id, hook))
+            handles.append(handle)
+        return handles
 
     def on_unexpected(self, i: int) -> None:
         """A gradient of a backward that is not ours: it stays where it is until step() asks for it, or it is thrown away."""
@@ -232,11 +257,7 @@ class Buckets:
         self._pending: list[Pending] = []
         self._reduced = False
         myself = weakref.ref(self)  # weak: hooks outlive a discarded optimizer, and must then do nothing
-        self._handles = [
-            param.register_post_accumulate_grad_hook(_make_hook(myself, bucket, i))
-            for bucket in self._buckets
-            for i, param in enumerate(bucket.params)
-        ]
+        self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(myself)]
 
     def __del__(self) -> None:
         for handle in getattr(self, "_handles", []):
@@ -292,16 +313,17 @@ class Buckets:
         self._launched = 0
         self._pending = []
 
-    def expect(self) -> None:
+    def expect(self, *, reduces: bool) -> None:
         """A backward of ours begins."""
         for bucket in self._buckets:
-            bucket.expect(reduces=self._start is not None)
+            bucket.expect(reduces=reduces)
 
     def keep(self) -> None:
         """A micro-step inside a window is over: its gradients are safe in the flat buffers."""
         for bucket in self._buckets:
             bucket.collect()
-            bucket.keeps, bucket.touched, bucket.expecting, bucket.resting = True, False, False, False
+            bucket.wake_hooks()
+            bucket.keeps, bucket.touched, bucket.expecting = True, False, False
 
     def abandon(self) -> None:
         """A backward failed half-way: wait for what was started, start nothing more."""
@@ -309,7 +331,8 @@ class Buckets:
             pending.wait()
         self._start, self._pending = None, []
         for bucket in self._buckets:
-            bucket.expecting = bucket.resting = False
+            bucket.wake_hooks()
+            bucket.expecting = False
 
     def close(self) -> None:
         """Start what backward left over, wait for everything; every view then holds the mean over ranks."""
@@ -417,13 +440,11 @@ class Buckets:
                 bucket.flat.zero_()
 
 
-def _make_hook(owner: weakref.ref[Buckets], bucket: Bucket, i: int) -> Callable[[Tensor], None]:
+def _make_hook(owner: weakref.ref[Buckets], bucket: Bucket, i: int) -> Hook:
     """What runs for each gradient, hundreds of times a step: as few Python operations as it can do with."""
     param, view, filled, copied_at_once = bucket.params[i], bucket.views[i], bucket.filled, bucket.copied_at_once[i]
 
     def hook(_: Tensor) -> None:
-        if bucket.resting:
-            return
         if bucket.expecting:
             if bucket.sure or param.grad is view:
                 filled[i] = True

@@ -62,6 +62,8 @@ class FleetOptimizer(Optimizer):
     def minimize(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> Report:
         """One micro-step: backward; when due reduce, update, average, zero."""
         self.backward(loss, weight, retain_graph=retain_graph)
+        if not self._pipeline.window.closed:
+            return self._pipeline.step()  # past torch's profiling of step(): inside a window nothing steps
         self._zeroes_after_step = True
         try:
             return self.step()  # the attribute, which a scheduler may have wrapped

@@ -87,14 +87,14 @@ class Pipeline:
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
+        due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
         empty = self.buckets.begin()
         if self.window.micro_steps == 0:
             self.window.seeded = empty and weight is None and self.stages.backward.scale() == 1.0
         self._enter(loss, weight)
-        due = self.window.micro_steps >= self.stages.merge.micro_steps
         if due:
             self._arm()
-        self.buckets.expect()
+        self.buckets.expect(reduces=due)
         try:
             self._run_backward(loss, self._seed(weight), retain_graph=retain_graph)
         except BaseException:

@@ -146,7 +146,7 @@ def test_complete_buckets_start_in_index_order_whatever_the_order_of_arrival() -
         return Pending(None)
 
     buckets.arm(start, factor=1.0)
-    buckets.expect()
+    buckets.expect(reduces=True)
     x = torch.ones(1, 2)
     model[0](model[1](model[2](x))).sum().backward()  # gradients arrive 0, 1, 2; buckets are 2, 1, 0
     assert started == [0, 1, 2]
