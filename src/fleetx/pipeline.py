@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .buckets import ADDED_OR_REPLACED, Bucket, Buckets, global_norm
+from .bucket import ADDED_OR_REPLACED, Bucket
+from .buckets import Buckets, global_norm
 from .comm import Comm, Pending
 from .errors import ConfigError, FleetError
 from .first_look import FirstLook

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .buckets import require_dense
 from .comm import Comm, sharding_of
 from .errors import ConfigError
 from .pipeline import owner_of
@@ -47,7 +46,10 @@ def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
     if wrapped is not None:
         raise ConfigError(f"the model is already distributed ({wrapped}). Give fleet.distribute(...) the bare module.")
     for name, module in model.named_modules():
-        require_dense(name, module)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                f"`{name or 'the model'}` makes sparse gradients, which have no place in a flat buffer. Use sparse=False."
+            )
     for name, param in params.items():
         if param.is_meta:
             raise ConfigError(

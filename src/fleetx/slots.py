@@ -29,7 +29,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from .buckets import Bucket
+    from .bucket import Bucket
     from .comm import Comm, Pending
 
 

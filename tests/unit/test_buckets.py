@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fleetx.buckets import Bucket, Buckets, bucket_lengths, bucket_runs, global_norm
+from fleetx.bucket import Bucket
+from fleetx.buckets import Buckets, global_norm
 from fleetx.comm import Pending
 from fleetx.errors import FleetError
+from fleetx.layout import bucket_lengths, bucket_runs
 from harness import make_fake_comm
 
 

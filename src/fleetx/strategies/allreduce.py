@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from ..buckets import Bucket
+from ..bucket import Bucket
 from ..comm import Comm, Pending
 from ..slots import Step
 
