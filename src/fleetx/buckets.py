@@ -57,9 +57,8 @@ class Buckets:
         self._launched = 0
         self._pending: list[Pending] = []
         self._reduced = False
-        myself: Callable[[], Buckets | None] = weakref.ref(
-            self
-        )  # weak: hooks outlive a discarded optimizer, and must then do nothing
+        # Weak: hooks outlive a discarded optimizer, and must then do nothing.
+        myself: Callable[[], Buckets | None] = weakref.ref(self)
         self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(myself)]
 
     def __del__(self) -> None:
