@@ -88,7 +88,7 @@ class Bucket:
         self.polluted: int | None = None
         """A parameter whose gradient was added to the last update's; harmless unless it is used."""
         self.touched = False
-        """A gradient came from a backward that is not ours, since the last micro-step ended."""
+        """A gradient came that is not of a backward of ours, since the last micro-step ended."""
         self.closed = False
         """Handed to the reducer: nothing may be added."""
 
@@ -162,7 +162,7 @@ class Bucket:
 
     def expect(self, *, reduces: bool) -> None:
         """A backward of ours begins."""
-        self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), False, False
+        self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), self.touched, False
         self._small_are_zero = False
         if self.keeps:
             strays = [p.grad for p, view in zip(self.params, self.views, strict=True) if p.grad is not view]

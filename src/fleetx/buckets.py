@@ -103,7 +103,7 @@ class Buckets:
             return False
         if self.has_new():
             for bucket in self._buckets:
-                bucket.sure = False
+                bucket.sure, bucket.touched = False, True
             return False
         for bucket in self._buckets:
             bucket.make_room()

@@ -93,10 +93,10 @@ class Pipeline:
         if self.window.micro_steps == 0:
             self.window.seeded = empty and weight is None and self.stages.backward.scale() == 1.0
         self._enter(loss, weight)
-        if due:
-            self._arm()
-        self.buckets.expect(reduces=due)
         try:
+            if due:
+                self._arm()
+            self.buckets.expect(reduces=due)
             self._run_backward(loss, self._seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True

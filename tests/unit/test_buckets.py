@@ -128,6 +128,19 @@ def test_a_gradient_added_to_the_last_updates_is_refused() -> None:
     assert next(iter(buckets)).flat.tolist() == [1.0] * 8
 
 
+def test_a_bare_gradient_of_a_bucket_that_our_backward_does_not_reach_is_kept() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
+    buckets = Buckets(dict(model.named_parameters()), bucket_bytes=1, tail=None, carries_tail=True, comm=make_fake_comm())
+    model["b"](torch.ones(1, 2)).sum().backward()  # bare, as an auxiliary loss
+    assert not buckets.begin()
+    buckets.arm(lambda bucket: Pending(None), factor=1.0)
+    buckets.expect(reduces=True)
+    model["a"](torch.ones(1, 2)).sum().backward()
+    buckets.close()
+    assert buckets.missing() == []
+    assert [bucket.flat.tolist() for bucket in buckets] == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def test_hooks_of_discarded_buckets_do_nothing() -> None:
     model = nn.Linear(3, 2)
     buckets = _buckets(model)
