@@ -16,7 +16,6 @@ def alone() -> Iterator[None]:
     fleet.init()
     yield
     world.close_world()
-    fleet._autocast = None
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

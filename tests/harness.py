@@ -54,7 +54,6 @@ def _one_job(fn: Callable[..., Any], rank: int, size: int, rendezvous: str, args
             return fn(rank, *args)
         finally:
             world.close_world()
-            fleet._autocast = None
             for name in env:
                 os.environ.pop(name, None)
 

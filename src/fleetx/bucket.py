@@ -20,9 +20,9 @@ from .errors import ConfigError, FleetError
 LARGE_BYTES = 2**20
 """On a CPU a smaller gradient is added to zeros in place; a larger one is copied when it comes: half the memory traffic."""
 
-ADDED_OR_REPLACED = (
-    "gradients were added or replaced outside optimizer.backward, inside a merge window that began with it. "
-    "Use optimizer.backward(loss) for every loss of the window; change gradients when optimizer.due."
+CHANGED_IN_WINDOW = (
+    "gradients were changed, zeroed or replaced inside a merge window; they are sums of unfinished micro-batches there. "
+    "Change gradients when optimizer.due, and zero them with optimizer.zero_grad(), which knows about windows."
 )
 
 Hook = Callable[[Tensor], None]
@@ -83,8 +83,11 @@ class Bucket:
         """The views hold finished micro-steps of this window: what comes from elsewhere is added to them."""
         self.zeroed = False
         """The views were set to zero, and may be added to."""
-        self.shows_last = False
-        """`param.grad` may still show the last update's gradients."""
+        self.factor = 1.0
+        """What makes true gradients of the sums in the views."""
+        self._true_already: set[int] = set()
+        self._version = 0
+        """Of the flat buffer at the end of the last micro-step: whoever writes to it in between changes the count."""
         self.polluted: int | None = None
         """A parameter whose gradient was added to the last update's; harmless unless it is used."""
         self.touched = False
@@ -97,7 +100,8 @@ class Bucket:
         grad, view = self.params[i].grad, self.views[i]
         if grad is not None and grad is not view and not self.keeps:
             self._require_strided(i, grad)
-            view.copy_(grad)
+            torch.mul(grad, self.factor, out=view)  # true already, without a pass of its own
+            self._true_already.add(i)
             self.params[i].grad = view
             self.filled[i] = True
         else:
@@ -125,6 +129,16 @@ class Bucket:
         if added:
             torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
 
+    def make_true(self) -> None:
+        """Undo loss scale, weights and sums. Before REDUCE: a residual kept in scaled units is wrong once the scale moves."""
+        if self.factor == 1.0:
+            return
+        rest = [view for i, view in enumerate(self.views) if i not in self._true_already]
+        if len(rest) == len(self.views):
+            self.flat.mul_(self.factor)
+        elif rest:
+            torch._foreach_mul_(rest, self.factor)
+
     def require_unpolluted(self) -> None:
         i = self.polluted
         if i is not None and self.params[i].grad is self.views[i]:
@@ -139,7 +153,7 @@ class Bucket:
             self.zero_small()
         for param, view, in_place in zip(self.params, self.views, self.in_place, strict=True):
             param.grad = view if in_place else None
-        self.restart(shows_last=False, zeroed=True)
+        self.restart(zeroed=True)
         self.sure = all(self.in_place)
 
     def zero_small(self) -> None:
@@ -153,10 +167,10 @@ class Bucket:
             if not filled:
                 view.zero_()
 
-    def restart(self, *, shows_last: bool, zeroed: bool = False) -> None:
-        """A new window. What `param.grad` shows is the last update's, or None, or zeros."""
+    def restart(self, *, zeroed: bool) -> None:
+        """A new window. What `param.grad` shows is the last update's, or None; or zeros, that may be added to."""
         self.filled[:] = [False] * len(self.params)
-        self.shows_last, self.zeroed = shows_last, zeroed
+        self.zeroed = zeroed
         self.keeps = self.touched = self.closed = self.expecting = self.sure = False
         self.polluted = None
 
@@ -164,13 +178,23 @@ class Bucket:
         """A backward of ours begins."""
         self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), self.touched, False
         self._small_are_zero = False
+        self._true_already.clear()
+        if not reduces:
+            self.factor = 1.0
         if self.keeps:
             strays = [p.grad for p, view in zip(self.params, self.views, strict=True) if p.grad is not view]
-            if any(grad is not None for grad in strays):
-                raise FleetError(ADDED_OR_REPLACED)
-            self.sure = not strays
+            changed = self.flat._version != self._version and not self.touched
+            if changed or any(grad is not None for grad in strays):
+                raise FleetError(CHANGED_IN_WINDOW)
+            self.sure = not strays and not self.touched
         if self.sure and not reduces and all(self.filled):
             self.rest_hooks()
+
+    def end_micro_step(self) -> None:
+        """Inside a window: the gradients are safe in the flat buffer."""
+        self.wake_hooks()
+        self.keeps, self.touched, self.expecting = True, False, False
+        self._version = self.flat._version
 
     def rest_hooks(self) -> None:
         """Every gradient is added in place and nothing is to be noted: for this backward no hook need be called."""

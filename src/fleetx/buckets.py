@@ -52,8 +52,9 @@ class Buckets:
         if tail is not None and not joins:
             self._tail_tensor = torch.zeros(tail.numel, dtype=tail.dtype, device=last.flat.device)
         self._tail_joins = joins
+        self.overlaps = True
+        """Complete buckets are reduced while backward goes on."""
         self._start: Start | None = None
-        self._factor = 1.0
         self._launched = 0
         self._pending: list[Pending] = []
         self._reduced = False
@@ -92,27 +93,25 @@ class Buckets:
                     return True
         return False
 
-    def begin(self) -> bool:
-        """Before a backward of ours: the last update's gradients go, those of a bare backward or of this window stay.
-
-        Whether the buckets are empty is returned.
-        """
+    def begin(self) -> None:
+        """Before a backward of ours: the last update's gradients go, those of a bare backward or of this window stay."""
         for bucket in self._buckets:
             bucket.require_unpolluted()
         if self._buckets[0].keeps:
-            return False
+            return
         if self.has_new():
             for bucket in self._buckets:
                 bucket.sure, bucket.touched = False, True
-            return False
+            return
         for bucket in self._buckets:
             bucket.make_room()
-        return True
 
     def arm(self, start: Start, *, factor: float) -> None:
         """From now on a complete bucket is multiplied by `factor` and reduced at once."""
-        self._start, self._factor = start, factor
+        self._start = start
         self._launched = 0
+        for bucket in self._buckets:
+            bucket.factor = factor
         self._pending = []
 
     def expect(self, *, reduces: bool) -> None:
@@ -124,8 +123,7 @@ class Buckets:
         """A micro-step inside a window is over: its gradients are safe in the flat buffers."""
         for bucket in self._buckets:
             bucket.collect()
-            bucket.wake_hooks()
-            bucket.keeps, bucket.touched, bucket.expecting = True, False, False
+            bucket.end_micro_step()
 
     def abandon(self) -> None:
         """A backward failed half-way: wait for what was started, start nothing more."""
@@ -155,7 +153,8 @@ class Buckets:
         bucket.collect()
         if self._start is not None:
             bucket.closed, bucket.expecting = True, False
-            self._launch_ready()
+            if self.overlaps:
+                self._launch_ready()
 
     def late_gradient(self, name: str) -> FleetError:
         if self._reduced:
@@ -176,8 +175,7 @@ class Buckets:
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._start is not None
-        if self._factor != 1.0:
-            bucket.flat.mul_(self._factor)  # before REDUCE: a residual kept in scaled units is wrong once the scale moves
+        bucket.make_true()
         if self.tail is not None and bucket is self._buckets[-1]:
             used = self.filled() if self.tail.flags else None
             self.tail.pack(self._tail_tensor, missing=len(self.missing()), used=used)
@@ -226,7 +224,7 @@ class Buckets:
         self.adopt_replaced()  # or a replaced gradient would look like a new one
         self._reduced = False
         for bucket in self._buckets:
-            bucket.restart(shows_last=True)
+            bucket.restart(zeroed=False)
 
     def zero(self, *, set_to_none: bool = True) -> None:
         """As torch: None, or zeros where there was a gradient."""
@@ -235,7 +233,7 @@ class Buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is not None:
                     param.grad = None if set_to_none else view
-            bucket.restart(shows_last=False, zeroed=not set_to_none)
+            bucket.restart(zeroed=not set_to_none)
             if set_to_none:
                 bucket.zero_small()  # here, while the update has left them in the cache
             else:

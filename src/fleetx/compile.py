@@ -56,9 +56,9 @@ def check_parts(parts: Sequence[Part]) -> None:
     lines = conflict_lines(parts)
     if lines:
         raise StrategyConflict("\n".join(line.removeprefix("Conflict: ") for line in lines))
-    for part in parts:
-        if not part.available:
-            raise not_available(part.name)
+    missing = [part.name for part in parts if not part.available]
+    if missing:
+        raise not_available(*missing)
 
 
 def compile_strategy(
@@ -88,6 +88,9 @@ def compile_strategy(
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=len(params) if allowed else 0) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
     buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=stages.reduce.carries_tail, comm=comm)
+    # A rank that misses a gradient starts its bucket later than the others. If a part's own collective lies in between,
+    # one rank sends a bucket while another sends that: both go wrong. So nothing starts before backward has ended.
+    buckets.overlaps = not any(part.talks_in_backward for part in parts)
     unused = UnusedCheck(buckets, comm, allowed=allowed)
     pipeline = Pipeline(stages, buckets, comm, unused, FirstLook(model))
     return Compiled(pipeline=pipeline, forward=filled.get(Slot.FORWARD))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import warnings
@@ -63,7 +64,8 @@ class FirstLook:
         if not self._compiled_before and _called_from_compiled(module):
             raise ConfigError(COMPILE_FIRST)
         if module.training and self._digest is None and torch.is_grad_enabled():
-            self._digest = digest([args, kwargs])
+            with contextlib.suppress(RuntimeError):  # tensors without data (torch.func, fake tensors) tell nothing
+                self._digest = digest([args, kwargs])
 
     def finish(self, comm: Comm, *, loss: Tensor | None, weighted: bool) -> None:
         """Compare the ranks once, at the first update. Every rank is here: it is about to reduce."""

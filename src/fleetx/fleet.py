@@ -21,6 +21,7 @@ from . import util, world
 from .compile import check_parts, compile_strategy, require_plain_optimizer
 from .errors import ConfigError
 from .optimizer import FleetOptimizer
+from .patch import restore_forwards
 from .placement import (
     agree_on_model,
     broadcast_from_first,
@@ -28,6 +29,7 @@ from .placement import (
     move,
     named_trainable,
     refuse_unsuited,
+    strip_compiled_prefix,
 )
 from .sampler import FleetSampler
 from .strategy import DistributedStrategy
@@ -55,7 +57,8 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 _default_strategy: DistributedStrategy | None = None
-_autocast: Any | None = None
+_with_autocast: weakref.ref[FleetOptimizer] | None = None
+"""The last pair that asked for amp. Weak: once it is gone, fleet.autocast() does nothing again."""
 _models_waiting: list[weakref.ref[nn.Module]] = []
 _optimizers_waiting: list[weakref.ref[FleetOptimizer]] = []
 
@@ -67,7 +70,7 @@ def init(
     backend: str | None = None,
     timeout: timedelta | float | None = None,
 ) -> None:
-    """Join the job: an existing process group, or a launcher's variables, or alone. Calling it again changes nothing.
+    """Join the job: an existing process group, or a launcher's variables, or alone. Calling it again joins nothing anew.
 
     `role` is Fleet's role maker; ranks come from the environment, so any object is accepted. `is_collective=False` would be
     a parameter server, which this library has not.
@@ -135,7 +138,8 @@ def sampler(dataset: Sized | int, shuffle: bool = True, seed: int = 0, drop_last
 
 def autocast() -> AbstractContextManager[None]:
     """The strategy's autocast, for a loss computed outside the model; without `amp` it does nothing."""
-    context: AbstractContextManager[None] = contextlib.nullcontext() if _autocast is None else _autocast.context()
+    face = None if _with_autocast is None else _with_autocast()
+    context: AbstractContextManager[None] = contextlib.nullcontext() if face is None else face.forward_stage.context()
     return context
 
 
@@ -190,6 +194,14 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     return face
 
 
+_LATER = {"save_checkpoint", "load_checkpoint", "save_model", "should_stop", "Monitor"}
+
+
+def __getattr__(name: str) -> Any:
+    later = " It is not available yet in this version." if name in _LATER else ""
+    raise AttributeError(f"fleet has no attribute `{name}`.{later}")
+
+
 def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:
     """A copy: changing the user's object later changes nothing here."""
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
@@ -203,22 +215,25 @@ def _require_module(model: object) -> None:
 
 
 def _bind(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
-    """Everything that can be refused is refused before anything is changed."""
-    global _autocast
+    """What can be refused is refused before the model is touched; parts may still refuse while they are built."""
+    global _with_autocast
     _require_module(model)
     here = world.current()
     optimizer = face.update
     check_parts(strategy.parts())
     params = named_trainable(model, optimizer)
     refuse_unsuited(model, params)
-    agree_on_model(params, model, strategy.to_json(), here.comm)
+    agree_on_model(params, model, optimizer, strategy.to_json(), here.comm)
+    restore_forwards(model)
     move(model, optimizer, params, here.device)
     broadcast_from_first(model, params, here.comm)
+    strip_compiled_prefix(model)
     compiled = compile_strategy(
         strategy, model=model, optimizer=optimizer, params=params, comm=here.comm.metered(), device=here.device
     )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     if compiled.forward is not None:
-        _autocast = compiled.forward
+        face.forward_stage = compiled.forward
+        _with_autocast = weakref.ref(face)
     if here.comm.rank == 0:
         print(strategy, flush=True)

@@ -15,6 +15,13 @@ from .report import Report
 from .strategy import DistributedStrategy
 
 
+def _as_number(weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"weight is {weight!r}; it must be one number: the tokens or samples of this micro-batch.") from None
+
+
 @final
 class FleetOptimizer(Optimizer):
     """What `fleet.distribute` returns. `minimize(loss)`, or `backward(loss)`, `step()`, `zero_grad()`."""
@@ -26,6 +33,8 @@ class FleetOptimizer(Optimizer):
         self._bound: Pipeline | None = None
         self._frozen: dict[str, nn.Parameter] = {}
         self._zeroes_after_step = False
+        self.forward_stage: Any = None
+        """Autocast, under amp."""
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
         super().__setstate__({"defaults": inner.defaults})
 
@@ -74,7 +83,7 @@ class FleetOptimizer(Optimizer):
         """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
         pipeline = self._pipeline
         self._refuse_changed_parameters()
-        pipeline.backward(loss, None if weight is None else float(weight), retain_graph=retain_graph)
+        pipeline.backward(loss, None if weight is None else _as_number(weight), retain_graph=retain_graph)
 
     def step(self, closure: None = None) -> Report:  # type: ignore[override]
         if closure is not None:

@@ -25,12 +25,17 @@ class PatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.inner, *args, **kwargs)
 
+    def original(self) -> Forward:
+        """The forward before any patch."""
+        inner = self.inner
+        while isinstance(inner, PatchedForward):
+            inner = inner.inner
+        return inner
+
     def __reduce__(self) -> tuple[Any, ...]:
         # An instance attribute bound to this module would make an EMA copy compute with these weights.
         # deepcopy maps `self.module` to the copy being made, and so binds the class's own function to it.
-        original = self.inner
-        while isinstance(original, PatchedForward):
-            original = original.inner
+        original = self.original()
         if isinstance(original, types.MethodType) and original.__self__ is self.module:
             return _bound, (original.__func__, self.module)
         return _same, (original,)
@@ -42,6 +47,17 @@ def _bound(function: Callable[..., Any], module: nn.Module) -> Forward:
 
 def _same(value: Forward) -> Forward:
     return value
+
+
+def restore_forwards(model: nn.Module) -> None:
+    """Take back every patch: those of a pair that is gone would go on acting in the next one."""
+    for module in model.modules():
+        patched = module.__dict__.get("forward")
+        if isinstance(patched, PatchedForward):
+            original = patched.original()
+            del module.__dict__["forward"]
+            if not (isinstance(original, types.MethodType) and original.__self__ is module):
+                module.forward = original
 
 
 def patch_forward(module: nn.Module, around: Callable[..., Any]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .bucket import ADDED_OR_REPLACED, Bucket
+from .bucket import Bucket
 from .buckets import Buckets, global_norm
 from .comm import Comm, Pending
 from .errors import ConfigError, FleetError
@@ -39,8 +39,6 @@ class Window:
     """Its gradients are reduced; only the update is left."""
     broken: bool = False
     """A backward failed half-way."""
-    seeded: bool = False
-    """Its losses were divided before backward, so that nothing is left to divide in the buckets."""
 
 
 @dataclass(slots=True)
@@ -73,6 +71,7 @@ class Pipeline:
         self._unused = unused
         self._first_look: FirstLook | None = first_look
         self._weighted: bool | None = None
+        self._usual_weight = self._last_total = 1.0
         self._grad_norm: Tensor | None = None
         self._reported_bytes = comm.bytes_sent
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
@@ -89,9 +88,7 @@ class Pipeline:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
-        empty = self.buckets.begin()
-        if self.window.micro_steps == 0:
-            self.window.seeded = empty and weight is None and self.stages.backward.scale() == 1.0
+        self.buckets.begin()
         self._enter(loss, weight)
         try:
             if due:
@@ -124,9 +121,19 @@ class Pipeline:
         self._refuse_broken()
         if not self.window.closed and self.buckets.has_new():
             self._take_bare_gradients()
+        self._agree_to_flush()
         if self.window.micro_steps and not self.window.closed:
             self._reduce_now()
         return self._update(recycle=True) if self.window.closed else self._report(due=False, updated=False)
+
+    def _agree_to_flush(self) -> None:
+        """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
+        counts = self.comm.gather_json(self.window.micro_steps) if self.comm.size > 1 else []
+        if any(counts) and not all(counts):
+            raise FleetError(
+                f"optimizer.flush() found {counts} micro-batches in the ranks' windows; one with none has nothing to reduce. "
+                "Give every rank equally many batches: fleet.sampler(data) does."
+            )
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
@@ -157,6 +164,7 @@ class Pipeline:
         if self.stages.average is not None:
             self.stages.average(step, self._window_loss())
         report = self._report(due=True, updated=finite, loss_scale=scale)
+        self._learn_usual_weight()
         self.window = Window()
         self.buckets.finish_window(recycle=recycle)
         return report
@@ -178,7 +186,6 @@ class Pipeline:
                 "this strategy needs to see the loss, but gradients came from loss.backward(). "
                 "Write optimizer.backward(loss) instead, or optimizer.minimize(loss)."
             )
-        self._refuse_strangers()
         if self.window.weights or self._weighted:
             raise ConfigError("this run passes weight=; a bare loss.backward() has none. Write optimizer.backward(loss, weight).")
         self._enter(None, None)
@@ -192,25 +199,30 @@ class Pipeline:
         self.buckets.arm(self._start, factor=self._factor())
 
     def _seed(self, weight: float | None) -> float:
-        """The factor on the loss. In a seeded window the mean over ranks and micro-batches enters here, free of charge."""
-        if self.window.seeded:
-            return 1.0 / self._divisor(self.stages.merge.micro_steps)
-        return self.stages.backward.scale() * (1.0 if weight is None else weight)
-
-    def _divisor(self, micro_steps: int) -> float:
-        return float(self.comm.size * (micro_steps if self.stages.merge.mean else 1))
+        """The factor on the loss. No mean enters here: hooks of the user's see each rank's own gradients, as under DDP."""
+        return self.stages.backward.scale() * (1.0 if weight is None else weight / self._usual_weight)
 
     def _factor(self) -> float:
         """What turns the sums in the buckets into true gradients, once they are summed over ranks."""
-        if self.window.seeded:  # all but a window flushed early is divided already
-            return self._divisor(self.stages.merge.micro_steps) / self._divisor(self.window.micro_steps)
-        divisor = self._divisor(self.window.micro_steps)
+        divisor = float(self.comm.size * (self.window.micro_steps if self.stages.merge.mean else 1))
         if self.window.weights:
-            total = torch.tensor([math.fsum(self.window.weights)], dtype=torch.float64, device=self.comm.control_device)
-            self.comm.all_reduce(total).wait()
-            divisor = float(total)
+            self._last_total = self._total_weight()
+            divisor = self._last_total / self._usual_weight
         # All weights 0 on all ranks: the gradients are 0 too, and must not become NaN.
         return 0.0 if divisor == 0.0 else 1.0 / (divisor * self.stages.backward.scale())
+
+    def _total_weight(self) -> float:
+        total = torch.tensor([math.fsum(self.window.weights)], dtype=torch.float64, device=self.comm.control_device)
+        self.comm.all_reduce(total).wait()
+        return float(total)
+
+    def _learn_usual_weight(self) -> None:
+        """Tokens by the thousand on top of a loss scale would overflow float16: weigh them by a number all ranks know.
+
+        A power of two, so that dividing by it changes no bit."""
+        if self.window.weights:
+            mean = self._last_total / (self.comm.size * self.window.micro_steps)
+            self._usual_weight = 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
 
     def _step(self, index: int) -> Step:
         return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"))
@@ -272,12 +284,9 @@ class Pipeline:
         others = {i for pipeline in _alive if pipeline is not self for i in pipeline.param_ids}
         # A GAN's generator loss runs through the discriminator: that pair's gradients and window are not ours to touch.
         inputs = [leaf for leaf in leaves(loss) if id(leaf) not in others]
+        if not inputs:
+            raise ConfigError("this loss depends on no parameter of this optimizer's model, only on another pair's.")
         loss.backward(gradient, retain_graph=retain_graph, inputs=inputs)
-
-    def _refuse_strangers(self) -> None:
-        """A seeded window holds divided gradients; others cannot be added to them, nor take their place."""
-        if self.window.seeded and self.window.micro_steps and not self.window.closed and self.buckets.touched():
-            raise FleetError(ADDED_OR_REPLACED)
 
     def _refuse_broken(self) -> None:
         if self.window.broken:
@@ -285,17 +294,18 @@ class Pipeline:
                 "a backward failed in this window, so its gradients are incomplete. Call optimizer.zero_grad() to drop them."
             )
 
-    def _check_call(self, loss: Tensor, weight: float | None) -> None:
+    def _check_call(self, loss: Any, weight: float | None) -> None:
         if not isinstance(loss, Tensor):
-            raise ConfigError(
-                f"minimize/backward was given {type(loss).__name__}, not a tensor. "
+            advice = (
                 "Call the loss first: optimizer.minimize(model.loss(batch))."
+                if callable(loss)
+                else "Give the loss itself, before .item() or float()."
             )
+            raise ConfigError(f"minimize/backward was given {type(loss).__name__}, not a tensor. {advice}")
         if loss.numel() != 1 or not loss.requires_grad:
             what = f"has shape {tuple(loss.shape)}" if loss.numel() != 1 else "does not require a gradient"
             raise ConfigError(f"the loss {what}; it must be one number that depends on the model's trainable parameters.")
         self._refuse_broken()
-        self._refuse_strangers()
         if self.window.closed:
             raise FleetError("this window is already reduced. Call optimizer.step() before the next backward.")
         if weight is not None and not (math.isfinite(weight) and weight >= 0):

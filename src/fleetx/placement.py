@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .comm import Comm, sharding_of
@@ -19,6 +21,25 @@ BROADCAST_BYTES = 64 * 2**20
 def plain_name(name: str) -> str:
     """Parameter names as the user wrote them, whether or not the model is compiled."""
     return name.replace("_orig_mod.", "")
+
+
+def strip_compiled_prefix(model: nn.Module) -> None:
+    """A compiled model's state dict gets the keys of the model inside it; loading takes both spellings."""
+    if type(model).__name__ != "OptimizedModule" or getattr(model, "_fleetx_plain_keys", False):
+        return
+
+    def strip(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for key in list(state):
+            value = state.pop(key)
+            state[prefix + key[len(prefix) :].removeprefix("_orig_mod.") if key.startswith(prefix) else key] = value
+
+    def restore(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in [k for k in state if k.startswith(prefix) and not k.startswith(f"{prefix}_orig_mod.")]:
+            state[f"{prefix}_orig_mod.{key[len(prefix) :]}"] = state.pop(key)
+
+    model.register_state_dict_post_hook(strip)
+    model.register_load_state_dict_pre_hook(restore)
+    object.__setattr__(model, "_fleetx_plain_keys", True)
 
 
 def named_trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
@@ -51,6 +72,10 @@ def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
                 f"`{name or 'the model'}` makes sparse gradients, which have no place in a flat buffer. Use sparse=False."
             )
     for name, param in params.items():
+        if is_lazy(param):
+            raise ConfigError(
+                f"`{name}` has no shape yet (a lazy module). Run one batch through the model before fleet.distribute(...)."
+            )
         if param.is_meta:
             raise ConfigError(
                 f"`{name}` is on the meta device. Materialise it first: model.to_empty(device=...), then load or initialise."
@@ -83,9 +108,13 @@ def move(model: nn.Module, optimizer: Optimizer, params: dict[str, nn.Parameter]
         optimizer.param_groups[:] = groups
 
 
-def agree_on_model(params: dict[str, nn.Parameter], model: nn.Module, strategy_text: str, comm: Comm) -> None:
-    """The same names, shapes and strategy on all ranks, or an error on all of them."""
-    shapes = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in params.items()]
+def agree_on_model(
+    params: dict[str, nn.Parameter], model: nn.Module, optimizer: Optimizer, strategy_text: str, comm: Comm
+) -> None:
+    """The same names, shapes, settings and strategy on all ranks, or an error on all of them."""
+    everything = {plain_name(name): p for name, p in model.named_parameters()} | params
+    shapes = [f"{name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p in everything.items()]
+    shapes += _group_settings(optimizer)
     shapes += [f"buffer {plain_name(name)} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     digest = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
     ranks = comm.gather_json([digest, strategy_text])
@@ -97,8 +126,20 @@ def agree_on_model(params: dict[str, nn.Parameter], model: nn.Module, strategy_t
         for rank, theirs in enumerate(lists):
             difference = sorted(set(theirs) ^ set(lists[0]))
             if difference:
-                raise ConfigError(f"rank {rank} has another model than rank 0; they differ in: {', '.join(difference[:5])}.")
+                shown = ", ".join(difference[:5])
+                raise ConfigError(f"rank {rank} has another model than rank 0, or another optimizer; they differ in: {shown}.")
         raise ConfigError("ranks have the same parameters in different orders. Build the model alike on every rank.")
+
+
+def _group_settings(optimizer: Optimizer) -> list[str]:
+    """A learning rate that differs between ranks would drive them apart without a word."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return [
+        f"optimizer group {i} {key}={value!r}"
+        for i, group in enumerate(optimizer.param_groups)
+        for key, value in sorted(group.items())
+        if key != "params" and isinstance(value, plain)
+    ]
 
 
 @torch.no_grad()

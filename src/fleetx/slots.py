@@ -130,6 +130,8 @@ class Part(abc.ABC):
     risk_class: ClassVar[Risk]
     available: ClassVar[bool] = True
     """False while a part is declared but not built: compiling it is an error, never a run without it."""
+    talks_in_backward: ClassVar[bool] = False
+    """It has collectives of its own inside backward; buckets are then reduced after it, never in between."""
     why: ClassVar[str] = ""
     """One sentence for a conflict message: why this part needs the slots it claims."""
 
@@ -152,8 +154,10 @@ class Part(abc.ABC):
         return {}
 
 
-def not_available(name: str) -> ConfigError:
-    return ConfigError(f"`{name}` is not available yet in this version. Remove `{name}=True` from the strategy.")
+def not_available(*names: str) -> ConfigError:
+    listed, verb = ", ".join(f"`{name}`" for name in names), "is" if len(names) == 1 else "are"
+    switches = ", ".join(f"`{name}=True`" for name in names)
+    return ConfigError(f"{listed} {verb} not available yet in this version. Remove {switches} from the strategy.")
 
 
 def conflicts(parts: Iterable[tuple[str, frozenset[Slot]]]) -> dict[Slot, list[str]]:

@@ -63,6 +63,11 @@ class Settings(MutableMapping[str, Any]):
         self._defaults = {key: getattr(default, key) for key in self._kinds}
         self._values = dict(self._defaults)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise ConfigError(f'settings are keys, not attributes. Write strategy.{self._name}["{name}"] = {value!r}')
+        super().__setattr__(name, value)
+
     def _known(self, key: object) -> str:
         if not isinstance(key, str) or key not in self._kinds:
             valid = ", ".join(self._kinds)

@@ -15,15 +15,21 @@ from torch import Tensor, nn
 from .errors import FleetWarning
 
 LARGE_NUMEL = 16384
-"""A larger buffer outside a norm layer is a table (positions, masks): sent once, and watched instead of sent again."""
+"""A larger buffer outside a norm layer is a table (positions, masks), and so is a complex one: sent once, then watched."""
 
 
 def average_of_change(now: Tensor, last: Tensor, size: int) -> Tensor:
     """This rank's share of the mean change since the last update.
 
     The change, not the value: a constant then stays the same to the bit. The mean of three equal floats need not be that float.
+    From an infinity or a NaN there is no change to speak of: there the value itself is averaged.
     """
-    return torch.where(now == last, 0, now - last).div_(size)
+    return torch.where(last.isfinite(), now - last, now).div_(size)
+
+
+def apply_change(last: Tensor, change: Tensor) -> Tensor:
+    """The common value after an update; the inverse of `average_of_change`, summed over ranks."""
+    return torch.where(last.isfinite(), last + change, change)
 
 
 @final
@@ -50,11 +56,11 @@ class Tail:
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                if buffer.numel() > LARGE_NUMEL and not is_norm:
+                if (buffer.numel() > LARGE_NUMEL and not is_norm) or buffer.is_complex():
                     self._watched[f"{prefix}.{key}".lstrip(".")] = (module, key, (id(buffer), buffer._version))
                 elif buffer.is_floating_point():
                     self._owners.append((module, key))
-                elif not buffer.is_complex():
+                else:
                     self._integers.append((module, key))
 
     @staticmethod
@@ -89,7 +95,7 @@ class Tail:
         start = 1 + self.flags
         if self._owners:
             buffers = [self._get(o) for o in self._owners]
-            self._last.add_(out[start : start + self._last.numel()])
+            self._last.copy_(apply_change(self._last, out[start : start + self._last.numel()]))
             torch._foreach_copy_(buffers, self._last_views)
             if any(b.dtype != self.dtype for b in buffers):
                 torch._foreach_copy_(self._last_views, buffers)  # a 16-bit buffer rounds: remember what it really holds
@@ -97,20 +103,15 @@ class Tail:
             self._bytes.copy_(out[start + self._now.numel() :])
             torch._foreach_copy_([self._get(o) for o in self._integers], self._byte_views)
 
-    def resync(self) -> None:
-        """The buffers were set from outside (loaded): take them as the common value."""
-        if self._owners:
-            torch._foreach_copy_(self._last_views, [self._get(o) for o in self._owners])
-
     def _warn_of_changed_tables(self) -> None:
         for name, (module, key, seen) in list(self._watched.items()):
             buffer = module._buffers[key]
             if buffer is not None and (id(buffer), buffer._version) != seen:
                 del self._watched[name]
                 warnings.warn(
-                    f"buffer `{name}` ({buffer.numel()} elements) changed during training. Buffers above {LARGE_NUMEL} "
-                    "elements outside norm layers are made equal once, in distribute(); this one may now differ between ranks. "
-                    "Split it, or make it equal yourself with fleet.util.all_reduce.",
+                    f"buffer `{name}` ({buffer.numel()} elements, {buffer.dtype}) changed during training. Complex buffers, "
+                    f"and those above {LARGE_NUMEL} elements outside norm layers, are made equal once, in distribute(); this one "
+                    "may now differ between ranks. Split it, or make it equal yourself with fleet.util.all_reduce.",
                     FleetWarning,
                     stacklevel=2,
                 )

@@ -31,6 +31,8 @@ def all_reduce(value: T, mode: str = "sum") -> T:
 def all_gather(value: T) -> list[T]:
     """Every rank's value, in rank order: a number, array or tensor (equal shapes), or anything JSON can say."""
     comm = world.current().comm
+    if isinstance(value, np.generic):
+        value = value.item()
     if not isinstance(value, (Tensor, np.ndarray)):
         try:
             return comm.gather_json(value)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fleetx.errors import FleetWarning
-from fleetx.tail import LARGE_NUMEL, Tail, average_of_change
+from fleetx.tail import LARGE_NUMEL, Tail, apply_change, average_of_change
 
 
 class Net(nn.Module):
@@ -65,9 +65,11 @@ def test_a_constant_keeps_its_bits_on_three_ranks_over_many_updates() -> None:
     torch.testing.assert_close(nets[0].norm.running_var, nets[2].norm.running_var, rtol=0, atol=0)
 
 
-def test_the_change_of_an_infinite_constant_is_zero() -> None:
-    x = torch.tensor([float("inf"), 1.0])
-    assert average_of_change(x, x.clone(), 3).tolist() == [0.0, 0.0]
+def test_infinities_and_nans_are_averaged_by_value_and_can_be_left_again() -> None:
+    last = torch.tensor([float("-inf"), float("nan"), float("inf"), 1.0])
+    now = torch.tensor([3.0, 2.0, float("inf"), 1.0])
+    change = 2 * average_of_change(now, last, 2)  # two ranks that hold the same
+    assert apply_change(last, change).tolist() == now.tolist()
 
 
 def test_large_tables_are_not_sent_and_a_change_of_one_is_warned_of_once() -> None:

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..comm import Comm
+from ..errors import ConfigError
 from ..patch import patch_forward
 from ..slots import Part, Risk, Site, Slot
 
@@ -49,6 +51,7 @@ class _Normalize(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inv_std, total = ctx.saved_tensors
         dims, shape = _channels(x)
@@ -112,19 +115,29 @@ def _update_running(module: _BatchNorm, total: Tensor, mean: Tensor, squares: Te
     module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
 
 
+def _require_plain_forward(name: str, module: _BatchNorm) -> None:
+    if type(module).forward is not _BatchNorm.forward:
+        raise ConfigError(
+            f"sync_batch_norm cannot take over `{name}`: {type(module).__name__} has a forward of its own, which would be lost. "
+            "Use a plain BatchNorm there, followed by what it adds."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyncBatchNorm(Part):
     name: ClassVar[str] = "sync_batch_norm"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     why: ClassVar[str] = "It joins the batch statistics of all ranks."
+    talks_in_backward: ClassVar[bool] = True
 
     def claims(self) -> frozenset[Slot]:
         return frozenset()  # it changes norm layers alone, and shares no slot with recompute
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         if site.comm.size > 1:
-            for module in site.model.modules():
+            for name, module in site.model.named_modules():
                 if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+                    _require_plain_forward(name, module)
                     patch_forward(module, synchronised_forward(module, site.comm))
         return {}
 
