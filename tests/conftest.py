@@ -10,8 +10,9 @@ from fleetx import fleet, world
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A fresh world of one rank, closed afterwards."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fresh world of one rank on the CPU, closed afterwards."""
+    monkeypatch.setenv("FLEETX_DEVICE", "cpu")
     world.close_world()
     fleet.init()
     yield

@@ -117,8 +117,11 @@ _pool = Pool()
 
 
 def run_ranks(fn: Callable[..., Any], size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
-    """`fn(rank, *args)` on `size` gloo ranks with fleet.init() done; each rank's return value, in rank order."""
-    return _pool.run(fn, size, args, env or {})
+    """`fn(rank, *args)` on `size` gloo ranks with fleet.init() done; each rank's return value, in rank order.
+
+    On the CPU unless `env` says otherwise: the tests' data lies there, also on a machine with a GPU.
+    """
+    return _pool.run(fn, size, args, {"FLEETX_DEVICE": "cpu"} | (env or {}))
 
 
 def raised(fn: Callable[[], Any]) -> str:

@@ -55,7 +55,7 @@ def _train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_gloo_ranks_sharing_a_gpu_equal_the_cpu(name: str) -> None:
     on_cpu = run_ranks(_train, 2, STRATEGIES[name], env={"FLEETX_DEVICE": "cpu"})
-    on_gpu = run_ranks(_train, 2, STRATEGIES[name])
+    on_gpu = run_ranks(_train, 2, STRATEGIES[name], env={"FLEETX_DEVICE": "cuda"})
     assert {r["device"] for r in on_gpu} == {"cuda:0"} and {r["device"] for r in on_cpu} == {"cpu"}
     torch.testing.assert_close(on_gpu[0]["state"], on_gpu[1]["state"], rtol=0, atol=0)
     tolerance = TOLERANCE.get(name, 3e-2)
@@ -77,7 +77,7 @@ def _overflow(rank: int) -> dict[str, Any]:
 
 
 def test_an_overflow_on_one_rank_is_agreed_on_the_gpu_too() -> None:
-    ranks = run_ranks(_overflow, 2)
+    ranks = run_ranks(_overflow, 2, env={"FLEETX_DEVICE": "cuda"})
     for rank in ranks:
         assert rank["reports"] == [(True, True, 32768.0), (True, False, 32768.0), (True, True, 16384.0), (True, True, 16384.0)]
         assert rank["finite"]
