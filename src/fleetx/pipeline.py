@@ -194,7 +194,7 @@ class Pipeline:
             self._reduce_now()
 
     def _arm(self) -> None:
-        """Make ready to reduce inside backward."""
+        """Make ready to reduce: inside the coming backward, or at once."""
         self._agree()
         self.buckets.arm(self._start, factor=self._factor())
 
@@ -241,8 +241,7 @@ class Pipeline:
 
     def _reduce_now(self) -> None:
         """Reduce without overlap: after a bare loss.backward(), or when a window is flushed."""
-        self._agree()
-        self.buckets.arm(self._start, factor=self._factor())
+        self._arm()
         self._close()
 
     def _close(self) -> None:
