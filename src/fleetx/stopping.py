@@ -1,0 +1,43 @@
+"""A polite request to stop: SIGTERM or SIGUSR1, noted here and acted on at an update boundary, on all ranks together.
+
+Nothing is installed until a script first asks `fleet.should_stop()`: one that never asks dies of these signals as any does.
+A second signal ends the process at once; under fleetrun that is the launcher's to decide, since a cluster manager may well
+signal both the launcher, which passes it on, and the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
+
+_requested = False
+_armed = False
+
+
+def is_requested() -> bool:
+    """Whether this rank was asked to stop. The others may not know yet."""
+    return _requested
+
+
+def arm() -> None:
+    """From now on a request is noted. A handler of the user's own is left alone."""
+    global _armed
+    if _armed or threading.current_thread() is not threading.main_thread():
+        return  # Python lets the main thread alone set handlers
+    for signum in SIGNALS:
+        if signal.getsignal(signum) is signal.SIG_DFL:
+            signal.signal(signum, _on_signal)
+    _armed = True
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    global _requested
+    if _requested and LAUNCHER_PID not in os.environ:
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+    _requested = True
