@@ -27,20 +27,32 @@ class Failure:
     time_ns: int  # the exception's own time, else that of the rank's last words
     error: str | None = None
     where: str | None = None
+    step: int | None = None  # the update it was in
+    hung: str | None = None  # why it was killed: "stopped (SIGSTOP)", "silent for 12 s in backward"; the exit code is -9 then
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """How the job ended, as one node's launcher tells it. `elsewhere`, where set, is the cause; failures here followed."""
+
     failures: tuple[Failure, ...] = ()  # the one to blame is first
     stopped_by: signal.Signals | None = None
     stopped_at: str | None = None  # where rank 0 stood then
+    restarts: int = 0  # made before this end
+    elsewhere: str | None = None  # a failure on another node, as one ready sentence
+    elsewhere_exit_code: int = 1  # as Popen gives it
 
     @property
     def exit_code(self) -> int:
         if self.stopped_by is not None:
-            return 128 + self.stopped_by
-        code = self.failures[0].exit_code if self.failures else 0
-        return code if code >= 0 else 128 - code
+            return 143 if self.stopped_by is signal.SIGUSR1 else 128 + self.stopped_by
+        if self.elsewhere is not None:
+            return _shell_code(self.elsewhere_exit_code)
+        return _shell_code(self.failures[0].exit_code) if self.failures else 0
+
+
+def _shell_code(exit_code: int) -> int:
+    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 def by_blame(failures: Iterable[Failure]) -> tuple[Failure, ...]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fleetx.errors import ConfigError
 
 CPU_PROCESSES = 2  # without a GPU: the fewest ranks that make a script meet a collective
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of the job, as this one sees them."""
+
+    count: int = 1
+    rank: int | None = 0  # None: given in order of arrival at the master
+    address: str = "127.0.0.1"  # this node's own, on which its store and its ranks listen
+    master: str = "127.0.0.1"  # node 0's
+    port: int | None = None  # of node 0's control store; None: any free one, as there is one node only
 
 
 @dataclass(frozen=True)
@@ -22,6 +34,13 @@ class Plan:
     gpus: tuple[int, ...]  # chosen with --gpus; empty: all that are visible
     devices: tuple[str, ...]  # one for each local rank: "gpu:0", or "cpu"
     log_dir: Path
+    nodes: Nodes = Nodes()
+    max_restart: int = 0
+    hang_timeout_seconds: float = 1800.0
+    log_overwrite: bool = False  # a restart empties the logs; otherwise it appends after a marker line
+    job_id: str = "default"
+    variables: Mapping[str, str] = field(default_factory=dict)  # set for every worker
+    tee: Literal["all"] | frozenset[int] = frozenset({0})  # the global ranks whose output is shown in full
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
