@@ -8,7 +8,7 @@ A gradient comes in one of three ways, told apart by where `param.grad` points w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, final
 
 import torch
@@ -195,6 +195,20 @@ class Bucket:
         self.wake_hooks()
         self.keeps, self.touched, self.expecting = True, False, False
         self._version = self.flat._version
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What finished micro-steps of this window have left, by parameter."""
+        return {name: view for name, view, filled in zip(self.names, self.views, self.filled, strict=True) if filled}
+
+    def resume(self, gradients: Mapping[str, Tensor]) -> None:
+        """Be as after the micro-step that left these. An unused small view is zero and waits to be added to, as then."""
+        self.make_room()
+        for i, (name, param, view) in enumerate(zip(self.names, self.params, self.views, strict=True)):
+            if name in gradients:
+                view.copy_(gradients[name])
+                param.grad, self.filled[i] = view, True
+        self._small_are_zero = False
+        self.end_micro_step()
 
     def rest_hooks(self) -> None:
         """Every gradient is added in place and nothing is to be noted: for this backward no hook need be called."""

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import progress
 from .errors import ConfigError
+from .progress import Phase
 
 # torch 2.13 renamed it, and warns of the old name; 2.11 has only the old one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,7 +40,8 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            with progress.during(Phase.WAIT):
+                self._work.wait()
         if self._finish is not None:
             self._finish()
 
@@ -73,6 +76,12 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         """The member of a partition of all ranks that holds this one. Every rank calls it with the same partition."""
+
+    def background(self) -> Comm:
+        """The same ranks over connections of their own, for CPU tensors: another thread may use it beside this one.
+
+        Every rank calls it, at the same place."""
+        return self
 
     def metered(self) -> Comm:
         """The same ranks with a byte counter of its own: each pair reports what it sent itself."""
@@ -122,6 +131,9 @@ class SoloComm(Comm):
 @final
 class TorchComm(Comm):
     """Ranks of a torch.distributed process group (gloo, NCCL, or both)."""
+
+    def background(self) -> Comm:
+        return TorchComm(dist.new_group(backend="gloo"))
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import util, world
+from .checkpoint import load_checkpoint, save_checkpoint, save_model
 from .compile import check_parts, compile_strategy, require_plain_optimizer
 from .errors import ConfigError
 from .optimizer import FleetOptimizer
@@ -45,9 +46,12 @@ __all__ = [
     "init",
     "is_first_worker",
     "is_initialized",
+    "load_checkpoint",
     "local_rank",
     "node_num",
     "sampler",
+    "save_checkpoint",
+    "save_model",
     "util",
     "worker_endpoints",
     "worker_index",
@@ -194,7 +198,7 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     return face
 
 
-_LATER = {"save_checkpoint", "load_checkpoint", "save_model", "should_stop", "Monitor"}
+_LATER = {"should_stop", "Monitor"}
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,7 @@ class FleetOptimizer(Optimizer):
         self._param_count = sum(len(group["params"]) for group in self.param_groups)
 
     @property
-    def _pipeline(self) -> Pipeline:
+    def pipeline(self) -> Pipeline:
         if self._bound is None:
             raise ConfigError(
                 "this optimizer has met no model yet. Call fleet.distributed_model(model) too, or use fleet.distribute(...)."
@@ -66,13 +66,13 @@ class FleetOptimizer(Optimizer):
     @property
     def due(self) -> bool:
         """Whether the coming micro-step closes a window (after its backward: whether it has)."""
-        return self._pipeline.due
+        return self.pipeline.due
 
     def minimize(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> Report:
         """One micro-step: backward; when due reduce, update, average, zero."""
         self.backward(loss, weight, retain_graph=retain_graph)
-        if not self._pipeline.window.closed:
-            return self._pipeline.step()  # past torch's profiling of step(): inside a window nothing steps
+        if not self.pipeline.window.closed:
+            return self.pipeline.step()  # past torch's profiling of step(): inside a window nothing steps
         self._zeroes_after_step = True
         try:
             return self.step()  # the attribute, which a scheduler may have wrapped
@@ -81,7 +81,7 @@ class FleetOptimizer(Optimizer):
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         self._refuse_changed_parameters()
         pipeline.backward(loss, None if weight is None else _as_number(weight), retain_graph=retain_graph)
 
@@ -91,17 +91,17 @@ class FleetOptimizer(Optimizer):
                 "a closure would run backward several times for one update, past the reducer. "
                 "Write optimizer.minimize(loss) in the loop instead."
             )
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         self._refuse_changed_parameters()
         return pipeline.step(recycle=self._zeroes_after_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those reduced but not applied yet; inside a merge window nothing happens."""
-        self._pipeline.forget_gradients(set_to_none=set_to_none)
+        self.pipeline.forget_gradients(set_to_none=set_to_none)
 
     def flush(self) -> Report:
         """Close a window early, with the micro-batches it has. Every rank must call it, at the same place."""
-        return self._pipeline.flush()
+        return self.pipeline.flush()
 
     def average(self) -> None:
         """Average the weights now. Under a per-step reducer they are equal already: nothing is to be done."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -67,6 +68,8 @@ class Pipeline:
         self.stages, self.buckets, self.comm = stages, buckets, comm
         self.index = 0
         """Updates due so far, skipped ones too; the same on every rank."""
+        self.skipped = 0
+        """Of those, updates not made because their gradients were not finite."""
         self.window = Window()
         self._unused = unused
         self._first_look: FirstLook | None = first_look
@@ -126,6 +129,19 @@ class Pipeline:
             self._reduce_now()
         return self._update(recycle=True) if self.window.closed else self._report(due=False, updated=False)
 
+    def counters(self) -> dict[str, Any]:
+        """What the pipeline itself remembers between two windows; equal on all ranks."""
+        return {
+            "index": self.index,
+            "skipped": self.skipped,
+            "usual_weight": self._usual_weight,
+            "last_total": self._last_total,
+        }
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self.index, self.skipped = int(counters["index"]), int(counters["skipped"])
+        self._usual_weight, self._last_total = float(counters["usual_weight"]), float(counters["last_total"])
+
     def _agree_to_flush(self) -> None:
         """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
         counts = self.comm.gather_json(self.window.micro_steps) if self.comm.size > 1 else []
@@ -157,6 +173,7 @@ class Pipeline:
                 self.stages.clip(self.buckets.flats, self._grad_norm)
             self.stages.update.step()
         else:
+            self.skipped += 1
             # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
             self.stages.update._opt_called = True  # type: ignore[attr-defined]
         scale = self.stages.backward.scale()

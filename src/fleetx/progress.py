@@ -14,6 +14,7 @@ import enum
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class _Record:
 
     def __init__(self) -> None:
         self.step, self.phase = 0, Phase.SCRIPT
+        self._main = threading.main_thread().ident
         self._page: mmap.mmap | bytearray = bytearray(RECORD_BYTES)
         path = os.environ.get(PROGRESS_FILE)
         if path:
@@ -72,7 +74,10 @@ class _Record:
             with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), RECORD_BYTES)
 
-    def write(self) -> None:
+    def write(self, phase: Phase) -> None:
+        if threading.get_ident() != self._main:
+            return  # a checkpoint written in the background is not where the rank is
+        self.phase = phase
         _RECORD.pack_into(self._page, 0, self.step, self.phase, time.monotonic_ns())
 
 
@@ -80,16 +85,15 @@ _record = _Record()
 
 
 def at_step(step: int, phase: Phase = Phase.SCRIPT) -> None:
-    _record.step, _record.phase = step, phase
-    _record.write()
+    _record.step = step
+    _record.write(phase)
 
 
 @contextlib.contextmanager
 def during(phase: Phase) -> Iterator[None]:
-    before, _record.phase = _record.phase, phase
-    _record.write()
+    before = _record.phase
+    _record.write(phase)
     try:
         yield
     finally:
-        _record.phase = before
-        _record.write()
+        _record.write(before)

@@ -79,7 +79,7 @@ def _from_openmpi(env: Env) -> Role | None:
 
 
 def _from_slurm(env: Env) -> Role | None:
-    if "SLURM_PROCID" not in env or env.get("SLURM_NTASKS", "1") == "1" or _is_slurm_shell(env):
+    if "SLURM_PROCID" not in env or env.get("SLURM_NTASKS", "1") == "1" or is_slurm_shell(env):
         return None
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if "MASTER_ADDR" not in env and nodes is None:
@@ -98,7 +98,7 @@ def _from_slurm(env: Env) -> Role | None:
     )
 
 
-def _is_slurm_shell(env: Env) -> bool:
+def is_slurm_shell(env: Env) -> bool:
     """Plain `python` in an sbatch script or an interactive shell: Slurm's numbers are the allocation's, not ours."""
     in_shell = env.get("ENVIRONMENT") == "BATCH" or env.get("SLURM_JOB_NAME") in ("bash", "interactive")
     return in_shell and "SLURM_STEP_ID" not in env

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -125,6 +125,7 @@ class FleetSampler(Sampler[int]):
                 "Use drop_last=False, more samples, or fewer ranks."
             )
         self._pass = self._pass_from(epoch=0, start=0)
+        self._when_resumed: Callable[[], None] | None = None
 
     @property
     def epoch(self) -> int:
@@ -163,6 +164,12 @@ class FleetSampler(Sampler[int]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there at the next iteration, also on another number of ranks than the one that saved."""
+        self.check_state_dict(state)
+        self._pass = self._pass_from(epoch=int(state["epoch"]), start=int(state["consumed"]))
+        self._pass.loaded = True
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if this position is of other data; nothing is changed."""
         if set(state) != set(STATE_KEYS):
             raise CheckpointError(
                 f"sampler: the saved state holds {sorted(state)}; a sampler's state holds {sorted(STATE_KEYS)}."
@@ -179,8 +186,14 @@ class FleetSampler(Sampler[int]):
                 f"sampler: the saved position is epoch = {epoch!r}, consumed = {consumed!r}; allowed are whole numbers, "
                 f"epoch from 0, consumed from 0 to the dataset's length {self.length}."
             )
-        self._pass = self._pass_from(epoch=int(epoch), start=int(consumed))
-        self._pass.loaded = True
+
+    def when_resumed(self, action: Callable[[], None]) -> None:
+        """Run `action` once, when the rest of a loaded, half-read epoch begins.
+
+        A DataLoader draws from torch's generator when a pass begins. The run that was saved drew at its epoch's start, long
+        before the save; the resumed one draws once more. Restored here, after that draw, the generator is as it was saved.
+        """
+        self._when_resumed = action if self._pass.loaded and self._pass.start > 0 else None
 
     def __len__(self) -> int:
         """What this rank will yield in the coming pass: after `load_state_dict`, the rest of the epoch."""
@@ -188,6 +201,9 @@ class FleetSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         # Not a generator itself: the pass begins at iter(), before the first index is asked for.
+        action, self._when_resumed = self._when_resumed, None
+        if action is not None and self._pass.loaded and not self._pass.begun:
+            action()
         self._pass = self._coming()
         self._pass.begun = True
         return self._draw(self._pass)

@@ -7,6 +7,7 @@ Floating buffers (BatchNorm statistics) are averaged; integers come from rank 0,
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -36,6 +37,7 @@ def apply_change(last: Tensor, change: Tensor) -> Tensor:
 class Tail:
     def __init__(self, model: nn.Module, *, rank: int, size: int, flags: int) -> None:
         self.rank, self.size, self.flags = rank, size, flags
+        self._names: list[str] = []
         self._owners: list[tuple[nn.Module, str]] = []
         self._integers: list[tuple[nn.Module, str]] = []
         self._watched: dict[str, tuple[nn.Module, str, tuple[int, int]]] = {}
@@ -56,9 +58,11 @@ class Tail:
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
+                name = f"{prefix}.{key}".lstrip(".")
                 if (buffer.numel() > LARGE_NUMEL and not is_norm) or buffer.is_complex():
-                    self._watched[f"{prefix}.{key}".lstrip(".")] = (module, key, (id(buffer), buffer._version))
+                    self._watched[name] = (module, key, (id(buffer), buffer._version))
                 elif buffer.is_floating_point():
+                    self._names.append(name)
                     self._owners.append((module, key))
                 else:
                     self._integers.append((module, key))
@@ -102,6 +106,19 @@ class Tail:
         if self._integers:
             self._bytes.copy_(out[start + self._now.numel() :])
             torch._foreach_copy_([self._get(o) for o in self._integers], self._byte_views)
+
+    def common(self) -> dict[str, Tensor]:
+        """The floating buffers as they were, on every rank, after the last update."""
+        return dict(zip(self._names, self._last_views, strict=True))
+
+    @torch.no_grad()
+    def resume(self, common: Mapping[str, Tensor] | None) -> None:
+        """Continue from these; None: from what the buffers hold now."""
+        for name, view, owner in zip(self._names, self._last_views, self._owners, strict=True):
+            view.copy_(self._get(owner) if common is None else common[name])
+        for name, (module, key, _) in self._watched.items():  # loading a checkpoint is no change by the training
+            buffer = self._get((module, key))
+            self._watched[name] = (module, key, (id(buffer), buffer._version))
 
     def _warn_of_changed_tables(self) -> None:
         for name, (module, key, seen) in list(self._watched.items()):

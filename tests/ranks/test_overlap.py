@@ -57,8 +57,8 @@ def record(model: nn.Module, optimizer: FleetOptimizer) -> list[Event]:
     A collective appears as the index of its bucket, or as "other".
     """
     events: list[Event] = []
-    comm = optimizer._pipeline.comm
-    index_of = {bucket.wire.data_ptr(): bucket.index for bucket in optimizer._pipeline.buckets}
+    comm = optimizer.pipeline.comm
+    index_of = {bucket.wire.data_ptr(): bucket.index for bucket in optimizer.pipeline.buckets}
     all_reduce: Callable[..., Pending] = comm.all_reduce
 
     def recorded(tensor: Tensor, mode: str = "sum") -> Pending:
@@ -94,7 +94,7 @@ def _ordered(rank: int, orders: list[list[int]]) -> tuple[list[Event], list[Tens
     events = record(model, optimizer)
     optimizer.backward(model(rows_of(rank, 1), orders[rank]).square().sum())
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return events, gradients, len(optimizer._pipeline.buckets)
+    return events, gradients, len(optimizer.pipeline.buckets)
 
 
 def _reference_gradients(orders: list[list[int]]) -> list[Tensor]:
@@ -155,7 +155,7 @@ def _by_hand(rank: int, k_steps: int) -> tuple[list[list[tuple[int, int]]], list
     for _ in range(k_steps):
         optimizer.minimize(loss())
     spans: list[list[tuple[int, int]]] = []
-    comm = optimizer._pipeline.comm
+    comm = optimizer.pipeline.comm
     all_reduce = comm.all_reduce
 
     def recorded(tensor: Tensor, mode: str = "sum") -> Pending:

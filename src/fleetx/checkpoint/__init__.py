@@ -1,0 +1,104 @@
+"""Verified state for everything: save, load, and continue to the bit. Safetensors and JSON; nothing here runs code on load."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .. import progress, world
+from ..comm import Comm
+from ..errors import ConfigError
+from ..optimizer import FleetOptimizer
+from ..progress import Phase
+from .load import Loaded, find, load_into
+from .model_file import write_model
+from .save import Saving, on_first, take_share, write_checkpoint
+
+__all__ = ["Loaded", "Saving", "load_checkpoint", "save_checkpoint", "save_model"]
+
+_last: Saving | None = None
+"""The save that may still be under way in the background."""
+_background: tuple[Comm, Comm] | None = None
+"""The world's communicator, and the one made beside it for the background."""
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str], *, step: int, keep: int = 3, async_save: bool = False, **objects: Any
+) -> Saving:
+    """Save any number of models, optimizers, schedulers, samplers, EMA copies and values, by name. Every rank must call it.
+
+    The newest `keep` checkpoints stay. With `async_save` the state is copied, and written while training goes on; what went
+    wrong then is raised by the next save, by load_checkpoint, or by `.wait()` on what this returns.
+    """
+    _check_save(directory, step, keep, objects)
+    here = world.current()
+    with progress.during(Phase.SAVE):
+        _finish_last(here.comm)
+        share = take_share(objects, here.comm, here.device, copies=async_save)
+        comm = _background_comm(here.comm) if async_save else here.comm
+
+        def write() -> Path:
+            return write_checkpoint(share, Path(directory), step=step, keep=keep, comm=comm)
+
+        saving = Saving(write, in_background=async_save)
+    global _last
+    _last = saving if async_save else None
+    return saving
+
+
+def load_checkpoint(directory: str | os.PathLike[str], *, new_world_size: bool = False, **objects: Any) -> Loaded | None:
+    """Continue from the newest checkpoint whose every byte is right; None when there is none at all. Every rank must call it.
+
+    Random number generators are restored too. `new_world_size` allows what cannot be exact on another number of ranks than
+    saved it: new ranks then get random numbers of their own.
+    """
+    here = world.current()
+    _finish_last(here.comm)
+    name = find(Path(directory), here.comm)
+    if name is None:
+        return None
+    return load_into(Path(directory) / name, objects, here.comm, here.device, new_world_size=new_world_size)
+
+
+def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetOptimizer | None = None) -> None:
+    """Write the model as plain safetensors, with its own keys. Every rank must call it; rank 0 writes.
+
+    With the optimizer, a half-filled merge window is closed first (`flush`), and averaged weights are written under Local SGD.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"save_model was given {type(model).__name__} as the model; write save_model(path, model, optimizer).")
+    comm = world.current().comm
+    if optimizer is None:
+        on_first(comm, lambda: write_model(model, Path(path)))
+        return
+    optimizer.flush()
+    with optimizer.averaged():
+        on_first(comm, lambda: write_model(model, Path(path)))
+
+
+def _check_save(directory: object, step: object, keep: object, objects: dict[str, Any]) -> None:
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"save_checkpoint: {name} is {value!r}; it must be an integer of at least {least}.")
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ConfigError(f"save_checkpoint: the directory is {directory!r}; it must be a path.")
+    if not objects:
+        raise ConfigError("save_checkpoint was given nothing to save. Write save_checkpoint(dir, step=step, model=model, ...).")
+
+
+def _finish_last(comm: Comm) -> None:
+    """Wait for a save in the background. Its error is the same on every rank, and so is being here."""
+    global _last
+    last, _last = _last, None
+    if last is not None:
+        last.wait()
+
+
+def _background_comm(comm: Comm) -> Comm:
+    global _background
+    if _background is None or _background[0] is not comm:
+        _background = (comm, comm.background())
+    return _background[1]

@@ -1,0 +1,80 @@
+"""Where checkpoints lie: one folder per step, complete or not there at all.
+
+runs/a/step-0000000120        complete; step-0000000120.1 is a later one of the same step
+runs/a/.saving-120-4f1c...    being written, or left by a run that was killed
+runs/a/.removing-110-77b0...  being deleted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+_COMPLETE = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
+_UNFINISHED = re.compile(r"\.(saving|removing)-\d+-[0-9a-f]{32}")
+
+
+def newest_first(directory: Path) -> list[str]:
+    """Complete folders by step, not by time: clocks jump."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(directory):
+            match = _COMPLETE.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append((int(match[1]), int(match[2] or 0), entry.name))
+    return [name for _, _, name in sorted(found, reverse=True)]
+
+
+def unfinished_name(step: int) -> str:
+    return f".saving-{step}-{uuid.uuid4().hex}"
+
+
+def free_name(directory: Path, step: int) -> str:
+    """A complete folder is never replaced: while one was moved away for the other, a kill would leave neither."""
+    base, again = f"step-{step:010d}", 0
+    while (directory / (name := f"{base}.{again}" if again else base)).exists():
+        again += 1
+    return name
+
+
+def clear_leftovers(directory: Path) -> None:
+    """What killed runs left half-written. One run at a time writes to a directory."""
+    for entry in list(os.scandir(directory)):
+        if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def keep_newest(directory: Path, count: int) -> None:
+    for name in newest_first(directory)[count:]:
+        doomed = directory / f".removing-{int(name[5:15])}-{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):  # an old one that cannot be deleted must not end the run
+            os.rename(directory / name, doomed)  # first: a half-deleted folder must not look like a checkpoint
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names durable: a file's own fsync does not cover the folder that lists it."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,94 @@
+"""The list of a checkpoint's files, with the size and SHA-256 of each; it is written last, and vouches for itself too.
+
+{"manifest": {"format": 1, "step": 120, "world_size": 4, "files": {"common.safetensors": {"bytes": ..., "sha256": ...}, ...}},
+ "sha256": of the text of the object "manifest"}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+NAME = "MANIFEST.json"
+_READ_BYTES = 2**20
+
+
+class Damaged(Exception):
+    """A file is not as it was written. The message begins with its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    step: int
+    world_size: int
+    files: dict[str, FileRecord]
+
+    def to_text(self) -> str:
+        body = {"format": FORMAT, **asdict(self)}
+        return json.dumps({"manifest": body, "sha256": _digest_of(body)}, indent=1, sort_keys=True) + "\n"
+
+
+def _digest_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raise Damaged, naming the file, unless every byte of the manifest is as it was written."""
+    try:
+        raw = (folder / NAME).read_bytes()
+    except OSError as error:
+        raise Damaged(f"{NAME} cannot be read: {error.strerror}") from None
+    try:
+        content = json.loads(raw)
+        body = content["manifest"]
+        intact = content["sha256"] == _digest_of(body)
+        files = {name: FileRecord(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
+        found = Manifest(step=int(body["step"]), world_size=int(body["world_size"]), files=files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{NAME} is not a manifest") from None
+    if body.get("format") != FORMAT and intact:
+        raise Damaged(f"{NAME} has format {body.get('format')!r}; this version reads format {FORMAT}")
+    # Compared with the text we would write ourselves: a flipped space is damage as well.
+    if not intact or raw != found.to_text().encode():
+        raise Damaged(f"{NAME} is damaged: its checksum does not match")
+    if any(os.path.basename(name) != name or name in ("", ".", "..") for name in files):
+        raise Damaged(f"{NAME} names a file outside its folder")
+    return found
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and hash of a file as it can be read back."""
+    hasher, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            hasher.update(chunk)
+            size += len(chunk)
+    return FileRecord(size, hasher.hexdigest())
+
+
+def verify(folder: Path, manifest: Manifest, name: str) -> None:
+    """Raise Damaged, naming the file, unless every byte is as it was written."""
+    expected, path = manifest.files[name], folder / name
+    try:
+        size = path.lstat().st_size
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{name} is not a plain file")
+        if size != expected.bytes:
+            raise Damaged(f"{name} has {size} bytes instead of {expected.bytes}")
+        found = record_of(path)
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+    if found != expected:
+        raise Damaged(f"{name} is damaged: its checksum does not match")

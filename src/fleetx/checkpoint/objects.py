@@ -1,0 +1,155 @@
+"""What a checkpoint can hold: for each kind of object how its state is taken, checked, and put back.
+
+A state is a tree of plain values and live tensors. `check` raises before anything was changed; `put` may then not fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, did_you_mean
+from ..optimizer import FleetOptimizer
+from ..resume import check_plain_state, check_training_state, load_plain_state, load_training_state, training_state
+from ..sampler import FleetSampler
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    name: str
+    recognises: Callable[[Any], bool]
+    take: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+    check: Callable[[Any, Any], None] = lambda target, state: None
+
+
+def kind_of(value: Any) -> Kind:
+    """Anything that is none of these is a value: it is saved as it is, and given back by load_checkpoint."""
+    return next((kind for kind in KINDS if kind.recognises(value)), VALUE)
+
+
+def check_all(targets: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise if what is in the checkpoint does not fit what is to be filled; nothing is changed."""
+    for name, target in targets.items():
+        if name not in saved:
+            held = ", ".join(saved) or "nothing"
+            raise CheckpointError(f"the checkpoint holds no `{name}`.{did_you_mean(name, saved)} It holds: {held}.")
+        kind, (saved_kind, state) = kind_of(target), saved[name]
+        if kind.name != saved_kind and VALUE.name in (kind.name, saved_kind):
+            continue  # a value may come back in place of any default, such as None
+        if kind.name != saved_kind:
+            raise CheckpointError(f"`{name}` was saved as {saved_kind}, and is to be loaded into {kind.name}.")
+        try:
+            kind.check(target, state)
+        except CheckpointError as error:
+            raise CheckpointError(f"`{name}`: {error}") from None
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict, and the buffers it leaves out: they too may have been changed by training."""
+    kept: dict[str, Any] = dict(model.state_dict())
+    hidden = {name: buffer for name, buffer in _buffers(model).items() if name not in kept}
+    return {"state_dict": kept, "non_persistent": hidden}
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name.replace("_orig_mod.", ""): buffer for name, buffer in model.named_buffers()}
+
+
+def check_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    mine, saved = model_state(model), state
+    for part in ("state_dict", "non_persistent"):
+        here, there = mine[part], saved[part]
+        missing, unexpected = [n for n in here if n not in there], [n for n in there if n not in here]
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the checkpoint is of another model. Not in it: {_listed(missing)}; not in this model: {_listed(unexpected)}."
+            )
+        wrong = [
+            f"{name} {tuple(there[name].shape)} instead of {tuple(here[name].shape)}"
+            for name in here
+            if isinstance(here[name], Tensor) and isinstance(there[name], Tensor) and here[name].shape != there[name].shape
+        ]
+        if wrong:
+            raise CheckpointError(f"the checkpoint is of a model with other shapes: {_listed(wrong)}.")
+        types = [
+            f"{name} {there[name].dtype} instead of {here[name].dtype}"
+            for name in here
+            if isinstance(here[name], Tensor) and isinstance(there[name], Tensor) and here[name].dtype != there[name].dtype
+        ]
+        if types:
+            raise CheckpointError(f"the checkpoint is of a model with other number types: {_listed(types)}.")
+
+
+@torch.no_grad()
+def put_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    model.load_state_dict(state["state_dict"])
+    buffers = _buffers(model)
+    for name, value in state["non_persistent"].items():
+        buffers[name].copy_(value)
+
+
+def _listed(entries: list[str]) -> str:
+    more = f" and {len(entries) - 5} more" if len(entries) > 5 else ""
+    return (", ".join(entries[:5]) or "nothing") + more
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _is_other(value: Any) -> bool:
+    """A scheduler, a scaler, a stateful loader, the user's own."""
+    if isinstance(value, (nn.Module, Optimizer, FleetSampler, type)):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _put_numpy(generator: np.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _keep(target: Any, state: Any) -> None:
+    """A value is not put anywhere: it is returned."""
+
+
+VALUE = Kind("a value", lambda value: True, take=lambda value: value, put=_keep)
+KINDS = (
+    # Put back in this order: what may still be refused among the small things is refused before a weight has changed.
+    Kind("a torch.Generator", lambda v: isinstance(v, torch.Generator), lambda v: v.get_state(), lambda v, s: v.set_state(s)),
+    Kind("a numpy Generator", lambda v: isinstance(v, np.random.Generator), lambda v: v.bit_generator.state, _put_numpy),
+    Kind("a random.Random", lambda v: isinstance(v, random.Random), lambda v: v.getstate(), lambda v, s: v.setstate(s)),
+    Kind(
+        "a sampler",
+        lambda v: isinstance(v, FleetSampler),
+        lambda v: v.state_dict(),
+        lambda v, state: v.load_state_dict(state),
+        lambda v, state: v.check_state_dict(state),
+    ),
+    Kind("an object with a state dict", _is_other, lambda v: v.state_dict(), lambda v, state: v.load_state_dict(state)),
+    Kind("a model", lambda v: isinstance(v, nn.Module), model_state, put_model, check_model),
+    Kind(
+        "a distributed optimizer",
+        lambda v: isinstance(v, FleetOptimizer),
+        training_state,
+        load_training_state,
+        check_training_state,
+    ),
+    Kind("an optimizer", lambda v: isinstance(v, Optimizer), lambda v: v.state_dict(), load_plain_state, check_plain_state),
+)
+
+
+def put_all(targets: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) -> None:
+    for kind in KINDS:
+        for name, target in targets.items():
+            if kind_of(target) is kind:
+                kind.put(target, saved[name][1])

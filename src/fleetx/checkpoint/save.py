@@ -1,0 +1,181 @@
+"""Save: all ranks together, written aside, complete or not there at all.
+
+take      every rank encodes its objects; a rank that cannot is heard before anything is written
+agree     fingerprints are compared: what is equal everywhere is rank 0's to write, the rest each rank's own
+prepare   rank 0 looks for room and makes a folder aside; every rank must see it
+write     every rank writes, syncs and hashes its files
+commit    rank 0 writes the manifest, syncs, renames, and deletes what is too old
+
+Each line ends with an exchange of errors, so that all ranks go on or all raise. A kill at any instant leaves the complete
+folders as they were. With `async_save` the last three lines run in a thread, over a process group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ..comm import Comm
+from ..errors import CheckpointError, FleetError
+from . import folder
+from .manifest import NAME as MANIFEST
+from .manifest import FileRecord, Manifest, record_of
+from .snapshot import Share, Snapshot, agree, as_written, take
+
+T = TypeVar("T")
+SPARE_BYTES = 2**16
+"""For the manifest and the file system's own records."""
+
+
+def share_name(rank: int | None) -> str:
+    """The files of what is common, or of one rank, without their endings."""
+    return "common" if rank is None else f"rank-{rank:05d}"
+
+
+def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
+    snapshot, error = None, None
+    try:
+        snapshot = take(objects, device)
+    except FleetError as problem:
+        error = str(problem)
+    share = agree(comm, snapshot, error)
+    return share.copied() if copies else share
+
+
+def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, comm: Comm) -> Path:
+    """The path of the complete checkpoint. Every rank calls it; all raise or none."""
+    needed = sum(comm.gather_json(share.nbytes()))
+    aside = directory / on_first(comm, lambda: _prepare(directory, step, needed))
+    records = _on_every(comm, lambda: _write_share(share, aside, rank=comm.rank), aside)
+    name = on_first(comm, lambda: _commit(aside, directory, records, step=step, world_size=comm.size, keep=keep))
+    return directory / name
+
+
+# --- rank 0 alone, and every rank ---------------------------------------------------------------------------------------
+
+
+def on_first(comm: Comm, action: Callable[[], str | None]) -> str:
+    """Run on rank 0; its result, or its error, on every rank."""
+    told = _attempt(action, None, "rank 0") if comm.rank == 0 else (None, None)
+    result, error = comm.gather_json(told)[0]
+    if error is not None:
+        raise CheckpointError(error)
+    return str(result)
+
+
+def _on_every(comm: Comm, action: Callable[[], dict[str, FileRecord]], aside: Path) -> dict[str, FileRecord]:
+    """Run on every rank; all results together, or an error on every rank and nothing left behind."""
+    nothing: dict[str, FileRecord] = {}
+    records, error = _attempt(action, nothing, f"rank {comm.rank}")
+    told = [{name: [record.bytes, record.sha256] for name, record in records.items()}, error]
+    ranks = comm.gather_json(told)
+    errors = [error for _, error in ranks if error is not None]
+    if errors:
+        if comm.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError("; ".join(dict.fromkeys(errors)))
+    return {name: FileRecord(*record) for files, _ in ranks for name, record in files.items()}
+
+
+def _attempt(action: Callable[[], T], nothing: T, who: str) -> tuple[T, str | None]:
+    try:
+        return action(), None
+    except (OSError, SafetensorError, CheckpointError) as problem:
+        told = str(problem) if isinstance(problem, CheckpointError) else f"{who} could not write: {problem}"
+        return nothing, told
+
+
+# --- the work -----------------------------------------------------------------------------------------------------------
+
+
+def _prepare(directory: Path, step: int, needed_bytes: int) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    folder.clear_leftovers(directory)
+    free_bytes = shutil.disk_usage(directory).free
+    if needed_bytes + SPARE_BYTES > free_bytes:
+        raise CheckpointError(
+            f"no room for the checkpoint: it needs {needed_bytes + SPARE_BYTES:,} bytes, {directory} has {free_bytes:,}. "
+            "Nothing was written; the checkpoints that are there are untouched."
+        )
+    name = folder.unfinished_name(step)
+    (directory / name).mkdir()
+    return name
+
+
+def _write_share(share: Share, aside: Path, *, rank: int) -> dict[str, FileRecord]:
+    if not aside.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see {aside}, which rank 0 has just made. Checkpoints must lie on storage that all nodes share."
+        )
+    records: dict[str, FileRecord] = {}
+    for part, name in ((share.common, share_name(None)), (share.own, share_name(rank))):
+        if part is not None:
+            records |= _write_part(part, aside, name)
+    folder.sync_folder(aside)
+    return records
+
+
+def _write_part(part: Snapshot, aside: Path, name: str) -> dict[str, FileRecord]:
+    tensors, words = aside / f"{name}.safetensors", aside / f"{name}.json"
+    save_file({key: as_written(tensor) for key, tensor in part.tensors.items()}, tensors)
+    folder.sync_file(tensors)
+    folder.write_text(words, json.dumps({"objects": part.objects, "tensors": sorted(part.tensors)}))
+    return {path.name: record_of(path) for path in (tensors, words)}
+
+
+def _commit(aside: Path, directory: Path, records: dict[str, FileRecord], *, step: int, world_size: int, keep: int) -> str:
+    folder.write_text(aside / MANIFEST, Manifest(step, world_size, records).to_text())
+    folder.sync_folder(aside)
+    name = folder.free_name(directory, step)
+    os.rename(aside, directory / name)
+    folder.sync_folder(directory)
+    folder.keep_newest(directory, keep)
+    return name
+
+
+# --- in the background --------------------------------------------------------------------------------------------------
+
+
+@final
+class Saving:
+    """A save under way, or done. `wait()` returns the path of the complete checkpoint, or raises what went wrong."""
+
+    def __init__(self, write: Callable[[], Path], *, in_background: bool) -> None:
+        self._write = write
+        self._path: Path | None = None
+        self._error: Exception | None = None
+        # Not a daemon: a script that ends right after its last save must not cut it short.
+        self._thread = threading.Thread(target=self._run, name="fleetx checkpoint") if in_background else None
+        if self._thread is None:
+            self._path = write()
+        else:
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._path = self._write()
+        except Exception as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._path is None:
+            raise CheckpointError("this checkpoint could not be written; the error was raised before.")
+        return self._path

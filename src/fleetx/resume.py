@@ -1,0 +1,161 @@
+"""All that a pair's training state is, beyond the model: taken between two micro-steps, put back to the bit.
+
+inner       the torch optimizer's own state dict, and the name of each parameter it counts by number
+window      the micro-steps of a half-filled window: gradients summed so far, losses, weights
+stages      what each part of the strategy remembers (loss scale, residuals, ...)
+common      the floating buffers after the last update, from which the ranks' changes are averaged
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import CheckpointError
+from .optimizer import FleetOptimizer
+from .pipeline import Pipeline, Window
+
+STAGES = ("backward", "reduce", "average")
+
+
+def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
+    """A tree of live tensors: copy what must not change. No collective."""
+    pipeline = optimizer.pipeline
+    window = pipeline.window
+    if window.entered or window.closed or window.broken or pipeline.buckets.has_new():
+        raise CheckpointError(
+            "the optimizer holds gradients that step() has not taken yet. "
+            "Save after optimizer.step() or optimizer.minimize(loss)."
+        )
+    tail = pipeline.buckets.tail
+    gradients = {name: g for bucket in pipeline.buckets for name, g in bucket.gradients().items()} if window.micro_steps else {}
+    return {
+        "inner": optimizer.update.state_dict(),
+        "names": parameter_names(optimizer),
+        "counters": pipeline.counters(),
+        "window": {
+            "micro_steps": window.micro_steps,
+            "losses": list(window.losses),
+            "weights": list(window.weights),
+            "gradients": gradients,
+        },
+        "stages": {name: _stage_state(pipeline, name) for name in STAGES},
+        "common": None if tail is None else tail.common(),
+    }
+
+
+def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:
+    """Raise if this state is another pair's; nothing is changed."""
+    mine, saved = parameter_names(optimizer), state["names"]
+    if sorted(map(str, mine)) != sorted(map(str, saved)):
+        only_saved, only_mine = sorted(set(saved) - set(mine), key=str), sorted(set(mine) - set(saved), key=str)
+        raise CheckpointError(
+            "the checkpoint's optimizer trains other parameters than this one. "
+            f"Only in the checkpoint: {_some(only_saved)}; only here: {_some(only_mine)}."
+        )
+    check_plain_state(optimizer.update, _by_our_numbers(state["inner"], saved, mine))
+    merge, done = optimizer.pipeline.stages.merge, state["window"]["micro_steps"]
+    if done >= merge.micro_steps:
+        raise CheckpointError(
+            f"the checkpoint was saved with {done} micro-batches in a merge window; this run merges {merge.micro_steps}. "
+            'Resume with the old gradient_merge_configs["k_steps"], or save after an update.'
+        )
+    for name in STAGES:
+        theirs, ours = state["stages"].get(name) or {}, _stage_state(optimizer.pipeline, name)
+        if theirs and set(theirs) != set(ours):
+            raise CheckpointError(
+                f"the checkpoint holds the state of another {name} stage ({', '.join(sorted(theirs))}) than this strategy's "
+                f"({', '.join(sorted(ours)) or 'none'}). Resume with the strategy that saved it."
+            )
+
+
+@torch.no_grad()
+def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:
+    pipeline, window = optimizer.pipeline, state["window"]
+    load_plain_state(optimizer.update, _by_our_numbers(state["inner"], state["names"], parameter_names(optimizer)))
+    pipeline.load_counters(state["counters"])
+    device = next(iter(pipeline.buckets)).flat.device
+    pipeline.window = Window(
+        losses=[loss.to(device) for loss in window["losses"]],
+        weights=list(window["weights"]),
+        micro_steps=window["micro_steps"],
+    )
+    pipeline.buckets.zero()
+    if window["micro_steps"]:
+        for bucket in pipeline.buckets:
+            bucket.resume(window["gradients"])
+    for name in STAGES:
+        stage, saved = getattr(pipeline.stages, name), state["stages"].get(name)
+        if stage is not None and saved:
+            stage.load_state_dict(saved)
+    if pipeline.buckets.tail is not None:
+        pipeline.buckets.tail.resume(state["common"])
+
+
+def parameter_names(optimizer: FleetOptimizer) -> list[str | None]:
+    """In the order by which the optimizer's state dict numbers its parameters; None for a frozen one."""
+    known = {id(p): name for bucket in optimizer.pipeline.buckets for name, p in zip(bucket.names, bucket.params, strict=True)}
+    return [known.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _stage_state(pipeline: Pipeline, name: str) -> dict[str, Any]:
+    stage = getattr(pipeline.stages, name)
+    return {} if stage is None else dict(stage.state_dict())
+
+
+def _by_our_numbers(inner: Mapping[str, Any], saved: list[str | None], mine: list[str | None]) -> dict[str, Any]:
+    """The same state with parameters numbered as in this run. The name is what tells them: two of one shape mix silently."""
+    if saved == mine:
+        return dict(inner)
+    number = {name: i for i, name in enumerate(mine)}
+    to_ours = {old: number[name] for old, name in enumerate(saved)}
+    groups = [{**group, "params": [to_ours[old] for old in group["params"]]} for group in inner["param_groups"]]
+    expected = [len(group["params"]) for group in groups]
+    starts = [sum(expected[:i]) for i in range(len(expected))]
+    for group, start, length in zip(groups, starts, expected, strict=True):
+        if sorted(group["params"]) != list(range(start, start + length)):
+            raise CheckpointError("the checkpoint's optimizer has other parameter groups than this one. Build the same groups.")
+        group["params"] = sorted(group["params"])
+    return {**inner, "state": {to_ours[old]: value for old, value in inner["state"].items()}, "param_groups": groups}
+
+
+def _some(names: list[Any]) -> str:
+    return ", ".join(str(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
+
+
+# --- a plain torch optimizer ----------------------------------------------------------------------------------------
+
+
+def check_plain_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    mine, saved = optimizer.param_groups, state["param_groups"]
+    if [len(group["params"]) for group in mine] != [len(group["params"]) for group in saved]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {[len(g['params']) for g in saved]} parameters, this one of "
+            f"{[len(g['params']) for g in mine]}. Build the optimizer as in the run that saved."
+        )
+    foreign = sorted({key for group in saved for key in group} ^ {key for group in mine for key in group})
+    if foreign:
+        raise CheckpointError(
+            f"the checkpoint was saved by another kind of optimizer than {type(optimizer).__name__}: only one of them has the "
+            f"settings {', '.join(foreign)}."
+        )
+
+
+def load_plain_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict(copy.copy(dict(state)))
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        old.update(new)
+    optimizer.param_groups[:] = groups  # the very dicts that schedulers and the user hold
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, saved in state["state"].items():
+        mine = optimizer.state[params[number]]
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(mine.get(key), Tensor) and mine[key].dtype != value.dtype:
+                mine[key] = value.to(mine[key].device)

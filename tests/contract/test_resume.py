@@ -1,0 +1,160 @@
+"""Save, stop, load, continue: the same bits as a run that never stopped. Every part, in mid-cycle, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fleetx import fleet
+from fleetx.errors import FleetWarning
+from fleetx.strategies import catalogue
+from harness import run_ranks
+from models import batch
+
+PARTS = catalogue()
+AVAILABLE = [name for name, part in PARTS.items() if part.available]
+MICRO_STEPS = 23
+STOP_AFTER = 11
+"""Inside the fourth window of three, and inside an epoch: nothing is at a convenient place."""
+
+
+class Tangled(nn.Module):
+    """Registered in another order than it runs, with BatchNorm, dropout, tied weights and a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(16, 4)
+        self.middle = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.first = nn.Linear(8, 16)
+        self.twin = nn.Linear(16, 16)
+        self.twin.weight = self.middle.weight
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.norm(self.first(x)).relu()
+        return self.last(self.dropout(self.twin(self.middle(hidden).relu())))
+
+
+def _strategy(name: str | None) -> fleet.DistributedStrategy:
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 3})
+    strategy.fuse_grad_size_in_MB = 0.0005  # several buckets
+    if name is not None:
+        setattr(strategy, name, True)
+    if name == "amp":
+        strategy.amp_configs = {"dtype": "float16", "init_loss_scaling": 2.0**40, "incr_every_n_steps": 2}  # overflows at first
+    return strategy
+
+
+class Run:
+    """All that a training script holds."""
+
+    def __init__(self, rank: int, name: str | None, *, seed: int) -> None:
+        torch.manual_seed(seed + rank)  # what the resumed run starts with must not matter
+        random.seed(seed + rank)
+        np.random.seed(seed + rank)
+        data = TensorDataset(*batch(0, rows=70))
+        self.sampler = fleet.sampler(data, seed=5)
+        self.loader = DataLoader(data, 4, sampler=self.sampler, drop_last=True)
+        model = Tangled()
+        optimizer = torch.optim.AdamW(
+            [{"params": [model.last.weight]}, {"params": [p for n, p in model.named_parameters() if n != "last.weight"]}], lr=0.01
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FleetWarning)  # 16 bits are slow on this CPU
+            self.model, self.optimizer = fleet.distribute(model, optimizer, _strategy(name))
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5])
+        self.ema = torch.optim.swa_utils.AveragedModel(model)
+        self.losses: list[float] = []
+        self.done = 0
+
+    def objects(self) -> dict[str, Any]:
+        named = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return named | {"sampler": self.sampler, "ema": self.ema}
+
+    def train(self, until: int) -> None:
+        while self.done < until:
+            for x, y in self.loader:
+                noise = 0.1 * random.random() + 0.1 * np.random.rand()
+                report = self.optimizer.minimize(F.cross_entropy(self.model(x + noise), y), weight=len(x) + self.done % 3)
+                if report.due:
+                    self.scheduler.step()
+                    self.ema.update_parameters(self.model)
+                self.losses.append(report.loss or 0.0)
+                self.done += 1
+                if self.done == until:
+                    return
+
+    def everything(self) -> dict[str, str]:
+        """A fingerprint of each thing that training has changed."""
+        tensors = {f"model/{k}": v for k, v in self.model.state_dict().items()} | {"calls": self.model.calls}
+        tensors |= {f"ema/{k}": v for k, v in self.ema.state_dict().items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{number}/{k}": torch.as_tensor(v) for k, v in state.items()}
+        marks = {k: hashlib.sha256(v.detach().contiguous().numpy().tobytes()).hexdigest() for k, v in tensors.items()}
+        marks["groups"] = repr([{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups])
+        marks["scheduler"] = repr(sorted(self.scheduler.state_dict().items()))
+        marks["sampler"] = repr(self.sampler.state_dict())
+        marks["losses"] = repr(self.losses[STOP_AFTER:])
+        marks["random"] = repr([random.random(), np.random.rand(), torch.rand(1).item()])
+        return marks
+
+
+def _whole(rank: int, name: str | None) -> dict[str, str]:
+    run = Run(rank, name, seed=1)
+    run.train(MICRO_STEPS)
+    return run.everything()
+
+
+def _first_half(rank: int, name: str | None, folder: str, in_background: bool) -> None:
+    run = Run(rank, name, seed=1)
+    run.train(STOP_AFTER)
+    assert run.optimizer.pipeline.window.micro_steps == STOP_AFTER % 3
+    fleet.save_checkpoint(folder, step=STOP_AFTER, async_save=in_background, done=run.done, losses=run.losses, **run.objects())
+    if in_background:
+        run.train(MICRO_STEPS)  # what is saved is what was then, whatever happens meanwhile
+
+
+def _second_half(rank: int, name: str | None, folder: str, until: int) -> dict[str, str]:
+    run = Run(rank, name, seed=77)
+    loaded = fleet.load_checkpoint(folder, done=0, losses=[], **run.objects())
+    assert loaded is not None
+    run.done, run.losses = loaded.values["done"], loaded.values["losses"]
+    run.train(until)
+    if until < MICRO_STEPS:
+        fleet.save_checkpoint(folder, step=until, done=run.done, losses=run.losses, **run.objects())
+    return run.everything()
+
+
+def _differences(ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> list[str]:
+    return [f"rank {r}: {k}" for r, (a, b) in enumerate(zip(ours, theirs, strict=True)) for k in a | b if a.get(k) != b.get(k)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [None, *AVAILABLE])
+def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(name: str | None, size: int, tmp_path: Path) -> None:
+    undisturbed = run_ranks(_whole, size, name)
+    run_ranks(_first_half, size, name, str(tmp_path), size == 4)
+    resumed = run_ranks(_second_half, size, name, str(tmp_path), MICRO_STEPS)
+    assert _differences(resumed, undisturbed) == []
+    assert len({repr(marks["model/first.weight"]) for marks in resumed}) == 1
+
+
+def test_a_second_resume_is_as_exact_as_the_first(tmp_path: Path) -> None:
+    undisturbed = run_ranks(_whole, 2, None)
+    run_ranks(_first_half, 2, None, str(tmp_path), False)
+    run_ranks(_second_half, 2, None, str(tmp_path), STOP_AFTER + 2)
+    resumed = run_ranks(_second_half, 2, None, str(tmp_path), MICRO_STEPS)
+    assert _differences(resumed, undisturbed) == []
