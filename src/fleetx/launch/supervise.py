@@ -1,48 +1,88 @@
-"""Start the workers on torch elastic, watch them, stop what is left, and return how it ended. Others print."""
+"""Start the workers on torch elastic, watch them, restart or stop them, and return how it ended. Others print.
+
+Elastic starts the processes. Its own way to watch them is not used: when a rank dies it asks the others to end and waits up
+to 30 seconds, and a rank blocked in a collective takes them all.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import secrets
 import signal
 import sys
-import tempfile
-import threading
-import uuid
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import psutil
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from fleetx.errors import LaunchError
-from fleetx.launch.logs import following
-from fleetx.launch.outcome import Failure, Outcome, by_blame
+from fleetx.errors import FleetError, LaunchError
+from fleetx.launch import hang
+from fleetx.launch.agreement import End, Job, Phase, first_rank
+from fleetx.launch.control import Chair, Hello, Member
+from fleetx.launch.guardian import RUN_ID, kill_run
+from fleetx.launch.outcome import Failure, Outcome
+from fleetx.launch.processes import Guardian, Workers, guarded
+from fleetx.launch.records import Autopsy, Records
+from fleetx.launch.rendezvous import FreshRendezvous, listen_on, own_interfaces, socket_variables
+from fleetx.launch.signals import Signals
+from fleetx.launch.standing import Standing
 from fleetx.launch.topology import Plan, log_path, shim_arguments, worker_environment
-from fleetx.launch.worker import FAILURE_FILE
+from fleetx.launch.worker import LAUNCHER_PID
 
 LocalEnvironments = dict[int, dict[str, str]]  # by local rank
 SHIM = Path(__file__).with_name("worker.py")
-LOOPBACK = "127.0.0.1"
+ATTEMPT = "FLEETX_ATTEMPT"
+ELASTIC_SIGNALS, ELASTIC_SIGNALS_DEFAULT = "TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 POLL_SECONDS = 0.1
-GRACE_SECONDS = 5.0
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HANG_POLL_SECONDS = 0.25
+CTRL_C_SECONDS, CTRL_C_REST_SECONDS = 5.0, 1.0
+EXIT_SECONDS, STOPPED_EXIT_SECONDS = 5.0, 1.0
+KILL_SECONDS = 2.0
 
 
 def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-class _Workers(LogsSpecs):
+def silence_elastic() -> None:
+    """Its warnings and tracebacks repeat, at length, what fleetrun says in a few lines."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+@contextlib.contextmanager
+def elastic_without_handlers() -> Iterator[None]:
+    """Elastic would install signal handlers that raise wherever the launcher happens to be."""
+    before = os.environ.get(ELASTIC_SIGNALS)
+    os.environ[ELASTIC_SIGNALS] = "none"
+    try:
+        yield
+    finally:
+        del os.environ[ELASTIC_SIGNALS]
+        if before is not None:
+            os.environ[ELASTIC_SIGNALS] = before
+
+
+def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) -> None:
+    with log.open("wb" if overwrite else "ab") as file:
+        if not overwrite:
+            file.write(f"--- attempt {attempt + 1} of {max_restart + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n".encode())
+
+
+class _LogsAndEnvironments(LogsSpecs):
     """Elastic asks this for log files just before it starts the workers: the one place to complete their environments."""
 
     def __init__(self, complete: Callable[[LocalEnvironments], None]) -> None:
@@ -59,114 +99,304 @@ class _Workers(LogsSpecs):
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict.fromkeys(envs, os.devnull))
 
 
-def make_rendezvous(run_id: str) -> RendezvousHandler:
-    """One node, on a free port of its own."""
-    return get_rendezvous_handler(RendezvousParameters("c10d", f"{LOOPBACK}:0", run_id, 1, 1, local_addr=LOOPBACK))
+@dataclass
+class Stopping:
+    """A request to stop that was passed on to the workers. After Ctrl-C they have a few seconds, else all the time."""
+
+    signum: signal.Signals
+    limit_seconds: float = float("inf")  # on the clock
+
+    def note_end(self) -> None:
+        """One worker has ended."""
+        if self.signum is signal.SIGINT:
+            self.limit_seconds = min(self.limit_seconds, time.monotonic() + CTRL_C_REST_SECONDS)
 
 
-def make_agent(plan: Plan, run_id: str, complete: Callable[[LocalEnvironments], None]) -> LocalElasticAgent:
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=plan.process_count,
-        rdzv_handler=make_rendezvous(run_id),
-        entrypoint=sys.executable,
-        args=shim_arguments(SHIM, plan),
-        max_restarts=0,
-        monitor_interval=POLL_SECONDS,
-        local_addr=LOOPBACK,
-    )
-    return LocalElasticAgent(spec, _Workers(complete))
+@dataclass(frozen=True)
+class Run:
+    """What the launcher has at hand while it runs."""
+
+    plan: Plan
+    run_id: str
+    folder: Path
+    guardian: Guardian
+    standing: Standing
+    terminal: str | None
+    announce: Callable[[dict[str, str]], None]
+    notice: Callable[[str], None]
+
+    def say(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone: that is what SIGHUP tells
+            self.notice(line)
 
 
-def silence_elastic() -> None:
-    """Its warnings and tracebacks repeat, at length, what fleetrun says in a few lines."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
+class Supervisor(LocalElasticAgent):
+    """One node's launcher. A rank counts over all nodes, a local rank on this one."""
+
+    def __init__(self, run: Run, rendezvous: FreshRendezvous) -> None:
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=run.plan.process_count,
+            rdzv_handler=rendezvous,
+            entrypoint=sys.executable,
+            args=shim_arguments(SHIM, run.plan),
+            max_restarts=run.plan.max_restart,
+            monitor_interval=POLL_SECONDS,
+            local_addr=run.plan.nodes.address,
+        )
+        super().__init__(spec, _LogsAndEnvironments(self._complete))
+        self._run, self._plan, self._standing = run, run.plan, run.standing
+        self._workers: Workers | None = None
+        self._job = Job()
+        self._records = Records(run.folder, 0)
+        self._elastic_signals = os.environ.get(ELASTIC_SIGNALS, ELASTIC_SIGNALS_DEFAULT)
+        self._stopping: Stopping | None = None
+        self._watched: dict[int, hang.Watched] = {}
+        self._looked_seconds = 0.0
+        self._failures: tuple[Failure, ...] = ()
+
+    # What elastic calls
+
+    def _invoke_run(self, role: str = "") -> RunResult:
+        with contextlib.suppress(RendezvousClosedError):
+            while True:
+                self._initialize_workers(self._worker_group)
+                self._job = self._watch()
+                if self._job.end is not None or self._standing.is_killed:
+                    break
+                self._prepare_restart()
+        self._job = self._standing.agree()
+        is_success = self._job.end is End.SUCCEEDED
+        values = {worker.global_rank: None for worker in self._worker_group.workers}
+        return RunResult(WorkerState.SUCCEEDED if is_success else WorkerState.FAILED, return_values=values)
+
+    def _assign_worker_ranks(self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
+        """Without the store: elastic would wait in it for nodes that are gone."""
+        counts = self._standing.party.process_counts
+        first, size = first_rank(counts, group_rank), sum(counts)
+        return [
+            Worker(local_rank, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)
+            for local_rank, rank in enumerate(range(first, first + spec.local_world_size))
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._records = Records(self._run.folder, self._standing.attempt)
+        with elastic_without_handlers():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        assert isinstance(self._pcontext, SubprocessContext)
+        processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+        self._workers = Workers(processes, self._run.run_id)
+        self._run.guardian.announce(pids.values())
+        return pids
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
+        if self._workers is None or not self._workers.running():  # else they cannot be killed, and elastic would wait for them
+            super()._shutdown(signal.SIGKILL)
+
+    def _construct_event(self, state: str, source: EventSource, *details: object, **more: object) -> Event:
+        # Elastic's own asks the name server for this machine's full name, for many seconds where there is none.
+        return Event(f"fleetrun.{state}", source=source)
+
+    def _complete(self, envs: LocalEnvironments) -> None:
+        plan, attempt = self._plan, self._standing.attempt
+        inherited = {**os.environ, **plan.variables}
+        sockets = socket_variables(
+            plan.nodes.address, is_only_node=plan.nodes.count == 1, interfaces=own_interfaces(), inherited=inherited
+        )
+        common = {
+            **sockets,
+            RUN_ID: self._run.run_id,
+            LAUNCHER_PID: str(os.getpid()),
+            ATTEMPT: str(attempt),
+            ELASTIC_SIGNALS: self._elastic_signals,
+        }
+        cores = len(os.sched_getaffinity(0))
+        for local_rank, env in envs.items():
+            added = worker_environment(env, plan, inherited=os.environ, cores=cores, terminal=self._run.terminal)
+            env.update({**common, **added, **self._records.prepare(local_rank)})
+        if attempt == 0:
+            self._run.announce(envs[0])
+        for env in envs.values() if attempt else ():
+            mark_attempt(log_path(plan.log_dir, int(env["RANK"])), attempt, plan.max_restart, overwrite=plan.log_overwrite)
+
+    # The watch
+
+    def _watch(self) -> Job:
+        """Until the job ends, or goes on to the next attempt."""
+        self._standing.phase = Phase.RUNNING
+        self._looked_seconds = time.monotonic()
+        while True:
+            job = self._standing.agree()
+            if job.end is not None or self._standing.is_killed or job.attempt != self._standing.attempt:
+                return job
+            if not self._look(job):
+                time.sleep(POLL_SECONDS)
+
+    def _look(self, job: Job) -> bool:
+        """Whether there is something to tell the others at once."""
+        assert self._workers is not None
+        if self._standing.wants_stacks:
+            self._standing.wants_stacks = False
+            self._workers.write_stacks(self._logs())
+            self._run.say("the stacks of all ranks are in their logs")
+        if self._standing.phase is not Phase.RUNNING:
+            return False
+        if job.stop_signal is not None and self._stopping is None:
+            self._pass_on_stop(signal.Signals(job.stop_signal), job.stop_node)
+        exits = self._workers.exits()
+        if self._is_to_be_ended(exits):
+            self._end_attempt({})
+            return True
+        if all(code == 0 for code in exits.values()):
+            self._standing.phase = Phase.DONE
+            return True
+        return self._look_for_hang([rank for rank, code in exits.items() if code is None], job)
+
+    def _is_to_be_ended(self, exits: Mapping[int, int | None]) -> bool:
+        has_failed = any(code not in (None, 0) for code in exits.values())
+        if self._stopping is None or self._stopping.signum is not signal.SIGINT:
+            return has_failed
+        if any(code is not None for code in exits.values()):
+            self._stopping.note_end()
+        return time.monotonic() > self._stopping.limit_seconds or (has_failed and None not in exits.values())
+
+    def _pass_on_stop(self, signum: signal.Signals, node: int) -> None:
+        assert self._workers is not None
+        self._stopping = Stopping(signum)
+        if signum is signal.SIGINT:
+            self._stopping.limit_seconds = time.monotonic() + CTRL_C_SECONDS
+            return self._workers.interrupt()
+        self._workers.send(signal.SIGTERM)
+        where = f" on node {node}" if node != self._standing.node else ""
+        self._run.say(f"stopping ({signum.name}{where}); send it again to end at once")
+
+    def _look_for_hang(self, running: list[int], job: Job) -> bool:
+        elapsed_seconds = time.monotonic() - self._looked_seconds
+        if elapsed_seconds < HANG_POLL_SECONDS:
+            return False
+        self._looked_seconds = time.monotonic()
+        self._watched = {rank: self._observe(rank, elapsed_seconds) for rank in self._ranks(running)}
+        limit_seconds, is_only_node = self._plan.hang_timeout_seconds, self._plan.nodes.count == 1
+        self._standing.all_wait = not is_only_node and hang.all_wait(self._watched, hang_timeout_seconds=limit_seconds)
+        if job.all_hang:
+            verdict: hang.Hang | None = hang.blame_all(self._watched)
+        else:
+            verdict = hang.judge(self._watched, hang_timeout_seconds=limit_seconds, is_only_node=is_only_node)
+        if verdict is None:
+            return False
+        self._end_hung(verdict)
+        return True
+
+    def _observe(self, rank: int, elapsed_seconds: float) -> hang.Watched:
+        assert self._workers is not None
+        local_rank = rank - self._first_rank
+        seen = hang.Sighting(self._records.progress(local_rank), self._workers.status(local_rank))
+        return hang.observe(self._watched.get(rank), seen, elapsed_seconds)
+
+    def _end_hung(self, verdict: hang.Hang) -> None:
+        assert self._workers is not None
+        for line in hang.tell(verdict, self._watched):
+            self._run.say(line)
+        self._workers.write_stacks(self._logs())
+        self._end_attempt(verdict.culprits)
+
+    def _end_attempt(self, hung: Mapping[int, str]) -> None:
+        """Kill what is left: it has nothing to save, and may be blocked in a collective for good."""
+        assert self._workers is not None
+        exits = self._workers.exits()
+        is_gone = self._workers.kill()
+        autopsy = Autopsy(self._records, self._plan.log_dir, self._first_rank)
+        self._failures = autopsy.failures(exits, hung)
+        address = self._plan.nodes.address
+        cause = autopsy.cause(self._failures[0], node=self._standing.node, address=address, can_restart=is_gone)
+        if self._stopping is None and self._standing.attempt < self._plan.max_restart and not cause.is_mendable:
+            why = "another attempt would end the same way" if is_gone else "what it left behind cannot be killed"
+            self._run.say(f"not restarting: {cause.here}; {why}")
+        self._standing.phase, self._standing.cause = Phase.FAILED, cause
+
+    def _prepare_restart(self) -> None:
+        assert self._workers is not None
+        self._run.say(f"restarting ({self._job.attempt} of {self._plan.max_restart}): {self._job.reason}")
+        if not self._workers.kill():
+            raise LaunchError("the ranks of the last attempt cannot be killed: they sleep in the kernel. Restart this machine.")
+        self._standing.attempt = self._job.attempt
+        self._remaining_restarts = self._plan.max_restart - self._job.attempt
+        self._worker_group.store = self._store = None  # with the handler's own reference, the old store closes
+        self._watched, self._failures = {}, ()
+
+    # The end
+
+    def outcome(self) -> Outcome:
+        job, standing = self._job, self._standing
+        stop_signal = standing.stop_signal or job.stop_signal
+        if stop_signal is not None and (standing.is_killed or job.end is End.STOPPED):
+            where = self._records.failure(0).get("where") if standing.node == 0 else None
+            return Outcome(stopped_by=signal.Signals(stop_signal), stopped_at=where, restarts=standing.attempt)
+        if job.end is End.SUCCEEDED:
+            return Outcome(restarts=standing.attempt)
+        if self._workers is None:
+            raise LaunchError(job.sentence)
+        if job.blamed_node == standing.node and self._failures:
+            return Outcome(self._failures, restarts=standing.attempt)
+        return Outcome(self._failures, restarts=standing.attempt, elsewhere=job.sentence, elsewhere_exit_code=job.exit_code)
+
+    def close(self, outcome: Outcome | None) -> None:
+        """Nothing of the run is left but, after a success, what its script left running on purpose."""
+        if self._workers is not None and (outcome is None or outcome.exit_code):
+            self._workers.kill()
+        elif outcome is None:
+            kill_run(self._run.run_id, (), limit_seconds=KILL_SECONDS)
+        is_stopped = outcome is None or outcome.stopped_by is not None
+        self._standing.leave(limit_seconds=STOPPED_EXIT_SECONDS if is_stopped else EXIT_SECONDS)
+        self._worker_group.store = self._store = None
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+    @property
+    def _first_rank(self) -> int:
+        return first_rank(self._standing.party.process_counts, self._standing.node)
+
+    def _ranks(self, local_ranks: list[int]) -> list[int]:
+        return [self._first_rank + local_rank for local_rank in local_ranks]
+
+    def _logs(self) -> dict[int, Path]:
+        """By local rank."""
+        count = self._plan.process_count
+        return {local_rank: log_path(self._plan.log_dir, self._first_rank + local_rank) for local_rank in range(count)}
 
 
-def signal_workers(agent: LocalElasticAgent, run_id: str, signum: signal.Signals) -> None:
-    """Signal what still lives in the workers' process groups; the run's id tells it from a stranger with a reused number."""
-    groups = {worker.id for worker in agent.get_worker_group().workers}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getpgid(process.pid) in groups and process.environ().get("TORCHELASTIC_RUN_ID") == run_id:
-                process.send_signal(signum)
+def join_job(run: Run, rendezvous: FreshRendezvous) -> Chair | Member:
+    plan, nodes = run.plan, run.plan.nodes
+    hello = Hello(plan.job_id, nodes.count, plan.max_restart, plan.process_count, nodes.address, nodes.rank)
+    if nodes.count == 1:
+        return Chair(hello, run.run_id, rendezvous.open_store, run.say)
+    if nodes.rank == 0:
+        return Chair(hello, run.run_id, rendezvous.open_store, run.say, listen_on(nodes.master, nodes.port or 0))
+    return Member(hello, nodes.master, nodes.port or 0, run.say)
 
 
-@contextlib.contextmanager
-def interruptible(agent: LocalElasticAgent, run_id: str) -> Iterator[None]:
-    """Ctrl-C reaches the workers as SIGINT. Elastic would wait 30 s for one blocked in a collective: after 5 s, SIGTERM.
-
-    A second Ctrl-C kills."""
-    timer = threading.Timer(GRACE_SECONDS, signal_workers, (agent, run_id, signal.SIGTERM))
-    timer.daemon = True
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        if timer.ident is not None:  # pressed again
-            return signal_workers(agent, run_id, signal.SIGKILL)
-        timer.start()
-        raise SignalException("Ctrl-C", signal.SIGINT)
-
-    before = {signum: signal.getsignal(signum) for signum in HANDLED}
-    signal.signal(signal.SIGINT, interrupt)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"  # elastic's own handlers: all but ours
-    try:
-        yield
-    finally:
-        timer.cancel()
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def read_record(records: Path, rank: int) -> dict[str, Any]:
-    """What worker.py noted when this rank's script raised; nothing if it was killed."""
-    try:
-        record = json.loads((records / str(rank)).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def collect_failures(result: RunResult, plan: Plan, records: Path) -> tuple[Failure, ...]:
-    failures = []
-    for rank, seen in result.failures.items():
-        record = read_record(records, rank)
-        time_ns = record.get("time_ns") or log_path(plan.log_dir, rank).stat().st_mtime_ns
-        failures.append(Failure(rank, seen.exitcode, seen.timestamp, time_ns, record.get("error"), record.get("where")))
-    return by_blame(failures)
-
-
-def watch(agent: LocalElasticAgent, plan: Plan, run_id: str, records: Path) -> Outcome:
-    outcome: Outcome | None = None
-    try:
-        outcome = Outcome(collect_failures(agent.run(), plan, records))
-    except SignalException as stop:
-        outcome = Outcome(stopped_by=stop.sigval, stopped_at=read_record(records, 0).get("where"))
-    except Exception as error:
-        raise LaunchError(f"the workers could not be run: {error}") from error
-    finally:
-        for signum in HANDLED:  # nothing may cut the cleaning up short
-            signal.signal(signum, signal.SIG_IGN)
-        if outcome is None or outcome.exit_code:
-            signal_workers(agent, run_id, signal.SIGKILL)  # data loaders of a rank that was killed, and the like
-        agent.get_worker_group().spec.rdzv_handler.shutdown()
-    return outcome
-
-
-def run_workers(plan: Plan, *, terminal: str | None, announce: Callable[[dict[str, str]], None]) -> Outcome:
-    """Run the plan to its end. `announce` gets rank 0's environment just before the workers start."""
-    run_id = uuid.uuid4().hex
+def run_workers(
+    plan: Plan,
+    *,
+    terminal: str | None,
+    announce: Callable[[dict[str, str]], None],
+    notice: Callable[[str], None] = lambda line: None,
+) -> Outcome:
+    """Run the plan to its end. `announce` gets the first local rank's environment just before the workers start."""
     silence_elastic()
-    with tempfile.TemporaryDirectory(prefix="fleetrun_") as folder:
-
-        def complete(envs: LocalEnvironments) -> None:
-            cores = len(os.sched_getaffinity(0))
-            for env in envs.values():
-                env.update(worker_environment(env, plan, inherited=os.environ, cores=cores, terminal=terminal))
-                env[FAILURE_FILE] = os.path.join(folder, env["RANK"])
-            announce(envs[0])
-
-        agent = make_agent(plan, run_id, complete)
-        with following(log_path(plan.log_dir, 0)), interruptible(agent, run_id):
-            return watch(agent, plan, run_id, Path(folder))
+    signals, run_id = Signals(), secrets.token_hex(16)
+    with signals.noted(), guarded(run_id) as (folder, guardian):
+        standing = Standing(signals)
+        run = Run(plan, run_id, folder, guardian, standing, terminal, announce, notice)
+        rendezvous = FreshRendezvous(plan.nodes.address, standing, run_id)
+        standing.party = join_job(run, rendezvous)
+        supervisor, outcome = Supervisor(run, rendezvous), None
+        try:
+            supervisor.run()
+            outcome = supervisor.outcome()
+        except FleetError:
+            raise
+        except Exception as error:
+            raise LaunchError(f"the workers could not be run: {error}") from error
+        finally:
+            supervisor.close(outcome)
+    return outcome

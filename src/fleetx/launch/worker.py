@@ -1,4 +1,4 @@
-"""What each worker runs first: point stdout and stderr at this rank's log, then become the user's script.
+"""What each worker runs first: tie its life to the launcher's, point stdout and stderr at this rank's log, become the script.
 
 Elastic would open stdout and stderr as two files, each with its own offset, so that neither tells in which order lines were
 written. Here both are one file, opened with O_APPEND. This file is started by its path and imports only the standard
@@ -8,15 +8,32 @@ library: the log is open, and Ctrl-C is handled, before the seconds that importi
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
 from types import TracebackType
 
 FAILURE_FILE = "FLEETX_FAILURE_FILE"
+LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
+LAUNCHER_GONE = 1
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+LASTING_ERROR = "fleetx.errors.ConfigError"
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher ends, even by SIGKILL: nobody would watch it any more."""
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is None:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it ended before the kernel was asked
+        os._exit(LAUNCHER_GONE)
 
 
 def redirect_output(path: str) -> None:
@@ -55,6 +72,12 @@ def innermost_user_frame(error: BaseException) -> str | None:
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}" if own else None
 
 
+def is_mendable(error: BaseException) -> bool:
+    """Whether another attempt could end otherwise. The library's class is known by its name: it may never be imported here."""
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+    return not isinstance(error, SyntaxError | ImportError) and LASTING_ERROR not in names
+
+
 def record_failure(error: BaseException) -> None:
     """Tell the launcher what ended this rank, and when: of several failing ranks the first one matters."""
     said = str(error).strip().splitlines()
@@ -63,6 +86,7 @@ def record_failure(error: BaseException) -> None:
         "time_ns": time.time_ns(),
         "error": f"{name}: {said[0]}" if said else name,
         "where": innermost_user_frame(error),
+        "is_mendable": is_mendable(error),
     }
     with contextlib.suppress(OSError, KeyError), open(os.environ[FAILURE_FILE], "w", encoding="utf-8") as file:
         json.dump(record, file)
@@ -70,7 +94,9 @@ def record_failure(error: BaseException) -> None:
 
 def main(kind: str, target: str, *arguments: str) -> int:
     try:
+        die_with_launcher()
         redirect_output(os.environ["FLEETX_WORKER_LOG"])
+        faulthandler.register(signal.SIGQUIT, file=2)  # all threads' stacks; works also while blocked in a collective
         run_target(kind, target, list(arguments))
     except KeyboardInterrupt as error:  # rank 0's log is on the console: the launcher's one line says where it stood
         record_failure(error)

@@ -1,0 +1,132 @@
+"""Which rank hangs? Pure functions of what was seen of each: its progress record, and the state of its process.
+
+A stopped process hangs for certain, so a few seconds suffice. Silence is a hang only when everybody is silent: a rank that
+waits in a collective is the victim, one that is silent elsewhere is the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from fleetx.progress import Phase, Progress
+
+STOPPED_SECONDS = 3.0
+GAP_SECONDS = 1.0
+SHOWN_CULPRITS = 4
+PLACES = {Phase.SCRIPT: "the user's code", Phase.BACKWARD: "backward", Phase.WAIT: "a collective", Phase.SAVE: "a save"}
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One look at one rank."""
+
+    progress: Progress | None
+    status: str  # in psutil's words
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A rank as it was last seen, and for how long it has been so."""
+
+    sighting: Sighting
+    silent_seconds: float = 0.0
+    stopped_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        return self.sighting.progress is not None and self.sighting.progress.phase is Phase.WAIT
+
+    @property
+    def step(self) -> int:
+        return self.sighting.progress.step if self.sighting.progress is not None else 0
+
+
+@dataclass(frozen=True)
+class Hang:
+    culprits: Mapping[int, str]  # why each is one: "stopped (SIGSTOP)"
+    waiting: tuple[int, ...] = ()  # for the culprits
+
+
+def observe(before: Watched | None, seen: Sighting, elapsed_seconds: float) -> Watched:
+    # Seconds that the launcher saw, not those on the clock: after a whole job was suspended and resumed every rank would
+    # seem silent for hours.
+    elapsed_seconds = min(elapsed_seconds, GAP_SECONDS)
+    if before is None or seen.progress != before.sighting.progress:
+        return Watched(seen)
+    return Watched(
+        seen,
+        silent_seconds=before.silent_seconds + elapsed_seconds,
+        stopped_seconds=_lasting(before.stopped_seconds, before.sighting, seen, psutil.STATUS_STOPPED, elapsed_seconds),
+        blocked_seconds=_lasting(before.blocked_seconds, before.sighting, seen, psutil.STATUS_DISK_SLEEP, elapsed_seconds),
+    )
+
+
+def _lasting(so_far: float, before: Sighting, now: Sighting, status: str, elapsed_seconds: float) -> float:
+    return so_far + elapsed_seconds if before.status == now.status == status else 0.0
+
+
+def judge(ranks: Mapping[int, Watched], *, hang_timeout_seconds: float, is_only_node: bool) -> Hang | None:
+    """Who hangs, if any. With other nodes, ranks that all wait are never blamed here: the cause may be there."""
+    waiting = tuple(rank for rank, watched in ranks.items() if watched.waits)
+    culprits = {
+        rank: reason
+        for rank, watched in ranks.items()
+        if (reason := _is_stuck_in_kernel(watched, hang_timeout_seconds)) is not None
+    }
+    if not culprits and _all_silent(ranks, hang_timeout_seconds) and (is_only_node or len(waiting) < len(ranks)):
+        culprits = {rank: silence(ranks[rank]) for rank in ranks if rank not in waiting or len(waiting) == len(ranks)}
+    return Hang(culprits, tuple(rank for rank in waiting if rank not in culprits)) if culprits else None
+
+
+def _is_stuck_in_kernel(watched: Watched, hang_timeout_seconds: float) -> str | None:
+    if watched.stopped_seconds >= min(STOPPED_SECONDS, hang_timeout_seconds):
+        return "stopped (SIGSTOP)"
+    if watched.blocked_seconds >= hang_timeout_seconds:
+        return f"in uninterruptible sleep for {watched.blocked_seconds:.0f} s"
+    return None
+
+
+def _all_silent(ranks: Mapping[int, Watched], hang_timeout_seconds: float) -> bool:
+    """Ranks that never spoke cannot be judged, but for one that others wait for."""
+    spoke = [watched for watched in ranks.values() if watched.sighting.progress is not None]
+    if not spoke or any(watched.silent_seconds < hang_timeout_seconds for watched in spoke):
+        return False
+    return any(watched.waits for watched in spoke) or all(watched.step >= 1 for watched in spoke)
+
+
+def all_wait(ranks: Mapping[int, Watched], *, hang_timeout_seconds: float) -> bool:
+    """Whether every rank here has waited for the limit: said to the other nodes, which may all say the same."""
+    return bool(ranks) and all(watched.waits and watched.silent_seconds >= hang_timeout_seconds for watched in ranks.values())
+
+
+def blame_all(ranks: Mapping[int, Watched]) -> Hang:
+    return Hang({rank: silence(watched) for rank, watched in ranks.items()})
+
+
+def silence(watched: Watched) -> str:
+    if watched.sighting.progress is None:
+        return "nothing was heard of it"
+    return f"silent for {watched.silent_seconds:.0f} s in {PLACES[watched.sighting.progress.phase]}"
+
+
+def tell(hang: Hang, ranks: Mapping[int, Watched]) -> list[str]:
+    """A line for each culprit, of the first few."""
+    shown = list(hang.culprits.items())[:SHOWN_CULPRITS]
+    lines = [f"rank {rank} hangs: {reason}{_at_step(ranks[rank].step)}{_waiting(hang.waiting)}" for rank, reason in shown]
+    hidden = len(hang.culprits) - len(shown)
+    return lines + ([f"and {hidden} more ranks like these"] if hidden else [])
+
+
+def _at_step(step: int) -> str:
+    return f", at step {step}" if step else ""
+
+
+def _waiting(ranks: tuple[int, ...]) -> str:
+    if not ranks:
+        return ""
+    names = ", ".join(str(rank) for rank in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
+    return f"; rank{'s' if len(ranks) > 1 else ''} {names} wait{'' if len(ranks) > 1 else 's'} for it"

@@ -1,0 +1,144 @@
+"""The workers as processes: who still runs, signals to them, and nothing of them left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from fleetx.launch.guardian import GOODBYE, RUN_ID, kill_run
+from fleetx.launch.signals import catches
+
+GUARDIAN = Path(__file__).with_name("guardian.py")
+KILL_SECONDS = 5.0
+STACK_SECONDS = 1.0
+LOOK_SECONDS = 0.02
+STACK_MARK = b"(most recent call first):"
+
+
+class Workers:
+    """The processes of one attempt, by local rank. Each leads a session of its own."""
+
+    def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]], run_id: str) -> None:
+        self._processes, self._run_id = processes, run_id
+
+    def exits(self) -> dict[int, int | None]:
+        return {rank: process.poll() for rank, process in self._processes.items()}
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def status(self, rank: int) -> str:
+        """In psutil's words."""
+        try:
+            return str(psutil.Process(self.pid(rank)).status())
+        except psutil.Error:
+            return str(psutil.STATUS_DEAD)
+
+    def running(self) -> list[int]:
+        return [rank for rank, code in self.exits().items() if code is None]
+
+    def send(self, signum: signal.Signals) -> None:
+        """To the workers themselves. Those that they started are theirs to end: a data loader must not die before its rank."""
+        for rank in self.running():
+            self._processes[rank].send_signal(signum)
+
+    def interrupt(self) -> None:
+        """Ctrl-C. A worker that has not come as far as worker.py would print Python's own start-up to the console."""
+        for rank in self.running():
+            has_begun = catches(self.pid(rank), signal.SIGQUIT)
+            self._processes[rank].send_signal(signal.SIGINT if has_begun else signal.SIGTERM)
+
+    def write_stacks(self, logs: Mapping[int, Path]) -> None:
+        """Have each rank write its threads' stacks into its log, and wait for them, though not for long."""
+        asked = [rank for rank in self.running() if catches(self.pid(rank), signal.SIGQUIT)]  # others would die of it
+        sizes = {rank: logs[rank].stat().st_size for rank in asked if logs[rank].exists()}
+        for rank in asked:
+            self._processes[rank].send_signal(signal.SIGQUIT)
+            self._processes[rank].send_signal(signal.SIGCONT)  # a stopped one takes its signals only then
+        limit = time.monotonic() + STACK_SECONDS
+        while sizes and time.monotonic() < limit:
+            time.sleep(LOOK_SECONDS)
+            sizes = {rank: size for rank, size in sizes.items() if not _has_stack(logs[rank], size)}
+
+    def kill(self) -> bool:
+        """All of them, and all that they started; False if something cannot be killed (it sleeps in the kernel)."""
+        pids = [process.pid for process in self._processes.values()]
+        for rank in self.running():  # not yet waited for, so that the group is certainly theirs
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid(rank), signal.SIGKILL)
+        limit = time.monotonic() + KILL_SECONDS
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, limit - time.monotonic()))
+        return kill_run(self._run_id, pids, limit_seconds=max(1.0, limit - time.monotonic()))
+
+
+def _has_stack(log: Path, size_before: int) -> bool:
+    """The main thread is written last; what follows its heading takes a moment, in one piece per frame."""
+    with log.open("rb") as file:
+        file.seek(size_before)
+        return STACK_MARK in file.read() and time.time() - log.stat().st_mtime > LOOK_SECONDS
+
+
+class Guardian:
+    """The process that cleans up if this one is killed."""
+
+    def __init__(self, run_id: str, folder: Path) -> None:
+        mine = {name: value for name, value in os.environ.items() if name != RUN_ID}  # an outer run's: it would be killed with it
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-E", str(GUARDIAN), run_id, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            env=mine,
+        )
+
+    def announce(self, pids: Iterable[int]) -> None:
+        self._say("".join(f"{pid}\n" for pid in pids).encode())
+
+    def dismiss(self) -> None:
+        self._say(GOODBYE)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _say(self, words: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # killed by somebody: the run can do without
+            self._process.stdin.write(words)
+            self._process.stdin.flush()
+
+
+@contextlib.contextmanager
+def guarded(run_id: str) -> Iterator[tuple[Path, Guardian]]:
+    """A folder for the run, in memory where possible, and a guardian who knows it before it exists."""
+    folder = Path(_memory_folder() or tempfile.gettempdir()) / f"fleetrun_{secrets.token_hex(8)}"
+    guardian = Guardian(run_id, folder)
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder, guardian
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        guardian.dismiss()
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None

@@ -1,0 +1,127 @@
+"""What the ranks of one attempt leave behind: how far they were, what they raised; and the failures made of that."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fleetx import progress
+from fleetx.launch.agreement import Cause
+from fleetx.launch.outcome import CRASHES, Failure, by_blame
+from fleetx.launch.topology import log_path
+from fleetx.launch.worker import FAILURE_FILE
+
+USAGE_EXIT_CODE = 2
+CAUSE_LETTERS = 300
+
+
+class Records:
+    """What the ranks of one attempt leave behind in the run's folder: their progress, and what they raised."""
+
+    def __init__(self, folder: Path, attempt: int) -> None:
+        self._folder = folder / str(attempt)
+
+    def prepare(self, local_rank: int) -> dict[str, str]:
+        """Variables that name this rank's files."""
+        self._folder.mkdir(exist_ok=True)
+        progress.make_file(self._progress_file(local_rank))
+        return {
+            progress.PROGRESS_FILE: str(self._progress_file(local_rank)),
+            FAILURE_FILE: str(self._failure_file(local_rank)),
+        }
+
+    def progress(self, local_rank: int) -> progress.Progress | None:
+        try:
+            return progress.read(self._progress_file(local_rank))
+        except OSError:
+            return None
+
+    def failure(self, local_rank: int) -> dict[str, Any]:
+        """What worker.py noted when this rank's script raised; nothing if it was killed."""
+        try:
+            record = json.loads(self._failure_file(local_rank).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _progress_file(self, local_rank: int) -> Path:
+        return self._folder / f"progress.{local_rank}"
+
+    def _failure_file(self, local_rank: int) -> Path:
+        return self._folder / f"failure.{local_rank}"
+
+
+class Autopsy:
+    """How the ranks of an attempt ended, from their exit codes just before the rest was killed, and their records."""
+
+    def __init__(self, records: Records, log_dir: Path, first_rank: int) -> None:
+        self._records, self._log_dir, self._first_rank = records, log_dir, first_rank
+
+    def failures(self, exits: Mapping[int, int | None], hung: Mapping[int, str]) -> tuple[Failure, ...]:
+        """The one to blame first, the ranks that we killed last. `hung` says why, by rank."""
+        found = [self._failure(local_rank, code, hung) for local_rank, code in exits.items() if code != 0]
+        # A rank that raised may still have been on its way out when another, which met the broken connection, was gone.
+        own = [failure for failure in found if failure.hung is None and not self._was_killed(failure, exits)]
+        culprits = [failure for failure in found if failure.hung is not None]
+        killed = [failure for failure in found if failure not in own and failure not in culprits]
+        return (*culprits, *by_blame(own), *killed)
+
+    def _was_killed(self, failure: Failure, exits: Mapping[int, int | None]) -> bool:
+        return exits[failure.rank - self._first_rank] is None and failure.error is None
+
+    def _failure(self, local_rank: int, code: int | None, hung: Mapping[int, str]) -> Failure:
+        rank = self._first_rank + local_rank
+        record, reached = self._records.failure(local_rank), self._records.progress(local_rank)
+        if code is None:
+            code = 1 if record and rank not in hung else -signal.SIGKILL
+        return Failure(
+            rank,
+            code,
+            seen_at=int(time.time()),
+            time_ns=record.get("time_ns") or self._last_words_ns(rank),
+            error=record.get("error"),
+            where=record.get("where"),
+            step=reached.step if reached is not None else None,
+            hung=hung.get(rank),
+        )
+
+    def _last_words_ns(self, rank: int) -> int:
+        try:
+            return log_path(self._log_dir, rank).stat().st_mtime_ns
+        except OSError:
+            return time.time_ns()
+
+    def cause(self, failure: Failure, *, node: int, address: str, can_restart: bool) -> Cause:
+        is_mendable = self._records.failure(failure.rank - self._first_rank).get("is_mendable", True)
+        doing, what = failure_words(failure)
+        return Cause(
+            here=f"rank {failure.rank} {doing}",
+            elsewhere=f"rank {failure.rank} on node {node} ({address}) failed: {what}",
+            exit_code=failure.exit_code,
+            time_ns=failure.time_ns,
+            is_crash=failure.hung is not None or -failure.exit_code in CRASHES,
+            is_mendable=can_restart and is_mendable and failure.exit_code != USAGE_EXIT_CODE,
+        )
+
+
+def failure_words(failure: Failure) -> tuple[str, str]:
+    """What the rank did, and what it was: ("was killed by SIGKILL at step 8", "killed by SIGKILL at step 8")."""
+    at_step = f" at step {failure.step}" if failure.step else ""
+    if failure.hung is not None:
+        return f"hung{at_step}: {failure.hung}", f"hung{at_step}, {failure.hung}"
+    if failure.exit_code < 0:
+        killed = f"killed by {_signal_name(-failure.exit_code)}{at_step}"
+        return f"was {killed}", killed
+    error = failure.error[:CAUSE_LETTERS] if failure.error is not None else f"exit code {failure.exit_code}"
+    return f"failed{at_step}: {error}", f"{error}{',' if at_step else ''}{at_step}"
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal has none
+        return f"signal {signum}"

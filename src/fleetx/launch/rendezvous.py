@@ -1,0 +1,136 @@
+"""Where the ranks of an attempt meet: a store made for it alone, on one address only. Elastic's interface, our own rules.
+
+torchrun keeps one store for all attempts, on every interface of the machine. After a restart a rank then dials what a dead
+one left there, and anybody on the network may write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+
+import psutil
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStoreInfo
+
+from fleetx.errors import LaunchError
+from fleetx.launch.agreement import Job
+from fleetx.launch.standing import Standing
+
+POLL_SECONDS = 0.05
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def interface_of(address: str, interfaces: Mapping[str, list[str]]) -> str | None:
+    """The name of the interface that owns an address."""
+    return next((name for name, addresses in interfaces.items() if address in addresses), None)
+
+
+def socket_variables(
+    address: str, *, is_only_node: bool, interfaces: Mapping[str, list[str]], inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables that keep the ranks' own sockets on this address; none where the user has chosen.
+
+    Without them gloo listens on whatever this machine's host name resolves to. Between nodes NCCL is left to find the
+    fastest network by itself."""
+    name = interface_of(address, interfaces) or (interface_of("127.0.0.1", interfaces) if address.startswith("127.") else None)
+    if name is None or any(variable in inherited for variable in IFNAMES):
+        return {}
+    return dict.fromkeys(IFNAMES if is_only_node else IFNAMES[:1], name)
+
+
+def own_interfaces() -> dict[str, list[str]]:
+    return {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
+
+
+def listen_on(address: str, port: int = 0) -> socket.socket:
+    """Listen on this address and no other; port 0 is any free one."""
+    family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        holder = holder_of(port) if port else None
+        why = f"it is held by {holder}" if holder else error.strerror
+        raise LaunchError(
+            f"port {port} of {address} cannot be opened: {why}. Choose another one, the same on all nodes."
+        ) from error
+    return listener
+
+
+def holder_of(port: int) -> str | None:
+    """ "python (process 4711)": who listens on a port, as far as this user may know."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for entry in psutil.net_connections("tcp"):
+            if entry.status == psutil.CONN_LISTEN and entry.laddr and entry.laddr.port == port and entry.pid is not None:
+                return f"{psutil.Process(entry.pid).name()} (process {entry.pid})"
+    return None
+
+
+def open_store(address: str) -> TCPStore:
+    """A store that listens on this address only: the socket is bound before torch, which would bind to all, gets it."""
+    listener = listen_on(address)
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+class FreshRendezvous(RendezvousHandler):
+    """A new store for each attempt: on node 0 it is opened here, once all nodes are ready; the others are told where."""
+
+    def __init__(self, address: str, standing: Standing, run_id: str) -> None:
+        self._address, self._standing, self._run_id = address, standing, run_id
+        self._store: TCPStore | None = None
+        self._job = Job(run_id=run_id)
+
+    def open_store(self) -> tuple[str, int]:
+        self._store = None  # that of the attempt before closes
+        self._store = open_store(self._address)
+        return self._address, self._store.port
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Say that this node is ready until all are; a request to stop, and any end of the job, ends the waiting."""
+        while (job := self._standing.agree_ready()).port is None:
+            if job.end is not None:
+                raise RendezvousClosedError
+            time.sleep(POLL_SECONDS)
+        if job.end is not None:
+            raise RendezvousClosedError
+        self._job = job
+        # On other nodes elastic is given an empty store. It asks nothing of it, since we number the ranks; a connection
+        # to node 0's would only print C++ stacks on the console when that goes.
+        store: Store = self._store if self._store is not None else HashStore()
+        return RendezvousInfo(
+            PrefixStore(f"{job.nonce}/{job.attempt}", store),
+            self._standing.node,
+            len(job.process_counts),
+            RendezvousStoreInfo(job.host, job.port or 0),
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # ranks connect to this attempt's store; none of them opens one
+
+    def get_backend(self) -> str:
+        return "fleetrun"
+
+    def get_run_id(self) -> str:
+        return self._job.run_id or self._run_id
+
+    def is_closed(self) -> bool:
+        return self._job.end is not None
+
+    def set_closed(self) -> None:
+        pass  # node 0 alone ends the job
+
+    def num_nodes_waiting(self) -> int:
+        return 0  # the number of nodes is fixed
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True

@@ -1,0 +1,52 @@
+"""How this node stands in the job: what its launcher tells the others of itself, requests to stop among it."""
+
+from __future__ import annotations
+
+import signal
+
+from fleetx.launch.agreement import Cause, Job, NodeState, Phase
+from fleetx.launch.control import Chair, Member
+from fleetx.launch.signals import Signals
+
+
+class Standing:
+    def __init__(self, signals: Signals) -> None:
+        self.party: Chair | Member  # set once, before anything is agreed on
+        self.attempt = 0
+        self.phase = Phase.READY
+        self.cause: Cause | None = None
+        self.all_wait = False
+        self.stop_signal: signal.Signals | None = None
+        self.is_killed = False
+        """Asked to stop a second time."""
+        self.wants_stacks = False
+        self._signals = signals
+
+    @property
+    def node(self) -> int:
+        return self.party.node or 0
+
+    def agree(self) -> Job:
+        """Tell how we stand, and learn how the job does. Never waits."""
+        for signum in self._signals.take():
+            if signum is signal.SIGQUIT:
+                self.wants_stacks = True
+            elif self.stop_signal is not None:
+                self.is_killed = True
+            else:
+                self.stop_signal = signum
+        return self.party.exchange(self._state())
+
+    def agree_ready(self) -> Job:
+        """As long as the next attempt is waited for."""
+        self.phase, self.cause, self.all_wait = Phase.READY, None, False
+        job = self.agree()
+        self.attempt = job.attempt
+        return job
+
+    def leave(self, *, limit_seconds: float) -> None:
+        self.phase = Phase.LEFT
+        self.party.close(self._state(), limit_seconds=limit_seconds)
+
+    def _state(self) -> NodeState:
+        return NodeState(self.attempt, self.phase, self.cause, self.stop_signal, self.all_wait)
