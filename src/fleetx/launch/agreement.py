@@ -59,8 +59,7 @@ class Job:
     process_counts: tuple[int, ...] = ()  # of each node; empty until all have joined
     run_id: str = ""
     attempt: int = 0
-    host: str = ""  # of this attempt's store
-    port: int | None = None
+    port: int | None = None  # of this attempt's store on node 0
     nonce: str = ""
     reason: str = ""  # of the last restart
     failing_since_seconds: float | None = None  # on node 0's clock

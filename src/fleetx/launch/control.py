@@ -37,7 +37,7 @@ SILENCE_SECONDS = 5.0
 HINT_SECONDS = 2.0
 LINE_BYTES = 1 << 16
 Notice = Callable[[str], None]
-OpenStore = Callable[[], tuple[str, int]]  # a fresh one: its host and port
+OpenStore = Callable[[], int]  # a fresh one: its port
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class Chair:
             max_restart = self._hellos[0].max_restart
             self._job = decide(self._job, self._states, max_restart=max_restart, now_seconds=now_seconds)
             if all_ready(self._job, self._states):
-                host, port = self._open_store()
-                self._job = replace(self._job, host=host, port=port, nonce=secrets.token_hex(16))
+                self._job = replace(self._job, port=self._open_store(), nonce=secrets.token_hex(16))
             return self._job
 
     def _limit_joining(self, job: Job) -> Job:

@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from fleetx.errors import LaunchError
 from fleetx.launch.agreement import Job
 from fleetx.launch.standing import Standing
+from fleetx.launch.topology import Nodes
 
 POLL_SECONDS = 0.05
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -83,24 +84,25 @@ def open_store(address: str) -> TCPStore:
 class FreshRendezvous(RendezvousHandler):
     """A new store for each attempt: on node 0 it is opened here, once all nodes are ready; the others are told where."""
 
-    def __init__(self, address: str, standing: Standing, run_id: str) -> None:
-        self._address, self._standing, self._run_id = address, standing, run_id
+    def __init__(self, nodes: Nodes, standing: Standing, run_id: str) -> None:
+        self._nodes, self._standing, self._run_id = nodes, standing, run_id
         self._store: TCPStore | None = None
         self._job = Job(run_id=run_id)
 
-    def open_store(self) -> tuple[str, int]:
+    def open_store(self) -> int:
         self._store = None  # that of the attempt before closes
-        self._store = open_store(self._address)
-        return self._address, self._store.port
+        self._store = open_store(self._nodes.address)
+        return int(self._store.port)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Say that this node is ready until all are; a request to stop, and any end of the job, ends the waiting."""
-        while (job := self._standing.agree_ready()).port is None:
+        while True:
+            job = self._standing.agree_ready()
             if job.end is not None:
                 raise RendezvousClosedError
+            if job.port is not None:
+                break
             time.sleep(POLL_SECONDS)
-        if job.end is not None:
-            raise RendezvousClosedError
         self._job = job
         # On other nodes elastic is given an empty store. It asks nothing of it, since we number the ranks; a connection
         # to node 0's would only print C++ stacks on the console when that goes.
@@ -109,7 +111,7 @@ class FreshRendezvous(RendezvousHandler):
             PrefixStore(f"{job.nonce}/{job.attempt}", store),
             self._standing.node,
             len(job.process_counts),
-            RendezvousStoreInfo(job.host, job.port or 0),
+            RendezvousStoreInfo(self._nodes.master, job.port),
         )
 
     @property

@@ -387,7 +387,7 @@ def run_workers(
     with signals.noted(), guarded(run_id) as (folder, guardian):
         standing = Standing(signals)
         run = Run(plan, run_id, folder, guardian, standing, terminal, announce, notice)
-        rendezvous = FreshRendezvous(plan.nodes.address, standing, run_id)
+        rendezvous = FreshRendezvous(plan.nodes, standing, run_id)
         standing.party = join_job(run, rendezvous)
         supervisor, outcome = Supervisor(run, rendezvous), None
         try:
