@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,9 +64,21 @@ def fleetrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=LIMIT_SECONDS)
 
 
+def box(told: str) -> list[str]:
+    """What is said inside a frame of at most 15 lines and 100 columns."""
+    top, *lines, bottom = told.splitlines()
+    assert top == bottom == f"+{'-' * (len(top) - 2)}+" and len(top) <= 100 and len(lines) <= 13
+    return [line[2:-2].rstrip() for line in lines]
+
+
 def write(path: Path, text: str) -> str:
     path.write_text(text, encoding="utf-8")
     return str(path)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -95,13 +109,17 @@ def test_two_ranks_reduce_and_each_log_holds_its_stdout_and_stderr_in_order(fold
 def test_an_exception_on_rank_1_is_told_in_a_few_lines_although_rank_0_fails_too(folder: Path) -> None:
     write(folder / "train.py", RAISE_ON_RANK_1)
     ended = fleetrun("--nproc_per_node=2", "--log_dir", "logs/here", "train.py")
-    told = ended.stderr.splitlines()
     assert ended.returncode == 1
-    assert len(told) <= 15
-    assert told[0] == "fleetrun: rank 1 failed first: exit code 1"
-    assert told[1] == "  ValueError: no such sample  (train.py:7, in train)"
-    assert told[-1] == "  log: logs/here/workerlog.1"
+    assert box(ended.stderr) == [
+        "fleetrun: rank 1 (node 0, cpu) failed first: exit code 1",
+        "ValueError: no such sample",
+        "at train.py:7, in train",
+        "then ended: rank 0",
+        "log: logs/here/workerlog.1",
+    ]
     assert "worker.py" not in (folder / "logs/here/workerlog.1").read_text()
+    shown = [line for line in ended.stdout.splitlines() if line.startswith("n0·r1| ")]
+    assert "Traceback (most recent call last):" in shown[0] and "ValueError: no such sample" in shown[-1]
 
 
 def test_the_script_gets_its_arguments_its_folder_and_its_exit_code_through(folder: Path) -> None:
@@ -134,8 +152,9 @@ def test_a_killed_worker_gives_137_and_the_name_of_the_signal(folder: Path) -> N
     write(folder / "train.py", "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(600)")
     ended = fleetrun("--nproc_per_node", "2", "train.py")
     assert ended.returncode == 137
-    assert ended.stderr.startswith("fleetrun: rank 1 failed first: killed by SIGKILL")
-    assert len(ended.stderr.splitlines()) <= 15
+    told = box(ended.stderr)
+    assert told[0] == "fleetrun: rank 1 (node 0, cpu) failed first: killed by SIGKILL (exit code 137)"
+    assert told[-1] == "log: log/workerlog.1"
 
 
 def test_ctrl_c_gives_130_one_line_and_leaves_no_worker(folder: Path) -> None:
@@ -156,12 +175,17 @@ def test_ctrl_c_gives_130_one_line_and_leaves_no_worker(folder: Path) -> None:
     ("arguments", "code", "told"),
     [
         (["--nproc_per_nod", "2", "train.py"], 2, "unknown flag --nproc_per_nod. Did you mean `--nproc_per_node`?"),
-        (["--nproc-per-node", "0", "train.py"], 2, "a whole number of at least 1 is needed, got '0'"),
-        (["--nproc_per_node", "two", "train.py"], 2, "got 'two'"),
+        (["--nproc-per-node", "0", "train.py"], 2, "a whole number of at least 1, or auto, gpu or cpu, is needed, got '0'"),
+        (["--server_num", "2", "--worker_num", "2", "train.py"], 2, "fleetrun is collective only"),
+        (["--nnodes", "2", "train.py"], 2, "write --master HOST with node 0's address, or --ips A,B with all"),
+        (["--ips", "192.0.2.7,192.0.2.8", "train.py"], 2, "is this machine, whose addresses are 127.0.0.1"),
+        (["--env", "RANK=1", "train.py"], 2, "fleetrun gives each rank its own"),
         (["--gpus", "0,,1", "train.py"], 2, "such as 0,1; got '0,,1'"),
         (["--log_dir", "train.py", "train.py"], 2, "--log_dir train.py cannot be written"),
         (["--nproc_per_node", "2"], 2, "no script was given"),
         (["data/missing.py"], 66, "there is no script 'data/missing.py'; the working folder is"),
+        (["."], 66, "'.' is a folder; name the script in it"),
+        (["-m", "no_such_module"], 66, "there is no module 'no_such_module'"),
     ],
 )
 def test_misuse_is_told_in_one_line(
@@ -172,3 +196,81 @@ def test_misuse_is_told_in_one_line(
     captured = capsys.readouterr()
     assert told in captured.err
     assert len(captured.err.splitlines()) == 1 and captured.out == ""
+    assert not (folder / "log").exists()
+
+
+def test_a_syntax_error_is_one_message_and_nothing_is_started(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "train.py", "import sys\nfor x in sys.argv\n    print(x)\n")
+    assert main(["train.py"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "fleetrun: train.py:2: SyntaxError: expected ':'\n    for x in sys.argv\n                     ^\n"
+    assert captured.out == "" and not (folder / "log").exists()
+
+
+def test_a_dry_run_starts_nothing_and_warns_of_too_many_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder / "train.py", "raise SystemExit('was run')")
+    flags = ["--dry-run", "--nproc_per_node", "999", "--env", "API_KEY=abc", "--max_restarts", "2"]
+    assert main([*flags, "train.py", "a b"]) == 0
+    captured = capsys.readouterr()
+    for told in ("max_restart: 2", "env: API_KEY=***", "log/workerlog.998", "worker.py script train.py 'a b'\n", "MASTER_PORT"):
+        assert told in captured.out
+    assert captured.err.startswith("fleetrun: warning: 999 ranks on ") and captured.err.count("\n") == 1
+    assert not (folder / "log").exists()
+
+
+def test_tee_all_shows_every_rank_by_node_and_rank_and_env_reaches_them(folder: Path) -> None:
+    write(folder / "train.py", "import os\nprint('mode', os.environ['MODE'], os.environ['RANK'], '\\x1b[2J')")
+    ended = fleetrun("--nproc_per_node", "2", "--tee", "all", "--env", "MODE=a=b", "train.py")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(line for line in ended.stdout.splitlines() if "mode a=b" in line) == [
+        r"n0·r0| mode a=b 0 \x1b[2J",
+        r"n0·r1| mode a=b 1 \x1b[2J",
+    ]
+
+
+def test_two_nodes_share_a_log_folder_and_number_their_ranks_node_by_node(folder: Path) -> None:
+    write(
+        folder / "train.py", "import os, warnings\nprint('rank', os.environ['RANK'])\nwarnings.warn('from ' + os.environ['RANK'])"
+    )
+    (folder / "log").mkdir()
+    write(folder / "log" / "workerlog.7", "from an earlier run")
+    flags = ["--ips", "127.0.0.1,127.0.0.2", "--start_port", str(free_port()), "--nproc_per_node", "2", "train.py"]
+    start = functools.partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with start([*COMMAND, "--host", "127.0.0.1", *flags]) as first, start([*COMMAND, "--host", "127.0.0.2", *flags]) as second:
+        (out0, err0), (out1, err1) = (node.communicate(timeout=LIMIT_SECONDS) for node in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), err0 + err1
+    logs = {path.name: path.read_text().splitlines()[0] for path in (folder / "log").iterdir()}
+    assert logs == {f"workerlog.{rank}": f"rank {rank}" for rank in range(4)}
+    assert "\nrank 0\n" in out0 and "n0·r1| " in out0 and "·r2| " not in out0
+    assert "n1·r2| " in out1 and "UserWarning: from 3\n" in out1 and "\nn1·r2| rank 2\n" not in out1
+    assert "Start of ranks 2-3 on node 1 of 2." in out1
+
+
+def test_a_console_that_is_gone_ends_no_run(folder: Path) -> None:
+    write(folder / "train.py", "import os\nfor line in range(20000): print('line', line)\nopen(os.environ['RANK'], 'w').close()")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run([*COMMAND, "train.py"], stdout=writer, stderr=subprocess.PIPE, timeout=LIMIT_SECONDS)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (folder / "0").exists() and (folder / "1").exists()
+
+
+def test_a_signal_before_the_ranks_start_is_one_line_and_its_exit_code(folder: Path) -> None:
+    script = (
+        "import os, signal\n"
+        "from fleetx.launch.fleetrun import early_signals\n"
+        "for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        with early_signals():\n"
+        "            os.kill(os.getpid(), signum)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert ended.stdout.split() == ["143", "129", "143"]
+    assert ended.stderr.splitlines() == [
+        f"fleetrun: stopped by {name} before the ranks were started" for name in ("SIGTERM", "SIGHUP", "SIGUSR1")
+    ]

@@ -1,17 +1,16 @@
-"""Who runs where, and who is to blame: the launcher's decisions, without a process."""
+"""Who runs where, and the tables that say so: the launcher's decisions, without a process."""
 
 from __future__ import annotations
 
-import signal
 import string
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from fleetx.errors import ConfigError
 from fleetx.launch import topology
-from fleetx.launch.fleetrun import environment_table, parse
-from fleetx.launch.outcome import Failure, Outcome, by_blame, describe_exit, failure_lines
+from fleetx.launch.tables import configuration_table, dry_run_text, environment_table, start_line
 
 
 def make_plan(**changes: object) -> topology.Plan:
@@ -69,12 +68,28 @@ def test_cuda_visible_devices_bounds_the_choice_of_gpus() -> None:
 
 @pytest.mark.parametrize(
     ("requested", "gpus", "visible", "expected"),
-    [(None, (), 0, 2), (None, (), 8, 8), (None, (0, 3), 8, 2), (1, (0, 3), 8, 1), (5, (), 0, 5)],
+    [
+        ("auto", (), 0, 2),
+        ("auto", (), 8, 8),
+        ("auto", (0, 3), 8, 2),
+        ("gpu", (0, 3), 8, 2),
+        ("gpu", (), 8, 8),
+        ("cpu", (), 8, 6),
+        (1, (0, 3), 8, 1),
+        (5, (), 0, 5),
+    ],
 )
 def test_one_process_for_each_gpu_and_two_without(
-    requested: int | None, gpus: tuple[int, ...], visible: int, expected: int
+    requested: int | Literal["auto", "gpu", "cpu"], gpus: tuple[int, ...], visible: int, expected: int
 ) -> None:
-    assert topology.count_processes(requested, gpus=gpus, visible_gpus=visible) == expected
+    assert topology.count_processes(requested, gpus=gpus, visible_gpus=visible, cores=6) == expected
+
+
+def test_a_rank_for_each_gpu_needs_gpus_and_one_for_each_core_needs_none() -> None:
+    with pytest.raises(ConfigError, match="sees no GPU here. Write a number, or cpu"):
+        topology.count_processes("gpu", gpus=(), visible_gpus=0, cores=6)
+    with pytest.raises(ConfigError, match="keep one of them"):
+        topology.count_processes("cpu", gpus=(0,), visible_gpus=1, cores=6)
 
 
 def test_ranks_beyond_the_number_of_gpus_share_them_in_turn() -> None:
@@ -84,8 +99,8 @@ def test_ranks_beyond_the_number_of_gpus_share_them_in_turn() -> None:
 
 
 def test_only_logs_of_ranks_that_are_gone_are_stale() -> None:
-    present = [Path(f"log/workerlog.{name}") for name in ("0", "1", "2", "11", "1.gz", "x")]
-    assert topology.stale_logs(present, range(2)) == [Path("log/workerlog.2"), Path("log/workerlog.11")]
+    present = [Path(f"log/workerlog.{name}") for name in ("0", "1", "2", "11", "1.gz", "x", "²")]
+    assert topology.stale_logs(present, world_size=2) == [Path("log/workerlog.2"), Path("log/workerlog.11")]
 
 
 def test_arguments_survive_the_template_that_elastic_makes_of_them() -> None:
@@ -121,48 +136,21 @@ def test_only_rank_0_is_given_the_terminal() -> None:
     assert "FLEETX_TTY" not in environment(0, make_plan())
 
 
-def test_flags_after_the_script_are_the_scripts() -> None:
-    options = parse(["--nproc-per-node=3", "train.py", "--gpus", "0", "--log_dir", "x", "--", "-m"])
-    assert options.command == ["train.py", "--gpus", "0", "--log_dir", "x", "--", "-m"]
-    assert (options.nproc_per_node, options.gpus, options.log_dir, options.module) == (3, None, "log", False)
+def test_gpus_are_hidden_from_ranks_that_run_on_the_cpu_beside_them() -> None:
+    assert environment(0, make_plan(hides_gpus=True))["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_first_exception_is_to_blame_not_the_broken_connections_after_it() -> None:
-    late, first = Failure(0, 1, seen_at=9, time_ns=200), Failure(1, 1, seen_at=9, time_ns=100)
-    assert [failure.rank for failure in by_blame([late, first])] == [1, 0]
+def test_variables_of_the_user_reach_every_rank_and_beat_our_own_defaults() -> None:
+    plan = make_plan(variables={"OMP_NUM_THREADS": "7", "MODE": "a=b"})
+    assert [environment(rank, plan)["MODE"] for rank in (0, 1)] == ["a=b", "a=b"]
+    assert environment(0, plan)["OMP_NUM_THREADS"] == "7"
 
 
-def test_a_killed_rank_is_to_blame_before_its_peers_exceptions() -> None:
-    raised, killed = Failure(0, 1, seen_at=9, time_ns=100), Failure(1, -9, seen_at=9, time_ns=200)
-    assert by_blame([raised, killed])[0].rank == 1
-
-
-def test_ranks_stopped_by_the_launcher_are_never_to_blame() -> None:
-    terminated, raised = Failure(0, -15, seen_at=9, time_ns=1), Failure(1, 3, seen_at=9, time_ns=100)
-    killed_after_waiting = Failure(2, -9, seen_at=39, time_ns=2)
-    assert by_blame([terminated, raised, killed_after_waiting])[0].rank == 1
-
-
-def test_the_exit_code_is_the_blamed_ranks() -> None:
-    assert Outcome().exit_code == 0
-    assert Outcome((Failure(1, 3, 9, 1), Failure(0, -15, 9, 1))).exit_code == 3
-    assert Outcome((Failure(1, -9, 9, 1),)).exit_code == 137
-    assert Outcome(stopped_by=signal.SIGINT).exit_code == 130
-
-
-def test_exits_are_told_by_the_signals_name() -> None:
-    assert describe_exit(3) == "exit code 3"
-    assert describe_exit(-11) == "killed by SIGSEGV"
-    assert "out-of-memory" in describe_exit(-9)
-    assert describe_exit(-41) == "killed by signal 41"
-
-
-def test_a_failure_takes_at_most_15_lines_however_much_was_logged() -> None:
-    ended = Outcome(tuple(Failure(rank, 1, 9, rank, "ValueError: boom", "train.py:3, in main") for rank in range(512)))
-    lines = failure_lines(ended, log=Path("log/workerlog.0"), log_tail=["x" * 1000] * 100)
-    assert len(lines) <= 15
-    assert max(len(line) for line in lines) < 300
-    assert "rank 0" in lines[0] and "ValueError: boom" in lines[1] and "log/workerlog.0" in lines[-1]
+def test_the_ranks_of_a_node_follow_those_of_the_nodes_before() -> None:
+    plan = make_plan(nodes=topology.Nodes(3, 2, "10.0.0.3", "10.0.0.1", 6070))
+    assert topology.expected_assignment(plan, 1)["RANK"] == "5"
+    assert topology.expected_assignment(plan, 1)["WORLD_SIZE"] == "6"
+    assert topology.expected_assignment(make_plan(nodes=topology.Nodes(3, None)), 0)["RANK"] == "2"
 
 
 def test_the_table_is_a_rectangle_and_keeps_the_end_of_a_long_value() -> None:
@@ -170,3 +158,57 @@ def test_the_table_is_a_rectangle_and_keeps_the_end_of_a_long_value() -> None:
     table = environment_table({**dict.fromkeys(shown, "1"), "MASTER_ADDR": "a" * 60 + "end"})
     assert len({len(line) for line in table.splitlines()}) == 1
     assert "... aaa" in table and "aend" in table
+
+
+def test_the_configuration_shows_every_setting_and_no_secret() -> None:
+    plan = make_plan(
+        nodes=topology.Nodes(2, None, "10.0.0.2", "10.0.0.1", 6070),
+        variables={"HF_TOKEN": "hf_abc", "api_key": "sk1", "DB_PASSWORD": "pw1", "MY_SECRET": "s1", "MODE": "fast\x1b[2J"},
+        max_restart=3,
+        hang_timeout_seconds=90.0,
+        tee=frozenset({3, 0}),
+    )
+    table = configuration_table(plan)
+    for row in (
+        *(
+            "nnodes: 2",
+            "rank: in order of arrival",
+            "master: 10.0.0.1, port 6070",
+            "host: 10.0.0.2",
+            "max_restart: 3",
+            "tee: 0,3",
+        ),
+        *("hang_timeout: 90 s", "job_id: default", "log_overwrite: False", "script: train.py --lr 0.1", "devices: cpu,cpu"),
+    ):
+        assert f"\n{row}\n" in table
+    assert "HF_TOKEN=*** api_key=*** DB_PASSWORD=*** MY_SECRET=*** MODE=fast\\x1b[2J" in table
+    assert not any(secret in table for secret in ("hf_abc", "sk1", "pw1", "s1"))
+
+
+def test_a_dry_run_shows_ranks_devices_logs_variables_and_the_command() -> None:
+    plan = make_plan(
+        arguments=("--name", "a b", "$HOME"),
+        devices=("gpu:0", "gpu:1"),
+        nodes=topology.Nodes(2, 1, "10.0.0.2", "10.0.0.1", 6070),
+        variables={"API_TOKEN": "hidden1"},
+    )
+    text = dry_run_text(plan, executable="/usr/bin/python3", shim=Path("/x/worker.py"), inherited={}, cores=4)
+    assert "this is node 1 of 2, at 10.0.0.2; node 0 listens on 10.0.0.1, port 6070" in text
+    assert "     2  gpu:0     log/workerlog.2\n     3  gpu:1     log/workerlog.3\n" in text
+    assert "  /usr/bin/python3 /x/worker.py script train.py --name 'a b' '$HOME'\n" in text
+    for name in ("RANK", "MASTER_PORT", "OMP_NUM_THREADS", "FLEETX_WORKER_LOG", "API_TOKEN"):
+        assert f" {name} " in text
+    assert "hidden1" not in text
+
+
+def test_a_dry_run_says_when_the_rank_is_given_on_arrival() -> None:
+    plan = make_plan(nodes=topology.Nodes(2, None, "10.0.0.2", "10.0.0.1", 6070))
+    text = dry_run_text(plan, executable="python", shim=Path("worker.py"), inherited={}, cores=4)
+    assert "gets its number of 2 on arrival; shown as if it were node 1" in text
+
+
+def test_the_start_line_says_where_output_goes() -> None:
+    alone = start_line(make_plan(), range(2), 0)
+    assert alone == ("Local start of 2 process(es). Rank 0 is shown here and kept in log/workerlog.0; rank N is in workerlog.N.")
+    second = start_line(make_plan(nodes=topology.Nodes(2, 1)), range(2, 4), 1)
+    assert second == "Start of ranks 2-3 on node 1 of 2. Rank N is in log/workerlog.N."

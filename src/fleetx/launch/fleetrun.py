@@ -1,153 +1,205 @@
-"""`fleetrun [flags] train.py [its arguments]`: the command line, and what it prints."""
+"""`fleetrun [flags] train.py [its arguments]`: from the command line to the exit code."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import os
-import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import TextIO
 
-from fleetx.errors import ConfigError, FleetError, did_you_mean
-from fleetx.launch import logs, outcome, topology
+from fleetx.errors import ConfigError, FleetError
+from fleetx.launch import console, flags, logs, nodes, oom, outcome, preflight, tables, topology
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_INPUT, EXIT_CTRL_C = 1, 2, 66, 130
-FLAGS = ("--nproc_per_node", "--gpus", "--log_dir", "--module", "--help")
-SHOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
-SHOWN_IF_SET = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-VALUE_WIDTH = 41
+EARLY_EXITS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: 143}
+RANKS_PER_CORE = 4
+STOPPED_CONSOLE_SECONDS = 2.0
+TAIL_LINES = 8
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are raised, to be told in one line without the usage."""
+@contextlib.contextmanager
+def early_signals() -> Iterator[None]:
+    """Until the workers' supervisor takes over: torch takes seconds to import, and a signal then must not look like a crash."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. See `fleetrun --help`.")
+    def leave(signum: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"fleetrun: stopped by {signal.Signals(signum).name} before the ranks were started\n".encode())
+        os._exit(EARLY_EXITS[signal.Signals(signum)])  # an exception could be swallowed by whatever import is under way
 
-
-def _process_count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
-    return int(text)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fleetrun",
-        usage="fleetrun [flags] script.py [arguments]\n       fleetrun [flags] -m module [arguments]",
-        description="Start a script on several ranks of this machine: one for each GPU, or two on the CPU.",
-        epilog="Every flag may be written with - or with _ between its words.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(*_spellings("--nproc_per_node"), type=_process_count, metavar="N", help="ranks to start")
-    parser.add_argument("--gpus", metavar="0,1", help="GPUs to use (default: all that are visible)")
-    parser.add_argument(*_spellings("--log_dir"), default="log", metavar="DIR", help="folder of workerlog.N (default: log)")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module, as in `python -m`")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the script and its arguments")
-    return parser
+    before = {}
+    with contextlib.suppress(ValueError):  # only the main thread may
+        for signum in EARLY_EXITS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+                before[signum] = signal.signal(signum, leave)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
-def _spellings(flag: str) -> tuple[str, str]:
-    return flag, "--" + flag[2:].replace("_", "-")
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    options, unknown = make_parser().parse_known_args(argv)
-    if unknown:
-        hint = did_you_mean(unknown[0].split("=")[0].replace("-", "_").replace("__", "--", 1), FLAGS)
-        raise ConfigError(f"unknown flag {unknown[0]}.{hint} Flags of the script come after its name.")
-    if not options.command:
-        raise ConfigError("no script was given. Write `fleetrun train.py`; see `fleetrun --help`.")
-    return options
-
-
-def make_plan(options: argparse.Namespace, *, visible_gpus: int) -> topology.Plan:
+def make_plan(options: argparse.Namespace, *, visible_gpus: int, cores: int, where: topology.Nodes) -> topology.Plan:
     gpus = topology.parse_gpus(options.gpus) if options.gpus is not None else ()
     topology.check_gpus(gpus, visible_gpus=visible_gpus, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    count = topology.count_processes(options.nproc_per_node, gpus=gpus, visible_gpus=visible_gpus)
+    count = topology.count_processes(options.nproc_per_node, gpus=gpus, visible_gpus=visible_gpus, cores=cores)
+    on_cpu = options.nproc_per_node == "cpu"
     return topology.Plan(
         target=options.command[0],
         is_module=options.module,
         arguments=tuple(options.command[1:]),
         process_count=count,
         gpus=gpus,
-        devices=topology.assign_devices(count, gpus=gpus, visible_gpus=visible_gpus),
+        devices=topology.assign_devices(count, gpus=gpus, visible_gpus=0 if on_cpu else visible_gpus),
         log_dir=Path(options.log_dir),
+        nodes=where,
+        max_restart=options.max_restart,
+        hang_timeout_seconds=options.hang_timeout,
+        log_overwrite=options.log_overwrite,
+        job_id=options.job_id,
+        variables=flags.split_env(options.env)[0],
+        tee=options.tee,
+        hides_gpus=on_cpu and visible_gpus > 0,
     )
 
 
-def configuration_table(plan: topology.Plan) -> str:
-    kind = "module" if plan.is_module else "script"
-    rows = {
-        "devices": ",".join(plan.devices),
-        "log_dir": plan.log_dir,
-        "nproc_per_node": plan.process_count,
-        kind: shlex.join((plan.target, *plan.arguments)),
-    }
-    body = [f"{key}: {value}" for key, value in rows.items()]
-    return "\n".join(["-----------  Configuration Arguments -----------", *body, "-" * 48])
-
-
-def environment_table(environment: dict[str, str]) -> str:
-    """Rank 0's variables, framed as fleetrun's users know it; of a long value the end is shown."""
-    names = [*SHOWN, *(name for name in SHOWN_IF_SET if name in environment)]
-    values = {name: environment[name] for name in names}
-    cut = {name: value if len(value) <= VALUE_WIDTH else "... " + value[4 - VALUE_WIDTH :] for name, value in values.items()}
-    wide = max(20, *(len(value) for value in cut.values()))
-    rows = [f"|{'Distributed Envs':>24}    {'Value':^{wide}} |", *(f"|{k:>24}    {v:^{wide}} |" for k, v in cut.items())]
-    double, single = (f"+{line * (len(rows[0]) - 2)}+" for line in "=-")
-    return "\n".join([double, rows[0], single, *rows[1:], double])
-
-
-def announce(plan: topology.Plan, environment: dict[str, str]) -> None:
-    print(environment_table(environment))
-    log = topology.log_path(plan.log_dir, 0)
-    print(
-        f"Local start of {plan.process_count} process(es). Rank 0 is shown here and kept in {log}; rank N is in workerlog.N.",
-        flush=True,
+def find_nodes(options: argparse.Namespace) -> topology.Nodes:
+    asked = nodes.Asked(
+        ips=options.ips,
+        nnodes=options.nnodes,
+        master=options.master,
+        rank=options.rank,
+        host=options.host,
+        start_port=options.start_port,
+        source=flags.split_env(options.env)[1],
     )
+    return nodes.find_nodes(asked, os.environ, nodes.this_machine())
+
+
+class Console:
+    """Tables and logs on stdout, from the moment it is known which ranks are this node's."""
+
+    def __init__(self, plan: topology.Plan) -> None:
+        self.first_rank = 0
+        self.node = plan.nodes.rank or 0
+        self._plan = plan
+        self._follower = logs.Follower()
+
+    def announce(self, environment: Mapping[str, str]) -> None:
+        """Given the variables of this node's first rank, just before it starts; on a restart all is open already."""
+        if self._follower.is_started:
+            return
+        self.first_rank = int(environment["RANK"])
+        self.node = int(environment.get("GROUP_RANK", self.node))
+        ranks = range(self.first_rank, self.first_rank + self._plan.process_count)
+        logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
+        say(tables.environment_table(environment))
+        say(tables.start_line(self._plan, ranks, self.node))
+        views = [(topology.log_path(self._plan.log_dir, rank), console.make_view(rank, self.node, self._plan)) for rank in ranks]
+        self._follower.start(views)
+
+    def close(self, *, limit_seconds: float | None = None) -> None:
+        self._follower.stop(limit_seconds)
+
+    def scene(self, ended: outcome.Outcome, *, oom_kills_before: int | None) -> outcome.Scene:
+        """What the box says beside the outcome itself."""
+        plan = self._plan
+        scene = outcome.Scene(plan.log_dir, node=self.node, max_restart=plan.max_restart, oom_kills_before=oom_kills_before)
+        if not ended.failures or ended.elsewhere is not None:
+            return scene
+        blamed = ended.failures[0]
+        log = topology.log_path(plan.log_dir, blamed.rank)
+        is_on_console = plan.tee == "all" or blamed.rank in plan.tee
+        return dataclasses.replace(
+            scene,
+            log=log,
+            log_tail=[] if is_on_console or blamed.error is not None else logs.last_lines(log, TAIL_LINES),
+            device=plan.devices[blamed.rank - self.first_rank],
+            oom_kills_after=oom.count_kills(),
+        )
 
 
 def run(options: argparse.Namespace) -> int:
-    from fleetx.launch import supervise  # late: elastic takes a second to import, which a usage error need not wait for
+    where = find_nodes(options)
+    check_target(options)
+    from fleetx.launch import supervise  # late: it imports torch, for which a usage error need not wait
 
-    plan = make_plan(options, visible_gpus=supervise.count_gpus())
-    logs.start_fresh(plan)
-    print(configuration_table(plan), flush=True)
-    terminal = os.ttyname(1) if os.isatty(1) else None
-    ended = supervise.run_workers(plan, terminal=terminal, announce=lambda environment: announce(plan, environment))
+    cores = len(os.sched_getaffinity(0))
+    plan = make_plan(options, visible_gpus=supervise.count_gpus(), cores=cores, where=where)
+    if plan.devices[0] == "cpu" and plan.process_count > RANKS_PER_CORE * cores:
+        complain(f"fleetrun: warning: {plan.process_count} ranks on {cores} cores will be slow; see --nproc_per_node")
+    if options.dry_run:
+        shim = supervise.SHIM
+        say(tables.dry_run_text(plan, executable=sys.executable, shim=shim, inherited=os.environ, cores=cores))
+        return 0
+    logs.check_folder(plan.log_dir)
+    say(tables.configuration_table(plan))
+    return supervised(plan)
+
+
+def supervised(plan: topology.Plan) -> int:
+    """Run the ranks with their output on the console, and say how it ended."""
+    from fleetx.launch import supervise
+
+    shown = Console(plan)
+    terminal = os.ttyname(1) if os.isatty(1) and console.shows_rank_0_bare(plan) else None
+    oom_kills = oom.count_kills()
+    console_seconds: float | None = STOPPED_CONSOLE_SECONDS
+    try:
+        ended = supervise.run_workers(plan, terminal=terminal, announce=shown.announce, notice=notice)
+        if ended.stopped_by is None:
+            console_seconds = None
+    finally:
+        shown.close(limit_seconds=console_seconds)
     if ended.stopped_by is not None:
-        _complain(outcome.stop_line(ended))
-    elif ended.failures:
-        _complain("\n".join(tell_failure(plan, ended)))
+        complain(outcome.stop_line(ended))
+    elif ended.exit_code:
+        complain(outcome.failure_box(ended, shown.scene(ended, oom_kills_before=oom_kills)))
     return ended.exit_code
 
 
-def tell_failure(plan: topology.Plan, ended: outcome.Outcome) -> list[str]:
-    blamed = ended.failures[0].rank
-    log = topology.log_path(plan.log_dir, blamed)
-    tail = logs.last_lines(log, outcome.TAIL_LINES) if blamed != 0 else []  # rank 0's are on the console already
-    return outcome.failure_lines(ended, log=log, log_tail=tail)
+def check_target(options: argparse.Namespace) -> None:
+    target = options.command[0]
+    if options.module:
+        preflight.check_module(target, [os.getcwd(), *sys.path[1:]])
+    else:
+        preflight.check_script(target)
 
 
-def _complain(text: str) -> None:
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print, and go on when nobody reads: a console that is gone ends no run."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # the interpreter flushes once more at its end, and would exit with 120
+        os.close(nowhere)
+
+
+def complain(text: str) -> None:
+    say(text, sys.stderr)
+
+
+def notice(line: str) -> None:
+    complain(f"fleetrun: {line}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is the failing rank's, or 2 for misuse, 66 for a missing script."""
-    try:
-        options = parse(argv)
-        if not options.module and not Path(options.command[0]).exists():
-            _complain(f"fleetrun: there is no script {options.command[0]!r}; the working folder is {os.getcwd()}")
-            return EXIT_NO_INPUT
-        return run(options)
-    except FleetError as error:
-        _complain(f"fleetrun: {error}")
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-    except KeyboardInterrupt:
-        _complain("fleetrun: stopped by Ctrl-C")
-        return EXIT_CTRL_C
+    with early_signals():
+        try:
+            return run(flags.parse(argv))
+        except FleetError as error:
+            complain(f"fleetrun: {error}")
+            if isinstance(error, preflight.NoInput):
+                return EXIT_NO_INPUT
+            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        except KeyboardInterrupt:
+            complain("fleetrun: stopped by Ctrl-C")
+            return EXIT_CTRL_C

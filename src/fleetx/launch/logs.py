@@ -1,60 +1,158 @@
-"""The ranks' log files: fresh at the start, rank 0's followed on the console, the last lines of one that failed."""
+"""The ranks' log files: fresh at the start, copied onto the console while they grow, the last lines of one that failed."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import os
+import select
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetx.errors import ConfigError
-from fleetx.launch.topology import Plan, log_path, stale_logs
+from fleetx.launch.console import Bare, View, escape
+from fleetx.launch.topology import log_path, stale_logs
 
 FOLLOW_SECONDS = 0.1
+CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 14
 
 
-def start_fresh(plan: Plan) -> None:
-    ranks = range(plan.process_count)
+def check_folder(log_dir: Path) -> None:
+    """Make it, and a file in it that vanishes: better told now than by every rank."""
     try:
-        plan.log_dir.mkdir(parents=True, exist_ok=True)
-        for rank in ranks:
-            log_path(plan.log_dir, rank).write_bytes(b"")
-        for path in stale_logs(list(plan.log_dir.glob("workerlog.*")), ranks):
-            path.unlink(missing_ok=True)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=log_dir):
+            pass
     except OSError as error:
-        raise ConfigError(f"--log_dir {plan.log_dir} cannot be written: {error}.") from error
+        raise ConfigError(f"--log_dir {log_dir} cannot be written: {error}.") from error
 
 
-def follow(path: Path, finished: threading.Event) -> None:
-    """Copy a growing file onto the console, to its very end."""
-    with path.open("rb") as log, contextlib.suppress(BrokenPipeError):  # `fleetrun ... | head` ends the copy, not the run
+def start_fresh(log_dir: Path, ranks: range, *, world_size: int) -> None:
+    """Empty the logs of these ranks. In a folder that nodes share, those of another node's ranks may grow already: they stay."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            log_path(log_dir, rank).write_bytes(b"")
+        if 0 in ranks:
+            for path in stale_logs(log_dir.glob("workerlog.*"), world_size=world_size):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log_dir {log_dir} cannot be written: {error}.") from error
+
+
+class ConsoleGone(Exception):
+    """Nobody reads any more: `fleetrun ... | head`, or a terminal that was closed."""
+
+
+def write_all(data: bytes, descriptor: int = 1) -> None:
+    """Straight to the descriptor. A thread blocked in sys.stdout would hold its lock, and end the interpreter in a crash."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+        except OSError as error:
+            raise ConsoleGone from error
+
+
+class _Tail:
+    """One log, and how far it was read. It may be emptied, or replaced, when the ranks are restarted."""
+
+    def __init__(self, path: Path, view: View) -> None:
+        self.view = view
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+
+    def read(self) -> tuple[bytes, bool]:
+        """The next piece, and whether the file starts anew with it."""
+        if data := self._file.read(CHUNK_BYTES):
+            return data, False
+        try:
+            now = self._path.stat()
+        except OSError:  # removed by hand: what is open still grows
+            return b"", False
+        if now.st_ino != os.fstat(self._file.fileno()).st_ino:
+            self._file.close()
+            self._file = self._path.open("rb", buffering=0)
+        elif now.st_size < self._file.tell():
+            self._file.seek(0)
+        else:
+            return b"", False
+        return self._file.read(CHUNK_BYTES) or b"", True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Screen:
+    """Keeps lines whole: a prefixed line begins at the left edge, also when a bare rank stands in the middle of one."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._is_at_edge = True
+
+    def show(self, data: bytes, view: View) -> None:
+        if not data:
+            return
+        needs_edge = not self._is_at_edge and not isinstance(view, Bare)
+        self._write(b"\n" + data if needs_edge else data)
+        self._is_at_edge = data.endswith(b"\n")
+
+
+def follow(tails: Sequence[_Tail], finished: threading.Event, write: Callable[[bytes], None]) -> None:
+    """Copy growing files onto the console, to their very end."""
+    screen = _Screen(write)
+    with contextlib.suppress(ConsoleGone):  # ends the copy, not the run
         while True:
             is_last_pass = finished.is_set()  # asked before reading: what was written until then is still read
-            while chunk := log.read(1 << 16):
-                sys.stdout.buffer.write(chunk)
-                sys.stdout.buffer.flush()
-            if is_last_pass:
-                return
-            finished.wait(FOLLOW_SECONDS)
+            has_more = False
+            for tail in tails:
+                data, is_new = tail.read()
+                if is_new:
+                    screen.show(tail.view.end(), tail.view)
+                screen.show(tail.view.feed(data), tail.view)
+                has_more |= bool(data)
+            if is_last_pass and not has_more:
+                break
+            if not has_more:
+                finished.wait(FOLLOW_SECONDS)
+        for tail in tails:
+            screen.show(tail.view.end(), tail.view)
 
 
-@contextlib.contextmanager
-def following(path: Path) -> Iterator[None]:
-    finished = threading.Event()
-    follower = threading.Thread(target=follow, args=(path, finished), daemon=True)
-    sys.stdout.flush()  # text printed so far comes before the bytes that the follower writes
-    follower.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        follower.join()
+class Follower:
+    """One thread for all logs of this node."""
+
+    def __init__(self, write: Callable[[bytes], None] = write_all) -> None:
+        self._write = write
+        self._finished = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._tails: list[_Tail] = []
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
+    def start(self, views: Sequence[tuple[Path, View]]) -> None:
+        self._tails = [_Tail(path, view) for path, view in views]
+        self._thread = threading.Thread(target=follow, args=(self._tails, self._finished, self._write), daemon=True)
+        self._thread.start()
+
+    def stop(self, limit_seconds: float | None = None) -> None:
+        """Return when all is copied. With a limit, a console that takes nothing, such as a pager, does not hold us up."""
+        self._finished.set()
+        if self._thread is None:
+            return
+        self._thread.join(limit_seconds)
+        if not self._thread.is_alive():
+            for tail in self._tails:
+                tail.close()
 
 
 def last_lines(path: Path, count: int) -> list[str]:
     with path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = log.read().decode("utf-8", errors="replace")
-    return [line for line in text.splitlines() if line.strip()][-count:]
+    return [escape(line) for line in text.splitlines() if line.strip()][-count:] if count > 0 else []

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import signal
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+
+from fleetx.launch.console import escape
 
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 HINTS = {
-    signal.SIGKILL: " (often the kernel's out-of-memory killer)",
-    signal.SIGABRT: " (a C++ error, or an NCCL timeout; its message is in the log)",
+    signal.SIGABRT: "Often a C++ error, or an NCCL timeout: its message is in the log.",
+    signal.SIGSEGV: "A crash in compiled code: an extension, a driver, or a library that does not fit.",
+    signal.SIGBUS: "Often a full /dev/shm: data loader workers pass their batches through it.",
 }
 SAME_POLL_SECONDS = 5  # elastic notes whole seconds, and gives peers 30 of them before it kills
-TAIL_LINES = 8
-LINE_WIDTH = 200
+BOX_LINES, BOX_COLUMNS = 15, 100
+ERROR_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,19 @@ class Outcome:
         return _shell_code(self.failures[0].exit_code) if self.failures else 0
 
 
+@dataclass(frozen=True)
+class Scene:
+    """What else is known where the failure happened. The log and the device are those of the rank to blame."""
+
+    log: Path
+    log_tail: Sequence[str] = ()
+    node: int = 0
+    device: str = "cpu"
+    max_restart: int = 0
+    oom_kills_before: int | None = None
+    oom_kills_after: int | None = None
+
+
 def _shell_code(exit_code: int) -> int:
     return exit_code if exit_code >= 0 else 128 - exit_code
 
@@ -71,24 +89,91 @@ def describe_exit(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
-        killer = signal.Signals(-exit_code)
+        name = signal.Signals(-exit_code).name
     except ValueError:  # a real-time signal has no name
-        return f"killed by signal {-exit_code}"
-    return f"killed by {killer.name}{HINTS.get(killer, '')}"
+        name = f"signal {-exit_code}"
+    return f"killed by {name} (exit code {_shell_code(exit_code)})"
 
 
-def failure_lines(outcome: Outcome, *, log: Path, log_tail: Sequence[str]) -> list[str]:
-    """At most 13 lines for the console; `log` and its last lines are those of the rank to blame."""
-    first, *others = outcome.failures
-    lines = [f"fleetrun: rank {first.rank} failed first: {describe_exit(first.exit_code)}"]
+def explain_signal(exit_code: int, *, oom_kills_before: int | None, oom_kills_after: int | None) -> str | None:
+    """What usually sends this signal; for SIGKILL, what the kernel's own counter says."""
+    if exit_code != -signal.SIGKILL:
+        return next((hint for signum, hint in HINTS.items() if exit_code == -signum), None)
+    if oom_kills_before is None or oom_kills_after is None:
+        return "Often the kernel's out-of-memory killer: try a smaller batch, or more memory."
+    if oom_kills_after > oom_kills_before:
+        return (
+            f"Out of memory: the kernel's count of oom_kill rose from {oom_kills_before} to {oom_kills_after}. "
+            "Use a smaller batch, or give the job more memory."
+        )
+    return "Somebody sent it: the kernel's count of processes killed for want of memory did not rise."
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0, 2-7"."""
+    ordered = sorted(set(ranks))
+    starts = [ordered[0], *(after for before, after in pairwise(ordered) if after != before + 1)]
+    ends = [*(before for before, after in pairwise(ordered) if after != before + 1), ordered[-1]]
+    spans = [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+    return f"rank{'s' * (len(ordered) > 1)} {', '.join(spans)}"
+
+
+def failure_box(outcome: Outcome, scene: Scene) -> str:
+    """At most 15 lines of at most 100 columns: the cause first, the log last."""
+    cause = _elsewhere(outcome.elsewhere) if outcome.elsewhere is not None else _first_failure(outcome, scene)
+    ending = []
+    victims = outcome.failures if outcome.elsewhere is not None else outcome.failures[1:]
+    if victims:
+        ending += _wrap(f"then ended: {join_ranks(failure.rank for failure in victims)}", most_lines=1)
+    if scene.max_restart:
+        ending.append(f"restarts made: {outcome.restarts} of {scene.max_restart}")
+    ending += _wrap(f"log: {scene.log}", most_lines=2)
+    space = BOX_LINES - 2 - len(cause) - len(ending) - 1
+    tail = [_cut(f"  | {escape(line)}") for line in scene.log_tail[-space:]] if space > 0 else []
+    return _frame([*cause, *(["its last lines:", *tail] if tail else []), *ending])
+
+
+def _elsewhere(sentence: str) -> list[str]:
+    return _wrap(f"fleetrun: {sentence}", most_lines=ERROR_LINES)
+
+
+def _first_failure(outcome: Outcome, scene: Scene) -> list[str]:
+    first = outcome.failures[0]
+    how = f"hung: {first.hung} (killed, exit code {_shell_code(first.exit_code)})"
+    if first.hung is None:
+        how = f"failed{' first' * (len(outcome.failures) > 1)}: {describe_exit(first.exit_code)}"
+    lines = _wrap(f"fleetrun: rank {first.rank} (node {scene.node}, {scene.device}) {how}", most_lines=2)
     if first.error is not None:
-        lines.append(f"  {first.error[:LINE_WIDTH]}" + (f"  ({first.where})" if first.where else ""))
-    if log_tail:
-        lines.append("  its last lines:")
-        lines += [f"    | {line[:LINE_WIDTH]}" for line in log_tail[-TAIL_LINES:]]
-    if others:
-        lines.append(f"  then ended: rank {', '.join(str(failure.rank) for failure in others)[:LINE_WIDTH]}")
-    return [*lines, f"  log: {log}"]
+        lines += _fit([_wrap(line, most_lines=ERROR_LINES) for line in first.error.splitlines() if line.strip()])
+    elif first.hung is None:
+        hint = explain_signal(first.exit_code, oom_kills_before=scene.oom_kills_before, oom_kills_after=scene.oom_kills_after)
+        lines += _wrap(hint, most_lines=2) if hint else []
+    place = [f"at {first.where}"] if first.where else []
+    place += [f"in step {first.step}"] if first.step is not None else []
+    return lines + (_wrap(", ".join(place), most_lines=1) if place else [])
+
+
+def _fit(paragraphs: Sequence[list[str]]) -> list[str]:
+    """The first lines of a long message."""
+    lines = [line for paragraph in paragraphs for line in paragraph]
+    return lines if len(lines) <= ERROR_LINES else [*lines[: ERROR_LINES - 1], "..."]
+
+
+def _wrap(text: str, *, most_lines: int) -> list[str]:
+    width = BOX_COLUMNS - 4
+    lines = textwrap.wrap(escape(text.strip()), width, subsequent_indent="  ", break_on_hyphens=False)
+    return lines if len(lines) <= most_lines else [*lines[: most_lines - 1], _cut(" ".join(lines[most_lines - 1 :]))]
+
+
+def _cut(line: str) -> str:
+    width = BOX_COLUMNS - 4
+    return line if len(line) <= width else line[: width - 4] + " ..."
+
+
+def _frame(lines: Sequence[str]) -> str:
+    wide = max(len(line) for line in lines)
+    edge = f"+{'-' * (wide + 2)}+"
+    return "\n".join([edge, *(f"| {line:<{wide}} |" for line in lines), edge])
 
 
 def stop_line(outcome: Outcome) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,7 @@ class Plan:
     job_id: str = "default"
     variables: Mapping[str, str] = field(default_factory=dict)  # set for every worker
     tee: Literal["all"] | frozenset[int] = frozenset({0})  # the global ranks whose output is shown in full
+    hides_gpus: bool = False  # ranks run on the CPU although there are GPUs
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
@@ -69,13 +70,26 @@ def check_gpus(gpus: tuple[int, ...], *, visible_gpus: int, visible_devices: str
         raise ConfigError(f"--gpus names GPU {', '.join(missing)}, which cannot be used: {why}.")
 
 
-def count_processes(requested: int | None, *, gpus: tuple[int, ...], visible_gpus: int) -> int:
+def count_processes(
+    requested: int | Literal["auto", "gpu", "cpu"], *, gpus: tuple[int, ...], visible_gpus: int, cores: int
+) -> int:
     """One rank for each GPU unless told otherwise; on a machine without GPUs, two."""
-    return requested or len(gpus) or visible_gpus or CPU_PROCESSES
+    usable_gpus = len(gpus) or visible_gpus
+    if requested == "auto":
+        return usable_gpus or CPU_PROCESSES
+    if requested == "gpu":
+        if not usable_gpus:
+            raise ConfigError("--nproc_per_node gpu was given, but torch sees no GPU here. Write a number, or cpu.")
+        return usable_gpus
+    if requested == "cpu":
+        if gpus:
+            raise ConfigError("--nproc_per_node cpu runs on the CPU, but --gpus names GPUs; keep one of them.")
+        return cores
+    return requested
 
 
 def assign_devices(process_count: int, *, gpus: tuple[int, ...], visible_gpus: int) -> tuple[str, ...]:
-    """The device of each local rank; ranks beyond the number of GPUs share them in turn."""
+    """The device of each local rank; ranks beyond the number of GPUs share them in turn. `visible_gpus` 0: all on the CPU."""
     usable = gpus or tuple(range(visible_gpus))
     if not usable:
         return ("cpu",) * process_count
@@ -87,16 +101,34 @@ def log_path(log_dir: Path, rank: int) -> Path:
     return log_dir / f"workerlog.{rank}"
 
 
-def stale_logs(present: list[Path], ranks: range) -> list[Path]:
+def stale_logs(present: Iterable[Path], *, world_size: int) -> list[Path]:
     """Logs of an earlier, larger run: beside fresh ones they would be read as part of this run."""
-    mine = {f"workerlog.{rank}" for rank in ranks}
-    return [path for path in present if path.name.removeprefix("workerlog.").isdigit() and path.name not in mine]
+    numbers = {path: path.name.removeprefix("workerlog.") for path in present}
+    return [path for path, number in numbers.items() if number.isascii() and number.isdigit() and int(number) >= world_size]
+
+
+def worker_arguments(shim: Path, plan: Plan) -> tuple[str, ...]:
+    """Arguments of the Python that each worker starts as; `worker.py` reads them back."""
+    return (str(shim), "module" if plan.is_module else "script", plan.target, *plan.arguments)
 
 
 def shim_arguments(shim: Path, plan: Plan) -> tuple[str, ...]:
-    """Arguments of the Python that each worker starts as; `worker.py` reads them back."""
-    words = (str(shim), "module" if plan.is_module else "script", plan.target, *plan.arguments)
-    return tuple(word.replace("$", "$$") for word in words)  # elastic expands ${local_rank} in them, and eats one of $$
+    """The same for elastic, which expands ${local_rank} in them, and eats one of $$."""
+    return tuple(word.replace("$", "$$") for word in worker_arguments(shim, plan))
+
+
+def expected_assignment(plan: Plan, local_rank: int) -> dict[str, str]:
+    """The variables elastic will give, if all nodes start as many ranks. One numbered on arrival is taken for node 1."""
+    node = 1 if plan.nodes.rank is None else plan.nodes.rank
+    return {
+        "RANK": str(node * plan.process_count + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(plan.nodes.count * plan.process_count),
+        "LOCAL_WORLD_SIZE": str(plan.process_count),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": plan.nodes.master,
+        "MASTER_PORT": "any free one",
+    }
 
 
 def worker_environment(
@@ -114,6 +146,8 @@ def worker_environment(
         added["OMP_NUM_THREADS"] = str(max(1, cores // plan.process_count))
     if plan.gpus:  # all of them for every rank: LOCAL_RANK is the index among them
         added["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in plan.gpus)
+    if plan.hides_gpus:
+        added["CUDA_VISIBLE_DEVICES"] = ""
     if terminal is not None and rank == 0:
         added["FLEETX_TTY"] = terminal
-    return added
+    return {**added, **plan.variables}
