@@ -22,7 +22,7 @@ from .bucket import Bucket
 from .comm import Comm, Pending
 from .errors import FleetError
 from .layout import bucket_runs
-from .tail import Tail
+from .tail import ALARMS, NO_ALARMS, Alarms, Tail
 
 Start = Callable[[Bucket], Pending]
 
@@ -55,6 +55,7 @@ class Buckets:
         self.overlaps = True
         """Complete buckets are reduced while backward goes on."""
         self._start: Start | None = None
+        self._alarms = Alarms()
         self._launched = 0
         self._pending: list[Pending] = []
         self._reduced = False
@@ -106,9 +107,9 @@ class Buckets:
         for bucket in self._buckets:
             bucket.make_room()
 
-    def arm(self, start: Start, *, factor: float) -> None:
-        """From now on a complete bucket is multiplied by `factor` and reduced at once."""
-        self._start = start
+    def arm(self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS) -> None:
+        """From now on a complete bucket is multiplied by `factor` and reduced at once; `alarms` travel with the last."""
+        self._start, self._alarms = start, alarms
         self._launched = 0
         for bucket in self._buckets:
             bucket.factor = factor
@@ -178,7 +179,7 @@ class Buckets:
         bucket.make_true()
         if self.tail is not None and bucket is self._buckets[-1]:
             used = self.filled() if self.tail.flags else None
-            self.tail.pack(self._tail_tensor, missing=len(self.missing()), used=used)
+            self.tail.pack(self._tail_tensor, alarms=self.own_alarms(), used=used)
             if not self._tail_joins:
                 self._pending.append(self.comm.all_reduce(self._tail_tensor))
         self._pending.append(self._start(bucket))
@@ -193,9 +194,19 @@ class Buckets:
         """Parameters without a gradient in this window, on this rank."""
         return [name for b in self._buckets for name, filled in zip(b.names, b.filled, strict=True) if not filled]
 
-    def tail_sums(self) -> Tensor:
-        """What the tail holds after `close`: sums over ranks."""
-        return self._tail_tensor
+    def own_alarms(self) -> Alarms:
+        return self._alarms._replace(missing=len(self.missing()))
+
+    def alarm_sums(self) -> Tensor | None:
+        """The alarms after `close`, summed over ranks; None where there is nobody to sum with."""
+        return None if self.tail is None else self._tail_tensor[:ALARMS]
+
+    def use_counts(self) -> list[float]:
+        """On how many ranks each parameter was used, in bucket order."""
+        if self.tail is None:
+            return [float(filled) for filled in self.filled()]
+        counts: list[float] = self._tail_tensor[ALARMS : ALARMS + self.tail.flags].tolist()
+        return counts
 
     def expose(self, used: Sequence[bool] | None) -> None:
         """Let `param.grad` be the reduced gradient, or None where no rank used the parameter."""

@@ -14,9 +14,10 @@ from .buckets import Buckets
 from .comm import Comm
 from .errors import ConfigError, StrategyConflict
 from .first_look import FirstLook
+from .guards import NonFiniteGuard, RankCheck
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
-from .pipeline import Pipeline, Stages
+from .pipeline import Checks, Pipeline, Stages
 from .slots import Merge, Part, Site, Slot, not_available
 from .strategies.allreduce import DenseAllReduce
 from .strategy import DistributedStrategy
@@ -91,8 +92,14 @@ def compile_strategy(
     # A rank that misses a gradient starts its bucket later than the others. If a part's own collective lies in between,
     # one rank sends a bucket while another sends that: both go wrong. So nothing starts before backward has ended.
     buckets.overlaps = not any(part.talks_in_backward for part in parts)
-    unused = UnusedCheck(buckets, comm, allowed=allowed)
-    pipeline = Pipeline(stages, buckets, comm, unused, FirstLook(model))
+    may_skip = stages.backward.checks_finite or strategy.on_nan_inf == "skip"
+    checks = Checks(
+        unused=UnusedCheck(buckets, comm, allowed=allowed),
+        first_look=FirstLook(model),
+        finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip),
+        ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps),
+    )
+    pipeline = Pipeline(stages, buckets, comm, checks)
     return Compiled(pipeline=pipeline, forward=filled.get(Slot.FORWARD))
 
 

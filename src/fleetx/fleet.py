@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import util, world
+from . import stopping, util, world
 from .checkpoint import load_checkpoint, save_checkpoint, save_model
 from .compile import check_parts, compile_strategy, require_plain_optimizer
 from .errors import ConfigError
@@ -52,6 +52,7 @@ __all__ = [
     "sampler",
     "save_checkpoint",
     "save_model",
+    "should_stop",
     "util",
     "worker_endpoints",
     "worker_index",
@@ -134,6 +135,24 @@ def barrier_worker() -> None:
     world.current().comm.barrier()
 
 
+def should_stop() -> bool:
+    """Whether a rank was asked to stop (SIGTERM or SIGUSR1): the same answer on every rank, renewed by each update.
+
+    Call it after each step, save, and leave the loop. From the first call on these signals no longer end the process at once.
+    """
+    stopping.arm()
+    comm = world.current().comm
+    if comm.size == 1:
+        return stopping.is_requested()
+    agreed = stopping.was_agreed()
+    if agreed is not None:
+        return agreed
+    # No update carries the request in a job without a pair: ask all ranks here.
+    request = torch.tensor([float(stopping.is_requested())], device=comm.control_device)
+    comm.all_reduce(request, "max").wait()
+    return bool(request > 0)
+
+
 def sampler(dataset: Sized | int, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> FleetSampler:
     """This rank's share of a dataset: equal counts for training (shuffle), every sample once for evaluation (no shuffle)."""
     comm = world.current().comm
@@ -198,7 +217,7 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     return face
 
 
-_LATER = {"should_stop", "Monitor"}
+_LATER = {"Monitor"}
 
 
 def __getattr__(name: str) -> Any:

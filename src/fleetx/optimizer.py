@@ -68,6 +68,11 @@ class FleetOptimizer(Optimizer):
         """Whether the coming micro-step closes a window (after its backward: whether it has)."""
         return self.pipeline.due
 
+    @property
+    def skipped(self) -> int:
+        """Updates left out so far because a loss or gradient was not finite."""
+        return self.pipeline.skipped
+
     def minimize(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> Report:
         """One micro-step: backward; when due reduce, update, average, zero."""
         self.backward(loss, weight, retain_graph=retain_graph)

@@ -26,8 +26,8 @@ UNCLAIMED = {
 }
 
 
-def overview(settings: Mapping[str, Any], *, scalars: Collection[str]) -> str:
-    """The table of `print(strategy)`, from `strategy.to_dict()` and the names of the settings that belong to no part."""
+def overview(settings: Mapping[str, Any], *, scalars: Mapping[str, Collection[str]]) -> str:
+    """The table of `print(strategy)`, from `strategy.to_dict()` and, by title, the settings that belong to no part."""
     double, single = f"+{'=' * WIDTH}+", f"+{'-' * WIDTH}+"
     lines = [double, _row(""), _row("DistributedStrategy Overview"), _row(""), double]
     for title, block in _blocks(settings, scalars):
@@ -38,14 +38,15 @@ def overview(settings: Mapping[str, Any], *, scalars: Collection[str]) -> str:
     return "\n".join(INDENT + line for line in lines)
 
 
-def _blocks(settings: Mapping[str, Any], scalars: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _blocks(settings: Mapping[str, Any], scalars: Mapping[str, Collection[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             switch = name.removesuffix("_configs")
             yield f"{switch}={settings.get(switch, False)} <-> {name}", value
-        elif name not in scalars and f"{name}_configs" not in settings:
+        elif f"{name}_configs" not in settings and not any(name in names for names in scalars.values()):
             yield f"{name}={value}", {}
-    yield "Communication Flags", {name: settings[name] for name in scalars}
+    for title, names in scalars.items():
+        yield title, {name: settings[name] for name in names}
 
 
 def _row(text: str) -> str:

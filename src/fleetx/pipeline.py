@@ -16,14 +16,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import progress, stopping
+from .alarms import AlarmReader
 from .bucket import Bucket
 from .buckets import Buckets, global_norm
 from .comm import Comm, Pending
 from .errors import ConfigError, FleetError
 from .first_look import FirstLook
 from .graph import leaves
+from .guards import NonFiniteGuard, RankCheck
+from .progress import Phase
 from .report import Report
 from .slots import Average, Backward, Clip, Merge, Reduce, Step
+from .tail import Alarms
 from .unused import UnusedCheck
 
 
@@ -54,6 +59,17 @@ class Stages:
     average: Average | None
 
 
+@dataclass(slots=True)
+class Checks:
+    """What looks over a step's shoulder."""
+
+    unused: UnusedCheck
+    first_look: FirstLook | None
+    """Once."""
+    finite: NonFiniteGuard
+    ranks: RankCheck
+
+
 _alive: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
@@ -64,21 +80,23 @@ def owner_of(param: Tensor) -> Pipeline | None:
 
 @final
 class Pipeline:
-    def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, unused: UnusedCheck, first_look: FirstLook) -> None:
+    def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, checks: Checks) -> None:
         self.stages, self.buckets, self.comm = stages, buckets, comm
+        self._checks = checks
+        self._alarms = AlarmReader(buckets)
+        self._bad_losses = False
         self.index = 0
         """Updates due so far, skipped ones too; the same on every rank."""
         self.skipped = 0
         """Of those, updates not made because their gradients were not finite."""
         self.window = Window()
-        self._unused = unused
-        self._first_look: FirstLook | None = first_look
         self._weighted: bool | None = None
         self._usual_weight = self._last_total = 1.0
         self._grad_norm: Tensor | None = None
         self._reported_bytes = comm.bytes_sent
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
         _alive.add(self)
+        stopping.travels_with_updates()
 
     @property
     def due(self) -> bool:
@@ -93,6 +111,7 @@ class Pipeline:
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
         self.buckets.begin()
         self._enter(loss, weight)
+        progress.at_step(self.index + 1, Phase.BACKWARD)
         try:
             if due:
                 self._arm()
@@ -106,6 +125,7 @@ class Pipeline:
             self._close()
         else:
             self.buckets.keep()
+        progress.at_step(self.index + 1)
 
     def step(self, *, recycle: bool = False) -> Report:
         """End a micro-step; a no-op inside a window. `recycle`: nobody will look at the gradients afterwards."""
@@ -162,29 +182,39 @@ class Pipeline:
 
     def _update(self, *, recycle: bool) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none."""
-        self.index += 1
-        step = self._step(self.index)
-        if self.stages.clip is not None:
+        if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = global_norm(self.buckets.flats)
         finite = self._is_finite()
+        if not finite and self._must_stop():
+            self._checks.finite.refuse(self.index + 1, self.window.losses)
+        self.index += 1
         if finite:
             if self.stages.clip is not None and self._grad_norm is not None:
                 self.stages.clip(self.buckets.flats, self._grad_norm)
             self.stages.update.step()
+            self._checks.finite.remember_buffers()
         else:
-            self.skipped += 1
-            # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
-            self.stages.update._opt_called = True  # type: ignore[attr-defined]
+            self._skip()
         scale = self.stages.backward.scale()
         self.stages.backward.settle(finite=finite)
         if self.stages.average is not None:
-            self.stages.average(step, self._window_loss())
+            self.stages.average(self._step(self.index), self._window_loss())
         report = self._report(due=True, updated=finite, loss_scale=scale)
         self._learn_usual_weight()
         self.window = Window()
         self.buckets.finish_window(recycle=recycle)
+        progress.at_step(self.index + 1)
+        if self.stages.average is None:
+            self._checks.ranks.after_update(self.index)
         return report
+
+    def _skip(self) -> None:
+        self.skipped += 1
+        self._checks.finite.note_skip(self.index)
+        self._checks.finite.restore_buffers()
+        # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
+        self.stages.update._opt_called = True  # type: ignore[attr-defined]
 
     # --- the window -------------------------------------------------------------------------------------------
 
@@ -213,7 +243,17 @@ class Pipeline:
     def _arm(self) -> None:
         """Make ready to reduce: inside the coming backward, or at once."""
         self._agree()
-        self.buckets.arm(self._start, factor=self._factor())
+        alarms = Alarms(bad_losses=self._count_bad_losses(), stops=float(stopping.is_requested()))
+        self.buckets.arm(self._start, factor=self._factor(), alarms=alarms)
+
+    def _count_bad_losses(self) -> float | Tensor:
+        """On a GPU a tensor: it is summed over ranks before anybody looks at it."""
+        losses = self.window.losses
+        if self._checks.finite.mode == "off" or not losses:
+            return 0.0
+        if losses[-1].device.type == "cpu":
+            return float(sum(not math.isfinite(loss) for loss in losses))
+        return (~torch.stack([loss.float() for loss in losses]).isfinite()).sum()
 
     def _seed(self, weight: float | None) -> float:
         """The factor on the loss. No mean enters here: hooks of the user's see each rank's own gradients, as under DDP."""
@@ -248,10 +288,12 @@ class Pipeline:
         return self.stages.reduce.start(bucket, self._step(self.index + 1))
 
     def _agree(self) -> None:
-        """Once, before the first reduce: all ranks weigh or none, and each has its own data."""
-        self._unused.before_reduce()
-        if self._first_look is not None:
-            look, self._first_look = self._first_look, None
+        """Act on alarms read late; and once, before the first reduce: all ranks weigh or none, and each has its own data."""
+        late = self._alarms.sent_before()
+        if late is not None:
+            self._heed(late)
+        if self._checks.first_look is not None:
+            look, self._checks.first_look = self._checks.first_look, None
             loss = self.window.losses[0] if self.window.losses else None
             self._weighted = bool(self.window.weights)
             look.finish(self.comm, loss=loss, weighted=self._weighted)
@@ -264,15 +306,33 @@ class Pipeline:
     def _close(self) -> None:
         self.buckets.close()
         self.window.closed = True
-        self.buckets.expose(self._unused.after_reduce(first=self.index == 0))
-        # Before the user's own clipping can touch it: overflow is a property of what was reduced.
-        self._grad_norm = global_norm(self.buckets.flats) if self.stages.backward.checks_finite else None
+        used = self._checks.unused.after_reduce()
+        # Before the user's own clipping can touch it: being finite is a property of what was reduced.
+        self._grad_norm = global_norm(self.buckets.flats) if self._looks_at_norm() else None
+        if self._looks_at_norm() or self._alarms.is_free() or self.index == 0:
+            self._heed(self._alarms.read())
+        else:
+            self._alarms.send()
+        self.buckets.expose(used)
+
+    def _heed(self, alarms: Alarms) -> None:
+        """Every rank has the same sums, and does the same."""
+        self._bad_losses = bool(alarms.bad_losses > 0)
+        stopping.heed(agreed=bool(alarms.stops > 0))
+        self._checks.unused.heed(alarms)
+
+    def _looks_at_norm(self) -> bool:
+        return self.stages.backward.checks_finite or self._checks.finite.mode != "off"
 
     def _is_finite(self) -> bool:
         """Whether to update. The reduced gradients are equal on all ranks, and so is the answer."""
-        if not self.stages.backward.checks_finite or self._grad_norm is None:
+        if not self._looks_at_norm() or self._grad_norm is None:
             return True
-        return math.isfinite(self._grad_norm)
+        return math.isfinite(self._grad_norm) and not self._bad_losses
+
+    def _must_stop(self) -> bool:
+        """An overflow is what a loss scale expects, and learns from; elsewhere it is an accident."""
+        return self._checks.finite.mode == "stop" and not self.stages.backward.checks_finite
 
     def _window_loss(self) -> Tensor | None:
         return torch.stack(self.window.losses).mean() if self.window.losses else None

@@ -17,11 +17,36 @@ LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 
 _requested = False
 _armed = False
+_agreed: bool | None = None
+"""Whether all ranks know. None in a job that has made no pair, whose updates could carry the request."""
 
 
 def is_requested() -> bool:
     """Whether this rank was asked to stop. The others may not know yet."""
     return _requested
+
+
+def travels_with_updates() -> None:
+    """A pair was made, on every rank. Never taken back: when a discarded pair is collected differs from rank to rank, and one
+    that asks the others in a collective of its own while these look at what an update brought would wait for ever."""
+    global _agreed
+    _agreed = bool(_agreed)
+
+
+def heed(*, agreed: bool) -> None:
+    """An update brought this answer, to every rank."""
+    global _agreed
+    _agreed = bool(_agreed) or agreed
+
+
+def was_agreed() -> bool | None:
+    return _agreed
+
+
+def forget() -> None:
+    """The job is over."""
+    global _requested, _agreed
+    _requested, _agreed = False, None
 
 
 def arm() -> None:

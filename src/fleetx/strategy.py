@@ -14,7 +14,7 @@ from typing import Any, Self
 import yaml
 
 from .errors import ConfigError, StrategyConflict, did_you_mean
-from .keys import Kind, boolean, number
+from .keys import Kind, boolean, choice, integer, number
 from .overview import overview, slot_table
 from .slots import Part
 from .strategies import catalogue
@@ -30,10 +30,15 @@ def whole_if_integral(kind: Kind) -> Kind:
     return Kind(kind.allowed, parse)
 
 
-SCALARS: dict[str, tuple[Any, Kind]] = {
+COMMUNICATION: dict[str, tuple[Any, Kind]] = {
     "fuse_grad_size_in_MB": (32, whole_if_integral(number(above=0.0))),
     "find_unused_parameters": (False, boolean()),
 }
+GUARDS: dict[str, tuple[Any, Kind]] = {
+    "on_nan_inf": ("stop", choice("stop", "skip", "off")),
+    "desync_check_steps": (100, integer(0)),
+}
+SCALARS = COMMUNICATION | GUARDS
 
 
 class UnknownSettingError(ConfigError, AttributeError):
@@ -215,7 +220,7 @@ class DistributedStrategy:
         return self.to_dict() == other.to_dict() if isinstance(other, DistributedStrategy) else NotImplemented
 
     def __repr__(self) -> str:
-        return overview(self.to_dict(), scalars=SCALARS)
+        return overview(self.to_dict(), scalars={"Communication Flags": COMMUNICATION, "Guards": GUARDS})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: what is on with all its settings, what is off only where it was changed, and the scalars."""

@@ -1,6 +1,7 @@
 """What travels with the gradients so that ranks stay equal: buffers, and a few flags, in the tail of the last bucket.
 
-Layout, in floats: [missing gradients][one flag per parameter, if asked][floating buffers][integer buffers, a byte each].
+Layout, in floats: [alarms][one flag per parameter, if asked][floating buffers][integer buffers, a byte each].
+Alarms are counts that all ranks must act on together: see `Alarms`.
 Floating buffers (BatchNorm statistics) are averaged; integers come from rank 0, since all others send zeros.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,21 @@ from .errors import FleetWarning
 
 LARGE_NUMEL = 16384
 """A larger buffer outside a norm layer is a table (positions, masks), and so is a complex one: sent once, then watched."""
+
+
+class Alarms(NamedTuple):
+    """On one rank what it has to tell; summed over ranks, what all of them know."""
+
+    missing: float | Tensor = 0.0
+    """Parameters without a gradient in this window."""
+    bad_losses: float | Tensor = 0.0
+    """Losses of this window that are not finite."""
+    stops: float | Tensor = 0.0
+    """Requests to stop at an update boundary."""
+
+
+ALARMS = len(Alarms._fields)
+NO_ALARMS = Alarms()
 
 
 def average_of_change(now: Tensor, last: Tensor, size: int) -> Tensor:
@@ -50,7 +66,7 @@ class Tail:
         self._bytes, self._byte_views = _byte_views([self._get(o) for o in self._integers], device)
         if floats:
             torch._foreach_copy_(self._last_views, floats)
-        self.numel = 1 + flags + self._last.numel() + self._bytes.numel()
+        self.numel = ALARMS + flags + self._last.numel() + self._bytes.numel()
 
     def _sort_buffers(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
@@ -75,13 +91,13 @@ class Tail:
         return buffer
 
     @torch.no_grad()
-    def pack(self, out: Tensor, *, missing: int, used: list[bool] | None) -> None:
+    def pack(self, out: Tensor, *, alarms: Alarms, used: list[bool] | None) -> None:
         """Write this rank's share; `out` is then summed over ranks."""
         self._warn_of_changed_tables()
-        out[0] = missing
-        start = 1 + self.flags
+        _write_alarms(out, alarms)
+        start = ALARMS + self.flags
         if used is not None:
-            out[1:start] = torch.tensor(used, dtype=out.dtype)
+            out[ALARMS:start] = torch.tensor(used, dtype=out.dtype)
         if self._owners:
             torch._foreach_copy_(self._now_views, [self._get(o) for o in self._owners])
             out[start : start + self._now.numel()] = average_of_change(self._now, self._last, self.size)
@@ -96,7 +112,7 @@ class Tail:
     @torch.no_grad()
     def unpack(self, out: Tensor) -> None:
         """Give every rank the same buffers; `out` is the sum over ranks."""
-        start = 1 + self.flags
+        start = ALARMS + self.flags
         if self._owners:
             buffers = [self._get(o) for o in self._owners]
             self._last.copy_(apply_change(self._last, out[start : start + self._last.numel()]))
@@ -106,6 +122,10 @@ class Tail:
         if self._integers:
             self._bytes.copy_(out[start + self._now.numel() :])
             torch._foreach_copy_([self._get(o) for o in self._integers], self._byte_views)
+
+    def watched(self) -> set[str]:
+        """Buffers that may differ between ranks."""
+        return set(self._watched)
 
     def common(self) -> dict[str, Tensor]:
         """The floating buffers as they were, on every rank, after the last update."""
@@ -132,6 +152,14 @@ class Tail:
                     FleetWarning,
                     stacklevel=2,
                 )
+
+
+def _write_alarms(out: Tensor, alarms: Alarms) -> None:
+    if not any(isinstance(alarm, Tensor) for alarm in alarms):
+        out[:ALARMS] = torch.tensor(alarms, dtype=out.dtype)
+        return
+    for place, alarm in enumerate(alarms):  # one is on the device: writing it from there waits for nothing
+        out[place] = alarm
 
 
 def _flat_views(like: list[Tensor], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:

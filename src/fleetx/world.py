@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 
 from . import comm as c10d
+from . import stopping
 from .comm import Comm, SoloComm, TorchComm
 from .errors import ConfigError
 from .roles import Role, role_from_env
@@ -61,6 +62,7 @@ def close_world() -> None:
     """Forget the world and close its process group; for tests and for scripts that go on without one."""
     global _current
     _current = None
+    stopping.forget()
     c10d.close_group()
 
 

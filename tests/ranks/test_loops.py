@@ -829,7 +829,7 @@ def _gan_bytes(rank: int) -> list[tuple[int, int]]:
 
 def test_each_pair_reports_the_bytes_it_sent_itself() -> None:
     generator, discriminator = _gan_nets()
-    expected = tuple(sum(p.nbytes for p in net.parameters()) + 4 for net in (discriminator, generator))  # +4: the tail
+    expected = tuple(sum(p.nbytes for p in net.parameters()) + 12 for net in (discriminator, generator))  # +12: the alarms
     for sent in run_ranks(_gan_bytes, 2):
         assert sent[1:] == [expected, expected]  # the first step also compares the ranks' batches
 
@@ -1188,13 +1188,14 @@ def test_a_report_says_what_the_micro_step_did(size: int) -> None:
         assert due_before == tuple(r.due for r in reports) == (False, True, False, True)
         assert [r.updated for r in reports] == [False, True, False, True]
         assert not any(r.skipped for r in reports)
-        assert all(r.grad_norm is None and r.loss_scale == 1.0 and r.period is None for r in reports)
+        assert all(r.loss_scale == 1.0 and r.period is None for r in reports)
+        assert [r.grad_norm is not None and r.grad_norm > 0 for r in reports] == [False, True, False, True]
         assert reports[1].loss == pytest.approx((losses[0] + losses[1]) / 2, abs=1e-12)
         assert reports[3].loss == pytest.approx((losses[2] + losses[3]) / 2, abs=1e-12)
         # Nothing travels inside a window. In the second (the first also compares the ranks' batches) the gradients do,
-        # and with them one float32: how many of them are missing.
+        # and with them three float32: gradients missing, losses not finite, requests to stop.
         assert reports[0].bytes_sent == reports[2].bytes_sent == 0
-        assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 4))
+        assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 12))
 
 
 def _due(rank: int) -> list[tuple[bool, bool, bool]]:

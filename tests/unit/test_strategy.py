@@ -381,6 +381,8 @@ def test_a_dict_holds_what_is_on_with_all_its_settings_and_the_scalars() -> None
         "gradient_merge_configs": {"k_steps": 4, "avg": True},
         "fuse_grad_size_in_MB": 32,
         "find_unused_parameters": False,
+        "on_nan_inf": "stop",
+        "desync_check_steps": 100,
     }
 
 

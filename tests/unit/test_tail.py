@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fleetx.errors import FleetWarning
-from fleetx.tail import LARGE_NUMEL, Tail, apply_change, average_of_change
+from fleetx.tail import LARGE_NUMEL, Alarms, Tail, apply_change, average_of_change
 
 
 class Net(nn.Module):
@@ -26,7 +26,7 @@ def _exchange(nets: list[Net]) -> None:
     sums = torch.zeros(tails[0].numel)
     for tail in tails:
         out = torch.empty(tail.numel)
-        tail.pack(out, missing=tail.rank, used=None)
+        tail.pack(out, alarms=Alarms(missing=tail.rank), used=None)
         sums += out
     for tail in tails:
         tail.unpack(sums)
@@ -87,7 +87,7 @@ def test_a_16_bit_buffer_is_remembered_as_it_was_rounded() -> None:
     tail = Tail(net, rank=0, size=1, flags=0)
     net.value.fill_(1.2345)
     out = torch.empty(tail.numel)
-    tail.pack(out, missing=0, used=None)
+    tail.pack(out, alarms=Alarms(), used=None)
     tail.unpack(out)
-    tail.pack(out, missing=0, used=None)
+    tail.pack(out, alarms=Alarms(), used=None)
     assert out[1] == 0

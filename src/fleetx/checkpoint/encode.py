@@ -34,8 +34,10 @@ class Encoder:
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str) -> Json:
-        if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        if value is None or isinstance(value, (bool, str)):
             return value
+        if type(value) is int:
+            return value if value.bit_length() <= _PLAIN_INT_BITS else {"$int": f"{value:x}"}
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, Tensor):
@@ -51,9 +53,9 @@ class Encoder:
         return self._leaf(value, path)
 
     def _leaf(self, value: Any, path: str) -> Json:
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             return {"$ndarray": [str(value.dtype), self._tensor(_bits_of(value), path)["$tensor"], list(value.shape)]}
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return {"$numpy": [str(value.dtype), base64.b64encode(value.tobytes()).decode()]}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode()}
@@ -63,6 +65,8 @@ class Encoder:
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
+        if type(value) is deque:
+            return {"$deque": [value.maxlen, [self.encode(item, f"{path}/{i}") for i, item in enumerate(value)]]}
         raise CheckpointError(
             f"`{path}` is a {type(value).__name__}, which cannot be saved without pickle. Keep it out of the state, or make it "
             "numbers, strings, lists, dicts, arrays or tensors."
@@ -74,21 +78,40 @@ class Encoder:
         is_plain = tag == "$dict" and all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
         if is_plain:
             return dict(pairs)
-        return {tag: [[self.encode(key, path), item] for key, item in pairs]}
+        encoded = [[self.encode(key, path), item] for key, item in pairs]
+        if not isinstance(value, defaultdict):
+            return {tag: encoded}
+        for name, factory in _FACTORIES.items():
+            if value.default_factory is factory:
+                return {"$defaultdict": [name, encoded]}
+        raise CheckpointError(
+            f"`{path}` is a defaultdict of {value.default_factory!r}, which cannot be saved without pickle. "
+            f"Make it a dict, or a defaultdict of {', '.join(filter(None, _FACTORIES))}."
+        )
 
     def _tensor(self, value: Tensor, path: str) -> Json:
-        tensor = value.detach()
+        # A conjugate or negated view has the memory of another tensor, and other values.
+        tensor = value.detach().resolve_conj().resolve_neg()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(f"`{path}` is a {tensor.layout} tensor on {tensor.device}; only dense tensors are saved.")
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         key = self._seen.get(same) if tensor.numel() else None
         if key is None:
-            key = self._seen[same] = path
+            key = self._seen[same] = self._free_key(path)
             # safetensors has no complex128: a complex tensor travels as pairs of reals.
-            self.tensors[path] = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            self.tensors[key] = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.is_complex():
             return {"$complex_tensor": key}
         return {"$tensor": key}
+
+    def _free_key(self, path: str) -> str:
+        """Two places may have one path: {"a": {"b": x}, "a/b": y}, or the keys 1 and "1". Each tensor has a key of its own."""
+        readable = path.encode("utf-8", "backslashreplace").decode()  # safetensors takes no half of a surrogate pair
+        key, again = readable, 1
+        while key in self.tensors or key == "__metadata__":  # safetensors keeps that name for itself
+            again += 1
+            key = f"{readable}#{again}"
+        return key
 
 
 def decode(value: Json, fetch: Callable[[str], Tensor]) -> Any:
@@ -107,11 +130,14 @@ def decode(value: Json, fetch: Callable[[str], Tensor]) -> Any:
 def _decode_tagged(tag: str, content: Json, fetch: Callable[[str], Tensor]) -> Any:
     for kind, its_tag in _MAPPINGS.items():
         if tag == its_tag:
-            pairs = {decode(key, fetch): decode(item, fetch) for key, item in content}
-            return defaultdict(None, pairs) if kind is defaultdict else kind(pairs)
+            return kind({decode(key, fetch): decode(item, fetch) for key, item in content})
     for sequence, its_tag in _SEQUENCES.items():
         if tag == its_tag:
             return sequence(decode(item, fetch) for item in content)
+    if tag == "$defaultdict":
+        return defaultdict(_FACTORIES[content[0]], {decode(key, fetch): decode(item, fetch) for key, item in content[1]})
+    if tag == "$deque":
+        return deque((decode(item, fetch) for item in content[1]), maxlen=content[0])
     if tag in _LEAVES:
         return _LEAVES[tag](content)
     if tag == "$ndarray":
@@ -124,9 +150,13 @@ def _decode_tagged(tag: str, content: Json, fetch: Callable[[str], Tensor]) -> A
     raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}, which this version does not know.")
 
 
-_MAPPINGS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter", defaultdict: "$defaultdict"}
-_SEQUENCES: dict[Any, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset", deque: "$deque"}
+_PLAIN_INT_BITS = 2048
+"""Python refuses to write much longer numbers in decimal."""
+_MAPPINGS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_SEQUENCES: dict[Any, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
+_FACTORIES: dict[str, Any] = {"": None, **{kind.__name__: kind for kind in (int, float, str, list, dict, set)}}
 _LEAVES: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda content: int(content, 16),
     "$float": float,
     "$numpy": lambda content: np.frombuffer(base64.b64decode(content[1]), dtype=np.dtype(content[0]))[0],
     "$bytes": base64.b64decode,

@@ -155,7 +155,7 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
     if not allowed:
         raise CheckpointError(
             f"it was saved by {size} ranks, and this run has {comm.size}: each rank's random numbers (dropout, augmentation) "
-            f"would go on differently. Resume on {size} ranks, or say that this is wanted: load_checkpoint(..., new_world_size=True)."
+            f"would go on differently. Resume on {size} ranks, or allow it: load_checkpoint(..., new_world_size=True)."
         )
 
 

@@ -1,0 +1,52 @@
+"""Reading the alarms that travelled with the gradients: at once where that is free, else one update later.
+
+On a CPU the sums are simply there. On a GPU reading them waits for the device, so they are copied to the host behind the
+reduce, and read when the next window is about to be reduced: on every rank at the same place, and nobody has waited.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .buckets import Buckets
+from .tail import ALARMS, Alarms
+
+
+@final
+class AlarmReader:
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self._host: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def is_free(self) -> bool:
+        """Whether reading at once costs nothing: the sums are on the CPU, or there is nobody to sum with."""
+        sums = self._buckets.alarm_sums()
+        return sums is None or sums.device.type == "cpu"
+
+    def read(self) -> Alarms:
+        """Those of the window just reduced. On a GPU this waits for the reduce."""
+        self._arrived = None
+        sums = self._buckets.alarm_sums()
+        return self._buckets.own_alarms() if sums is None else Alarms(*sums.tolist())
+
+    def send(self) -> None:
+        """Copy them to the host, without waiting."""
+        sums = self._buckets.alarm_sums()
+        assert sums is not None
+        if self._host is None:
+            self._host = torch.zeros(ALARMS, dtype=sums.dtype, pin_memory=True)
+        self._host.copy_(sums, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def sent_before(self) -> Alarms | None:
+        """Those sent last, if they have not been read yet."""
+        if self._arrived is None or self._host is None:
+            return None
+        self._arrived.synchronize()  # of the update before: long done
+        self._arrived = None
+        return Alarms(*self._host.tolist())

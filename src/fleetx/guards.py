@@ -1,0 +1,150 @@
+"""Guards against what plain training never notices: numbers that are not finite, and ranks that have drifted apart.
+
+NonFiniteGuard   one decision on all ranks, before anything was updated: stop with an error, or skip this update
+RankCheck        every so many updates a fingerprint of the model is compared; a difference names rank and tensor
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, NoReturn, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from .buckets import Buckets
+from .comm import Comm
+from .digest import fingerprint
+from .errors import FleetError, FleetWarning
+from .tail import Tail
+
+OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
+
+
+@final
+class NonFiniteGuard:
+    """What happens when a loss or the reduced gradients hold a NaN or an infinity. Every rank has seen the same sums."""
+
+    def __init__(self, mode: OnNanInf, model: nn.Module, buckets: Buckets, comm: Comm, *, may_skip: bool) -> None:
+        self.mode, self._buckets, self._comm = mode, buckets, comm
+        self._warned = False
+        owners = [(m, key) for m in model.modules() for key, b in m._buffers.items() if b is not None and b.is_floating_point()]
+        self._owners: list[tuple[nn.Module, str]] = owners if may_skip else []
+        self._good = [self._get(owner).clone() for owner in self._owners]
+        """Floating buffers after the last update: a NaN that passed a BatchNorm is in its statistics, update or not."""
+
+    @staticmethod
+    def _get(owner: tuple[nn.Module, str]) -> Tensor:
+        buffer = owner[0]._buffers[owner[1]]
+        assert buffer is not None
+        return buffer
+
+    def refuse(self, step: int, losses: list[Tensor]) -> NoReturn:
+        """Every rank is here: the answer came from what all of them reduced."""
+        mine = [float(loss) for loss in losses]
+        by_rank = self._comm.gather_json([repr(loss) for loss in mine])
+        bad = [
+            f"rank {rank}: {', '.join(told)}"
+            for rank, told in enumerate(by_rank)
+            if any("nan" in loss or "inf" in loss for loss in told)
+        ]
+        cause = f"the loss is not finite ({'; '.join(bad)})" if bad else "the losses are finite"
+        raise FleetError(
+            f"update {step} was not made: its gradients are not finite. {cause}; {self._where()}. The weights are as before. "
+            'Look at the data and the learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
+        )
+
+    def _where(self) -> str:
+        names = [
+            name
+            for bucket in self._buckets
+            for name, view in zip(bucket.names, bucket.views, strict=True)
+            if not bool(view.isfinite().all())
+        ]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"gradients that are not: {', '.join(names[:3])}{more}" if names else "only the loss is not"
+
+    def note_skip(self, step: int) -> None:
+        if self.mode == "skip" and not self._warned and self._comm.rank == 0:
+            self._warned = True
+            warnings.warn(
+                f"update {step} was skipped: its loss or gradients are not finite. Later ones are counted in optimizer.skipped.",
+                FleetWarning,
+                stacklevel=2,
+            )
+
+    @torch.no_grad()
+    def remember_buffers(self) -> None:
+        if self._owners:
+            torch._foreach_copy_(self._good, [self._get(owner) for owner in self._owners])
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """After a skip. Buffers are equal on all ranks by now, and so is what is put back."""
+        for owner, good in zip(self._owners, self._good, strict=True):
+            buffer = self._get(owner)
+            if not bool(buffer.isfinite().all()):
+                buffer.copy_(good)
+        if self._owners and self._buckets.tail is not None:
+            self._buckets.tail.resume(None)
+
+
+@final
+class RankCheck:
+    """Do all ranks still hold the same model? A weight changed by hand on one rank, or a flipped bit, is found here."""
+
+    def __init__(self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int) -> None:
+        self._comm, self._every = comm, every
+        self._model = model
+        self._left_out = tail.watched() if tail is not None else set()
+        self._pending: tuple[int, Tensor, Any] | None = None
+
+    def after_update(self, index: int) -> None:
+        if self._comm.size == 1 or self._every == 0:
+            return
+        if self._pending is not None:
+            self._finish()
+        if index % self._every == 0:
+            self._begin(index)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {name: t.detach() for name, t in named.items() if name not in self._left_out and t.numel()}
+
+    def _begin(self, index: int) -> None:
+        mark = fingerprint(list(self._tensors().values()))
+        extremes = torch.stack([mark, ~mark])  # one collective: the largest, and of the complement the largest: the smallest
+        self._comm.all_reduce(extremes, "max").wait()
+        if extremes.device.type == "cpu":
+            self._pending = (index, extremes, None)
+            return self._finish()
+        # Read one update later: by then it has long arrived, and nobody has waited for the device.
+        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        host.copy_(extremes, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending = (index, host, arrived)
+
+    def _finish(self) -> None:
+        assert self._pending is not None
+        (index, extremes, arrived), self._pending = self._pending, None
+        if arrived is not None:
+            arrived.synchronize()
+        largest, complement = extremes.tolist()
+        if largest != ~complement:
+            self._raise(index)
+
+    def _raise(self, index: int) -> NoReturn:
+        """Every rank is here: the extremes are the same for all."""
+        marks = {name: f"{int(fingerprint([t])):x}" for name, t in self._tensors().items()}
+        ranks = self._comm.gather_json(marks)
+        told = []
+        for rank, theirs in enumerate(ranks):
+            names = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]
+            if names:
+                told.append(f"rank {rank} in {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+        raise FleetError(
+            f"after update {index} the ranks no longer hold the same model. Unlike rank 0: {'; '.join(told) or 'none by now'}. "
+            "Something changed weights or buffers on some ranks only: "
+            "load the last checkpoint, or set strategy.desync_check_steps = 0 if this is meant."
+        )
