@@ -1,7 +1,28 @@
 """FleetX for PyTorch: large-batch and low-bandwidth training strategies that compose."""
 
-from . import errors, fleet
-from .strategy import DistributedStrategy
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors, fleet
+    from .strategy import DistributedStrategy
 
 __version__ = "0.1.0"
 __all__ = ["DistributedStrategy", "__version__", "errors", "fleet"]
+
+_MODULES = ("errors", "fleet")
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used: fleetrun must answer Ctrl-C and --help before torch's seconds of importing."""
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name == "DistributedStrategy":
+        return importlib.import_module(".strategy", __name__).DistributedStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
