@@ -195,4 +195,4 @@ def test_the_last_lines_of_a_long_log_are_harmless_text(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"x" * 100_000 + b"\none\n\n  two\x1b[2J\n\xffthree\n")
     assert last_lines(log, 3) == ["one", r"  two\x1b[2J", "�three"]
-    assert last_lines(log, 0) == []
+    assert last_lines(log, 0) == last_lines(tmp_path / "missing", 3) == []

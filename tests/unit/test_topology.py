@@ -208,7 +208,17 @@ def test_a_dry_run_says_when_the_rank_is_given_on_arrival() -> None:
 
 
 def test_the_start_line_says_where_output_goes() -> None:
-    alone = start_line(make_plan(), range(2), 0)
-    assert alone == ("Local start of 2 process(es). Rank 0 is shown here and kept in log/workerlog.0; rank N is in workerlog.N.")
+    alone = "Local start of 2 process(es). Rank N writes to log/workerlog.N; shown here: "
+    assert start_line(make_plan(), range(2), 0) == alone + "rank 0, and of others their warnings and tracebacks."
+    assert start_line(make_plan(tee="all"), range(2), 0) == alone + "all ranks."
+    assert start_line(make_plan(tee=frozenset()), range(2), 0) == alone + "warnings and tracebacks."
     second = start_line(make_plan(nodes=topology.Nodes(2, 1)), range(2, 4), 1)
-    assert second == "Start of ranks 2-3 on node 1 of 2. Rank N is in log/workerlog.N."
+    assert second.startswith("Start of ranks 2-3 on node 1 of 2. Rank N writes to log/workerlog.N; ")
+
+
+def test_a_rank_that_is_not_there_cannot_be_shown() -> None:
+    topology.check_tee("all", world_size=1)
+    topology.check_tee(frozenset(), world_size=1)
+    topology.check_tee(frozenset({0, 1}), world_size=2)
+    with pytest.raises(ConfigError, match="--tee names rank 2, but the ranks are numbered 0 to 1"):
+        topology.check_tee(frozenset({0, 2}), world_size=2)

@@ -56,12 +56,12 @@ class Excerpt:
 
     def __init__(self) -> None:
         self._state = _State.QUIET
-        self._held: list[str] = []  # blank lines that are shown only if a chain goes on after them
+        self._held: list[str] = []  # a blank line, shown only if a chain goes on after it
 
     def __call__(self, line: str) -> list[str]:
         plain = _TORCH_PREFIX.sub("", _COLOUR.sub("", line)).rstrip()
-        if self._state in (_State.NAMED, _State.GROUP, _State.CHAINED) and not plain:
-            self._held.append(line)
+        if self._state in (_State.NAMED, _State.GROUP, _State.CHAINED) and not (plain or self._held):
+            self._held = [line]
             return []
         held, self._held = self._held, []
         was, self._state = self._state, self._next(plain, after_blank=bool(held))

@@ -23,13 +23,22 @@ STOPPED_CONSOLE_SECONDS = 2.0
 TAIL_LINES = 8
 
 
+def keep_standard_descriptors() -> None:
+    """Started with stdout closed (`>&-`), the next file we open would be it, and get what is meant for the console."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)  # a worker without them would lose what it prints, in the same way
+        descriptor = os.dup(descriptor)
+    os.close(descriptor)
+
+
 @contextlib.contextmanager
 def early_signals() -> Iterator[None]:
     """Until the workers' supervisor takes over: torch takes seconds to import, and a signal then must not look like a crash."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, f"fleetrun: stopped by {signal.Signals(signum).name} before the ranks were started\n".encode())
+            os.write(2, f"fleetrun: stopped by {signal.Signals(signum).name}; no rank is running\n".encode())
         os._exit(EARLY_EXITS[signal.Signals(signum)])  # an exception could be swallowed by whatever import is under way
 
     before = {}
@@ -41,13 +50,15 @@ def early_signals() -> Iterator[None]:
         yield
     finally:
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, handler or signal.SIG_DFL)
 
 
 def make_plan(options: argparse.Namespace, *, visible_gpus: int, cores: int, where: topology.Nodes) -> topology.Plan:
     gpus = topology.parse_gpus(options.gpus) if options.gpus is not None else ()
     topology.check_gpus(gpus, visible_gpus=visible_gpus, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     count = topology.count_processes(options.nproc_per_node, gpus=gpus, visible_gpus=visible_gpus, cores=cores)
+    if where.count == 1:
+        topology.check_tee(options.tee, world_size=count)
     on_cpu = options.nproc_per_node == "cpu"
     return topology.Plan(
         target=options.command[0],
@@ -166,16 +177,17 @@ def supervised(plan: topology.Plan) -> int:
 def check_target(options: argparse.Namespace) -> None:
     target = options.command[0]
     if options.module:
-        preflight.check_module(target, [os.getcwd(), *sys.path[1:]])
+        preflight.check_module(target, sys.path if sys.flags.safe_path else [os.getcwd(), *sys.path[1:]])
     else:
         preflight.check_script(target)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print, and go on when nobody reads: a console that is gone ends no run."""
+    """Print, and go on when nobody reads or a name cannot be spelt: a console ends no run."""
     stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # there is no stream at all where Python was started without
     try:
-        print(text, file=stream, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # the interpreter flushes once more at its end, and would exit with 120
@@ -193,6 +205,7 @@ def notice(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is the failing rank's, or 2 for misuse, 66 for a missing script."""
     with early_signals():
+        keep_standard_descriptors()
         try:
             return run(flags.parse(argv))
         except FleetError as error:

@@ -152,7 +152,10 @@ class Follower:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    with path.open("rb") as log:
-        log.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        text = log.read().decode("utf-8", errors="replace")
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = log.read().decode("utf-8", errors="replace")
+    except OSError:  # removed by hand: the failure is worth telling without it
+        return []
     return [escape(line) for line in text.splitlines() if line.strip()][-count:] if count > 0 else []

@@ -65,10 +65,10 @@ def start_line(plan: Plan, ranks: Sequence[int], node: int) -> str:
     where = f"Local start of {plan.process_count} process(es)"
     if plan.nodes.count > 1:
         where = f"Start of {join_ranks(ranks)} on node {node} of {plan.nodes.count}"
-    logs = f"rank N is in {log_path(plan.log_dir, 0).with_suffix('.N')}"
-    if 0 in ranks:
-        logs = f"Rank 0 is shown here and kept in {log_path(plan.log_dir, 0)}; rank N is in workerlog.N"
-    return f"{where}. {logs[0].upper()}{logs[1:]}."
+    shown = "warnings and tracebacks"
+    if plan.tee:
+        shown = "all ranks" if plan.tee == "all" else f"{join_ranks(plan.tee)}, and of others their {shown}"
+    return f"{where}. Rank N writes to {log_path(plan.log_dir, 0).with_suffix('.N')}; shown here: {shown}."
 
 
 def dry_run_text(plan: Plan, *, executable: str, shim: Path, inherited: Mapping[str, str], cores: int) -> str:

@@ -96,6 +96,11 @@ def assign_devices(process_count: int, *, gpus: tuple[int, ...], visible_gpus: i
     return tuple(f"gpu:{usable[rank % len(usable)]}" for rank in range(process_count))
 
 
+def check_tee(tee: Literal["all"] | frozenset[int], *, world_size: int) -> None:
+    if tee != "all" and max(tee, default=0) >= world_size:
+        raise ConfigError(f"--tee names rank {max(tee)}, but the ranks are numbered 0 to {world_size - 1}.")
+
+
 def log_path(log_dir: Path, rank: int) -> Path:
     """The one file that holds what this (global) rank writes to stdout and stderr."""
     return log_dir / f"workerlog.{rank}"
