@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
+from fleetx.pipeline import Window
 from fleetx.strategies import catalogue
 from harness import run_ranks
 from models import batch
@@ -54,7 +55,9 @@ def _strategy(name: str | None) -> fleet.DistributedStrategy:
     if name is not None:
         setattr(strategy, name, True)
     if name == "amp":
-        strategy.amp_configs = {"dtype": "float16", "init_loss_scaling": 2.0**40, "incr_every_n_steps": 2}  # overflows at first
+        # The first update overflows; then the scale is 1024, and doubles after every two updates.
+        shrink = {"init_loss_scaling": 2.0**40, "decr_ratio": 2.0**-30, "decr_every_n_nan_or_inf": 1}
+        strategy.amp_configs = {"dtype": "float16", "incr_every_n_steps": 2, **shrink}
     return strategy
 
 
@@ -158,3 +161,68 @@ def test_a_second_resume_is_as_exact_as_the_first(tmp_path: Path) -> None:
     run_ranks(_second_half, 2, None, str(tmp_path), STOP_AFTER + 2)
     resumed = run_ranks(_second_half, 2, None, str(tmp_path), MICRO_STEPS)
     assert _differences(resumed, undisturbed) == []
+
+
+def _without(rank: int, folder: str, what: str) -> dict[str, str]:
+    """Resume with one thing left as a new run has it."""
+    run = Run(rank, "amp", seed=77)
+    loaded = fleet.load_checkpoint(folder, done=0, losses=[], **run.objects())
+    assert loaded is not None
+    run.done, run.losses = loaded.values["done"], loaded.values["losses"]
+    new, pipeline = Run(rank, "amp", seed=1), run.optimizer.pipeline
+    if what == "the window":
+        pipeline.window = Window()
+        pipeline.buckets.zero()
+    elif what == "the window's losses":
+        pipeline.window.losses.clear()
+    elif what == "the window's weights":
+        pipeline.window.weights[:] = [1.0] * len(pipeline.window.weights)
+    elif what == "the loss scale":
+        pipeline.stages.backward.load_state_dict(new.optimizer.pipeline.stages.backward.state_dict())
+    elif what == "the usual weight":
+        pipeline._usual_weight *= 2.0**30  # a power of two: it matters once it overflows
+    elif what == "the common buffers":
+        pipeline.buckets.tail.resume(new.optimizer.pipeline.buckets.tail.common())
+    elif what == "the moments":
+        run.optimizer.state.clear()
+    elif what == "a hidden buffer":
+        run.model.calls.zero_()
+    elif what == "the scheduler":
+        run.scheduler.load_state_dict(new.scheduler.state_dict())
+    elif what == "the sampler":
+        run.sampler.load_state_dict(new.sampler.state_dict())
+    elif what == "random numbers":
+        run.sampler.when_resumed(lambda: None)
+        torch.manual_seed(rank)
+    run.train(MICRO_STEPS)
+    return run.everything()
+
+
+LEFT_OUT = [
+    "the window",
+    "the window's losses",
+    "the window's weights",
+    "the loss scale",
+    "the usual weight",
+    "the common buffers",
+    "the moments",
+    "a hidden buffer",
+    "the scheduler",
+    "the sampler",
+    "random numbers",
+]
+
+
+@pytest.fixture(scope="module")
+def half_a_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, str]]]:
+    folder = str(tmp_path_factory.mktemp("half"))
+    run_ranks(_first_half, 2, "amp", folder, False)
+    return folder, run_ranks(_whole, 2, "amp")
+
+
+@pytest.mark.parametrize("what", ["nothing", *LEFT_OUT])
+def test_whatever_is_left_out_is_seen(what: str, half_a_run: tuple[str, list[dict[str, str]]]) -> None:
+    """The tests above could be blind: each thing that is saved is left out in turn, and they must notice."""
+    folder, undisturbed = half_a_run
+    resumed = run_ranks(_without, 2, folder, what)
+    assert bool(_differences(resumed, undisturbed)) == (what != "nothing")
