@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,13 @@ from torch import nn
 
 from .. import progress, world
 from ..comm import Comm
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..optimizer import FleetOptimizer
 from ..progress import Phase
 from .load import Loaded, find, load_into
 from .model_file import write_model
-from .save import Saving, on_first, take_share, write_checkpoint
+from .save import Saving, on_first, write_checkpoint
+from .snapshot import take_share
 
 __all__ = ["Loaded", "Saving", "load_checkpoint", "save_checkpoint", "save_model"]
 
@@ -34,14 +37,14 @@ def save_checkpoint(
     wrong then is raised by the next save, by load_checkpoint, or by `.wait()` on what this returns.
     """
     _check_save(directory, step, keep, objects)
-    here = world.current()
+    here, path = world.current(), Path(os.path.abspath(directory))  # now: a script may change its folder while we write
     with progress.during(Phase.SAVE):
         _finish_last(here.comm)
         share = take_share(objects, here.comm, here.device, copies=async_save)
         comm = _background_comm(here.comm) if async_save else here.comm
 
         def write() -> Path:
-            return write_checkpoint(share, Path(directory), step=step, keep=keep, comm=comm)
+            return write_checkpoint(share, path, step=step, keep=keep, comm=comm)
 
         saving = Saving(write, in_background=async_save)
     global _last
@@ -57,10 +60,10 @@ def load_checkpoint(directory: str | os.PathLike[str], *, new_world_size: bool =
     """
     here = world.current()
     _finish_last(here.comm)
-    name = find(Path(directory), here.comm)
-    if name is None:
+    found = find(Path(os.path.abspath(directory)), here.comm)
+    if found is None:
         return None
-    return load_into(Path(directory) / name, objects, here.comm, here.device, new_world_size=new_world_size)
+    return load_into(found, objects, here.comm, here.device, new_world_size=new_world_size)
 
 
 def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetOptimizer | None = None) -> None:
@@ -70,6 +73,11 @@ def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetO
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"save_model was given {type(model).__name__} as the model; write save_model(path, model, optimizer).")
+    if optimizer is not None and not isinstance(optimizer, FleetOptimizer):
+        raise ConfigError(
+            f"save_model was given {type(optimizer).__name__} as the optimizer; "
+            "give the one that fleet.distribute(...) returned, or none."
+        )
     comm = world.current().comm
     if optimizer is None:
         on_first(comm, lambda: write_model(model, Path(path)))
@@ -90,11 +98,21 @@ def _check_save(directory: object, step: object, keep: object, objects: dict[str
 
 
 def _finish_last(comm: Comm) -> None:
-    """Wait for a save in the background. Its error is the same on every rank, and so is being here."""
+    """Wait for a save in the background. If one rank has not heard of its error yet, all raise: who has may be one of many."""
     global _last
     last, _last = _last, None
-    if last is not None:
-        last.wait()
+    error = None if last is None else last.unheard()
+    told = next((text for text in comm.gather_json(None if error is None else str(error)) if text is not None), None)
+    if told is not None:
+        raise CheckpointError(told) from error
+
+
+@atexit.register
+def _tell_unheard() -> None:
+    """A script that ends after a save in the background asks nobody how it went. Threads have ended when this runs."""
+    error = None if _last is None else _last.unheard()
+    if error is not None:
+        print(f"fleetx: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
 
 
 def _background_comm(comm: Comm) -> Comm:

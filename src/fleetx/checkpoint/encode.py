@@ -76,28 +76,25 @@ class Encoder:
         pairs = [(key, self.encode(item, f"{path}/{key}")) for key, item in value.items()]
         tag = _MAPPINGS.get(type(value), "$dict")
         is_plain = tag == "$dict" and all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
-        if is_plain:
+        if is_plain and not isinstance(value, defaultdict):
             return dict(pairs)
         encoded = [[self.encode(key, path), item] for key, item in pairs]
-        if not isinstance(value, defaultdict):
-            return {tag: encoded}
-        for name, factory in _FACTORIES.items():
-            if value.default_factory is factory:
-                return {"$defaultdict": [name, encoded]}
-        raise CheckpointError(
-            f"`{path}` is a defaultdict of {value.default_factory!r}, which cannot be saved without pickle. "
-            f"Make it a dict, or a defaultdict of {', '.join(filter(None, _FACTORIES))}."
-        )
+        if isinstance(value, defaultdict):
+            return {"$defaultdict": [_name_of_factory(value, path), encoded]}
+        return {tag: encoded}
 
     def _tensor(self, value: Tensor, path: str) -> Json:
-        # A conjugate or negated view has the memory of another tensor, and other values.
-        tensor = value.detach().resolve_conj().resolve_neg()
+        tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(f"`{path}` is a {tensor.layout} tensor on {tensor.device}; only dense tensors are saved.")
+        # A conjugate or negated view has the memory of another tensor, and other values.
+        tensor = tensor.resolve_conj().resolve_neg()
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         key = self._seen.get(same) if tensor.numel() else None
         if key is None:
             key = self._seen[same] = self._free_key(path)
+            if tensor.numel() == 1:  # counts as contiguous with any stride, but its bytes can be viewed with stride 1 only
+                tensor = tensor.as_strided(tensor.shape, (1,) * tensor.dim())
             # safetensors has no complex128: a complex tensor travels as pairs of reals.
             self.tensors[key] = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.is_complex():
@@ -164,6 +161,16 @@ _LEAVES: dict[str, Callable[[Any], Any]] = {
     "$dtype": lambda content: getattr(torch, content),
     "$device": torch.device,
 }
+
+
+def _name_of_factory(value: defaultdict[Any, Any], path: str) -> str:
+    for name, factory in _FACTORIES.items():
+        if value.default_factory is factory:
+            return name
+    raise CheckpointError(
+        f"`{path}` is a defaultdict of {value.default_factory!r}, which cannot be saved without pickle. "
+        f"Make it a dict, or a defaultdict of {', '.join(filter(None, _FACTORIES))}."
+    )
 
 
 def _bits_of(array: Any) -> Tensor:

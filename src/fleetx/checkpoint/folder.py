@@ -35,10 +35,15 @@ def unfinished_name(step: int) -> str:
 
 def free_name(directory: Path, step: int) -> str:
     """A complete folder is never replaced: while one was moved away for the other, a kill would leave neither."""
-    base, again = f"step-{step:010d}", 0
-    while (directory / (name := f"{base}.{again}" if again else base)).exists():
-        again += 1
-    return name
+    matches = [_COMPLETE.fullmatch(entry.name) for entry in os.scandir(directory)]
+    taken = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
+    # Behind the last one, not in a gap: of two of one step the higher number is the later one.
+    return f"step-{step:010d}.{max(taken) + 1}" if taken else f"step-{step:010d}"
+
+
+def step_of(name: str) -> int | None:
+    match = _COMPLETE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def clear_leftovers(directory: Path) -> None:
@@ -48,9 +53,14 @@ def clear_leftovers(directory: Path) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def keep_newest(directory: Path, count: int) -> None:
-    for name in newest_first(directory)[count:]:
-        doomed = directory / f".removing-{int(name[5:15])}-{uuid.uuid4().hex}"
+def keep_newest(directory: Path, count: int, *, saved: str) -> None:
+    """Delete what is older than the `count` newest, counted from the one just saved.
+
+    Folders of later steps do not count: a run that fell back behind a damaged one would delete what it has just saved.
+    """
+    names = newest_first(directory)
+    for name in names[names.index(saved) + count :]:
+        doomed = directory / f".removing-{step_of(name)}-{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):  # an old one that cannot be deleted must not end the run
             os.rename(directory / name, doomed)  # first: a half-deleted folder must not look like a checkpoint
             shutil.rmtree(doomed, ignore_errors=True)

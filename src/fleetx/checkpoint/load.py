@@ -6,6 +6,7 @@ one damaged file on one rank, and all go on to the one before. Nothing is put in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from ..errors import CheckpointError, FleetError, FleetWarning
 from ..sampler import FleetSampler
 from . import folder
 from .encode import Json, decode
+from .manifest import NAME as MANIFEST
 from .manifest import Damaged, Manifest, read_manifest, verify
 from .objects import VALUE, check_all, put_all
 from .rng import restore_random_states, seed_anew
@@ -39,22 +41,48 @@ class Loaded(NamedTuple):
     """The values among the saved objects, by name."""
 
 
-def find(directory: Path, comm: Comm) -> str | None:
+class Found(NamedTuple):
+    """The checkpoint to load."""
+
+    path: Path
+    passed_over: str
+    """Why newer ones are not it; empty when it is the newest."""
+
+
+def find(directory: Path, comm: Comm) -> Found | None:
     """The newest folder that verifies, or None where there is none at all. Every rank calls it, and gets the same."""
-    names = comm.gather_json(folder.newest_first(directory) if comm.rank == 0 else [])[0]
     damage: list[str] = []
-    for name in names:
-        problems = comm.gather_json(_problem(directory / name, comm.rank))
-        _refuse_unshared(directory / name, problems)
-        found = list(dict.fromkeys(problem for problem in problems if problem is not None))
-        if not found:
-            if damage and comm.rank == 0:
-                warnings.warn(f"{'; '.join(damage)}. Using {directory / name} instead.", FleetWarning, stacklevel=4)
-            return str(name)
-        damage.append(f"{directory / name}: {', '.join(found)}")
+    for name in _names(directory, comm):
+        path = directory / name
+        ranks = comm.gather_json(_inspect(path, comm.rank))
+        _refuse_unshared(path, ranks)
+        problems = list(dict.fromkeys(problem for problem, _ in ranks if problem is not None))
+        if not problems:
+            return Found(path, f"{'; '.join(damage)}. Using {path} instead." if damage else "")
+        damage.append(f"{path}: {', '.join(problems)}")
     if damage:
         raise CheckpointError(f"no checkpoint in {directory} is whole. {'; '.join(damage)}.")
     return None
+
+
+def _names(directory: Path, comm: Comm) -> list[str]:
+    """As rank 0 sees them. An empty folder on rank 0 alone is a missing mount, not a first start."""
+    names, error = [], None
+    try:
+        names = folder.newest_first(directory)
+    except OSError as problem:
+        error = problem.strerror
+    ranks = comm.gather_json([names, error])
+    errors = [f"rank {rank} cannot read {directory}: {told}" for rank, (_, told) in enumerate(ranks) if told is not None]
+    if errors:
+        raise CheckpointError("; ".join(errors))
+    seeing = [rank for rank, (theirs, _) in enumerate(ranks) if theirs]
+    if seeing and not ranks[0][0]:
+        raise CheckpointError(
+            f"ranks {seeing} see checkpoints in {directory}, and rank 0 sees none. "
+            "Checkpoints must lie on storage that all nodes share."
+        )
+    return [str(name) for name in ranks[0][0]]
 
 
 def files_for(manifest: Manifest, rank: int) -> list[str]:
@@ -63,23 +91,33 @@ def files_for(manifest: Manifest, rank: int) -> list[str]:
     return [name for name in manifest.files if name.split(".")[0] in stems]
 
 
-def _problem(path: Path, rank: int) -> str | None:
-    if not path.is_dir():
-        return NOT_SEEN
+def _inspect(path: Path, rank: int) -> tuple[str | None, str]:
+    """What is wrong with what this rank would read, and which manifest it saw."""
     try:
+        if not path.is_dir():
+            return NOT_SEEN, ""
         manifest = read_manifest(path)
+        if manifest.step != folder.step_of(path.name):  # else an old one, renamed, would go before newer ones
+            raise Damaged(f"{MANIFEST} is of step {manifest.step}, which is not that of its folder")
         for name in files_for(manifest, rank):
             verify(path, manifest, name)
     except Damaged as damage:
-        return str(damage)
-    return None
+        return str(damage), ""
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}", ""
+    return None, hashlib.sha256(manifest.to_text().encode()).hexdigest()
 
 
-def _refuse_unshared(path: Path, problems: list[str | None]) -> None:
-    blind = [rank for rank, problem in enumerate(problems) if problem == NOT_SEEN]
-    if blind and len(blind) < len(problems):
+def _refuse_unshared(path: Path, ranks: list[tuple[str | None, str]]) -> None:
+    blind = [rank for rank, (problem, _) in enumerate(ranks) if problem == NOT_SEEN]
+    if blind and len(blind) < len(ranks):
         raise CheckpointError(
             f"ranks {blind} do not see {path}, which rank 0 sees. Checkpoints must lie on storage that all nodes share."
+        )
+    other = [rank for rank, (_, seen) in enumerate(ranks) if seen and ranks[0][1] and seen != ranks[0][1]]
+    if other:
+        raise CheckpointError(
+            f"ranks {other} see another checkpoint at {path} than rank 0. Checkpoints must lie on storage that all nodes share."
         )
 
 
@@ -121,29 +159,39 @@ class Reader:
         return tensor.clone()  # in memory of its own: the file may vanish while the run goes on
 
 
-def load_into(path: Path, objects: Mapping[str, Any], comm: Comm, device: torch.device, *, new_world_size: bool) -> Loaded:
+def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torch.device, *, new_world_size: bool) -> Loaded:
     """Every rank calls it. All raise, with nothing changed, or all continue from there."""
-    with Reader(path, comm.rank) as reader:
-        error = None
+    path, error, told = found.path, None, None
+    with ExitStack() as stack:
         try:
+            reader = stack.enter_context(Reader(path, comm.rank))
             refuse_other_world(reader, comm, allowed=new_world_size)
             saved = {name: reader.state(name) for name in reader.objects if name != RANDOM}
             check_all(objects, saved)
-        except FleetError as problem:
-            error = str(problem)
-        errors = [told for told in comm.gather_json(error) if told is not None]
+        except Exception as problem:  # any: the others wait for this rank
+            error = problem
+            told = str(problem) if isinstance(problem, FleetError) else f"{type(problem).__name__}: {problem}"
+        errors = [told for told in comm.gather_json(told) if told is not None]
         if errors:
-            raise CheckpointError(f"{path} cannot be loaded: {'; '.join(dict.fromkeys(errors))}")
+            raise CheckpointError(f"{path} cannot be loaded: {'; '.join(dict.fromkeys(errors))}") from error
         put_all(objects, saved)
-        _warn_of_unused(path, objects, saved, comm)
         _restore_random(reader, objects, comm, device)
+        if comm.rank == 0:
+            _warn(found, objects, saved)  # last: where warnings are errors, rank 0 alone raises here
         return Loaded(reader.manifest.step, {name: state for name, (kind, state) in saved.items() if kind == VALUE.name})
 
 
 def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
     """What is equal on all ranks loads on any number of them; what each rank has of its own does not."""
     size = reader.manifest.world_size
-    if size == comm.size or not reader.own:
+    if size == comm.size:
+        return
+    if not reader.own and any(name.split(".")[0] != share_name(None) for name in reader.manifest.files):
+        raise CheckpointError(
+            f"it was saved by {size} ranks, and this run has {comm.size}. It holds what other ranks had and this one had not; "
+            f"that cannot be shared out anew. Resume on {size} ranks."
+        )
+    if not reader.own:
         return
     lost = sorted({entry.split("/")[0] for entry in reader.own} - {RANDOM})
     if lost:
@@ -159,12 +207,13 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
         )
 
 
-def _warn_of_unused(path: Path, objects: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]], comm: Comm) -> None:
+def _warn(found: Found, objects: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) -> None:
+    if found.passed_over:
+        warnings.warn(found.passed_over, FleetWarning, stacklevel=4)
     unused = [name for name, (kind, _) in saved.items() if name not in objects and kind != VALUE.name]
-    if unused and comm.rank == 0:
-        warnings.warn(
-            f"{path} also holds {', '.join(unused)}, which load_checkpoint was not given: not loaded.", FleetWarning, stacklevel=4
-        )
+    if unused:
+        told = f"{found.path} also holds {', '.join(unused)}, which load_checkpoint was not given: not loaded."
+        warnings.warn(told, FleetWarning, stacklevel=4)
 
 
 def _restore_random(reader: Reader, objects: Mapping[str, Any], comm: Comm, device: torch.device) -> None:

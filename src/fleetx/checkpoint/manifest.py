@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ def _digest_of(body: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Raise Damaged, naming the file, unless every byte of the manifest is as it was written."""
     try:
+        _refuse_special(folder / NAME)
         raw = (folder / NAME).read_bytes()
     except OSError as error:
         raise Damaged(f"{NAME} cannot be read: {error.strerror}") from None
@@ -56,7 +58,7 @@ def read_manifest(folder: Path) -> Manifest:
         intact = content["sha256"] == _digest_of(body)
         files = {name: FileRecord(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
         found = Manifest(step=int(body["step"]), world_size=int(body["world_size"]), files=files)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Damaged(f"{NAME} is not a manifest") from None
     if body.get("format") != FORMAT and intact:
         raise Damaged(f"{NAME} has format {body.get('format')!r}; this version reads format {FORMAT}")
@@ -78,13 +80,18 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord(size, hasher.hexdigest())
 
 
+def _refuse_special(path: Path) -> None:
+    """A link may lead anywhere, and reading a pipe may never end."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise Damaged(f"{path.name} is not a plain file")
+
+
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
     """Raise Damaged, naming the file, unless every byte is as it was written."""
     expected, path = manifest.files[name], folder / name
     try:
         size = path.lstat().st_size
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{name} is not a plain file")
+        _refuse_special(path)
         if size != expected.bytes:
             raise Damaged(f"{name} has {size} bytes instead of {expected.bytes}")
         found = record_of(path)

@@ -31,7 +31,7 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 def write_model(model: nn.Module, path: Path) -> None:
     """Aside, synced, renamed: whatever was at `path` stays until the new file is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    aside = path.with_name(f".saving-{uuid.uuid4().hex}")  # not longer than 255 characters, however long the file's own name
     try:
         save_file(plain_tensors(model), aside, metadata={"format": "pt"})
         sync_file(aside)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CheckpointError, did_you_mean
 from ..optimizer import FleetOptimizer
@@ -42,14 +43,24 @@ def check_all(targets: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) 
             held = ", ".join(saved) or "nothing"
             raise CheckpointError(f"the checkpoint holds no `{name}`.{did_you_mean(name, saved)} It holds: {held}.")
         kind, (saved_kind, state) = kind_of(target), saved[name]
-        if kind.name != saved_kind and VALUE.name in (kind.name, saved_kind):
-            continue  # a value may come back in place of any default, such as None
         if kind.name != saved_kind:
             raise CheckpointError(f"`{name}` was saved as {saved_kind}, and is to be loaded into {kind.name}.")
         try:
             kind.check(target, state)
         except CheckpointError as error:
             raise CheckpointError(f"`{name}`: {error}") from None
+
+
+def check_scheduler(target: Any, state: Any) -> None:
+    """torch's schedulers take any dict: that of another kind would leave them with half of each."""
+    if not isinstance(target, LRScheduler):
+        return
+    foreign = sorted({str(key) for key in target.state_dict().keys() ^ state.keys() if not str(key).startswith("_")})
+    if foreign:
+        raise CheckpointError(
+            f"the checkpoint was saved by another kind of scheduler than {type(target).__name__}: only one of them has "
+            f"{', '.join(foreign)}."
+        )
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -135,7 +146,7 @@ KINDS = (
         lambda v, state: v.load_state_dict(state),
         lambda v, state: v.check_state_dict(state),
     ),
-    Kind("an object with a state dict", _is_other, lambda v: v.state_dict(), lambda v, state: v.load_state_dict(state)),
+    Kind("an object with a state dict", _is_other, lambda v: v.state_dict(), lambda v, s: v.load_state_dict(s), check_scheduler),
     Kind("a model", lambda v: isinstance(v, nn.Module), model_state, put_model, check_model),
     Kind(
         "a distributed optimizer",

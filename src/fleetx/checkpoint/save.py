@@ -16,20 +16,19 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..comm import Comm
-from ..errors import CheckpointError, FleetError
+from ..errors import CheckpointError
 from . import folder
 from .manifest import NAME as MANIFEST
 from .manifest import FileRecord, Manifest, record_of
-from .snapshot import Share, Snapshot, agree, as_written, take
+from .snapshot import Share, Snapshot, apart
 
 T = TypeVar("T")
 SPARE_BYTES = 2**16
@@ -41,19 +40,12 @@ def share_name(rank: int | None) -> str:
     return "common" if rank is None else f"rank-{rank:05d}"
 
 
-def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
-    snapshot, error = None, None
-    try:
-        snapshot = take(objects, device)
-    except FleetError as problem:
-        error = str(problem)
-    share = agree(comm, snapshot, error)
-    return share.copied() if copies else share
-
-
 def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, comm: Comm) -> Path:
     """The path of the complete checkpoint. Every rank calls it; all raise or none."""
-    needed = sum(comm.gather_json(share.nbytes()))
+    ranks = comm.gather_json([share.nbytes(), step])
+    if any(theirs != step for _, theirs in ranks):
+        raise CheckpointError(f"the ranks save different steps: {[theirs for _, theirs in ranks]}. Count updates, on every rank.")
+    needed = sum(nbytes for nbytes, _ in ranks)
     aside = directory / on_first(comm, lambda: _prepare(directory, step, needed))
     records = _on_every(comm, lambda: _write_share(share, aside, rank=comm.rank), aside)
     name = on_first(comm, lambda: _commit(aside, directory, records, step=step, world_size=comm.size, keep=keep))
@@ -89,9 +81,12 @@ def _on_every(comm: Comm, action: Callable[[], dict[str, FileRecord]], aside: Pa
 def _attempt(action: Callable[[], T], nothing: T, who: str) -> tuple[T, str | None]:
     try:
         return action(), None
-    except (OSError, SafetensorError, CheckpointError) as problem:
-        told = str(problem) if isinstance(problem, CheckpointError) else f"{who} could not write: {problem}"
-        return nothing, told
+    except CheckpointError as problem:
+        return nothing, str(problem)
+    except (OSError, SafetensorError) as problem:
+        return nothing, f"{who} could not write: {problem}"
+    except Exception as problem:  # any: the others wait for this rank
+        return nothing, f"{who} could not write: {type(problem).__name__}: {problem}"
 
 
 # --- the work -----------------------------------------------------------------------------------------------------------
@@ -126,19 +121,23 @@ def _write_share(share: Share, aside: Path, *, rank: int) -> dict[str, FileRecor
 
 def _write_part(part: Snapshot, aside: Path, name: str) -> dict[str, FileRecord]:
     tensors, words = aside / f"{name}.safetensors", aside / f"{name}.json"
-    save_file({key: as_written(tensor) for key, tensor in part.tensors.items()}, tensors)
+    save_file(apart(part.tensors), tensors)
     folder.sync_file(tensors)
     folder.write_text(words, json.dumps({"objects": part.objects, "tensors": sorted(part.tensors)}))
     return {path.name: record_of(path) for path in (tensors, words)}
 
 
 def _commit(aside: Path, directory: Path, records: dict[str, FileRecord], *, step: int, world_size: int, keep: int) -> str:
-    folder.write_text(aside / MANIFEST, Manifest(step, world_size, records).to_text())
-    folder.sync_folder(aside)
-    name = folder.free_name(directory, step)
-    os.rename(aside, directory / name)
+    try:
+        folder.write_text(aside / MANIFEST, Manifest(step, world_size, records).to_text())
+        folder.sync_folder(aside)
+        name = folder.free_name(directory, step)
+        os.rename(aside, directory / name)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     folder.sync_folder(directory)
-    folder.keep_newest(directory, keep)
+    folder.keep_newest(directory, keep, saved=name)
     return name
 
 
@@ -170,11 +169,16 @@ class Saving:
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def unheard(self) -> Exception | None:
+        """Wait; what went wrong, unless it was told before."""
         if self._thread is not None:
             self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        return error
+
+    def wait(self) -> Path:
+        error = self.unheard()
+        if error is not None:
             raise error
         if self._path is None:
             raise CheckpointError("this checkpoint could not be written; the error was raised before.")

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..comm import Comm
 from ..digest import fingerprint
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FleetError
 from .encode import Encoder, Json, Tensors
 from .objects import kind_of
 from .rng import random_states
@@ -53,20 +52,32 @@ def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
     encoder, encoded = Encoder(), {}
     for name, value in objects.items():
         kind = kind_of(value)
-        encoded[name] = {"kind": kind.name, "state": encoder.encode(kind.take(value), name)}
+        try:
+            encoded[name] = {"kind": kind.name, "state": encoder.encode(kind.take(value), name)}
+        except FleetError:
+            raise
+        except Exception as problem:  # of the user's own state_dict, or of a value that holds itself
+            raise CheckpointError(f"`{name}` cannot be saved: {type(problem).__name__}: {problem}") from problem
     encoded[RANDOM] = {"kind": "random", "state": encoder.encode(random_states(device), RANDOM)}
     return Snapshot(encoded, encoder.tensors)
 
 
-def agree(comm: Comm, snapshot: Snapshot | None, error: str | None) -> Share:
-    """Split by what is equal on all ranks. A rank that could not take its snapshot is heard here, so that all raise."""
-    marks = {} if snapshot is None else {"objects": _object_marks(snapshot.objects), "tensors": _tensor_marks(snapshot.tensors)}
-    ranks = comm.gather_json([error, marks])
+def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
+    """What this rank is to write. A rank that could not take its snapshot is heard here, so that all raise."""
+    snapshot, marks, error = None, {}, None
+    try:
+        snapshot = take(objects, device)
+        marks = {"objects": _object_marks(snapshot.objects), "tensors": _tensor_marks(snapshot.tensors)}
+    except Exception as problem:  # any: the others wait for this rank
+        error = problem
+    told = None if error is None else str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
+    ranks = comm.gather_json([told, marks])
     failed = [f"rank {rank}: {told}" if comm.size > 1 else told for rank, (told, _) in enumerate(ranks) if told is not None]
     if failed:
-        raise CheckpointError("; ".join(failed))
+        raise CheckpointError("; ".join(failed)) from error
     assert snapshot is not None
-    return split(snapshot, [mark for _, mark in ranks], rank=comm.rank)
+    share = split(snapshot, [mark for _, mark in ranks], rank=comm.rank)
+    return share.copied() if copies else share
 
 
 def split(snapshot: Snapshot, marks: Sequence[Mapping[str, Mapping[str, Any]]], *, rank: int) -> Share:
@@ -98,5 +109,13 @@ def copy_tensors(tensors: Tensors) -> Tensors:
     return {key: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for key, t in tensors.items()}
 
 
-def as_written(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+def apart(tensors: Tensors) -> Tensors:
+    """Contiguous, on the CPU, and no two in the same memory, which safetensors refuses: a view of another gets its own."""
+    plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    end = 0
+    for key, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.nbytes and tensor.data_ptr() < end:
+            plain[key] = tensor.clone()
+        elif tensor.nbytes:
+            end = tensor.data_ptr() + tensor.nbytes
+    return plain
