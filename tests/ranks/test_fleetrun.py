@@ -258,19 +258,27 @@ def test_a_console_that_is_gone_ends_no_run(folder: Path) -> None:
     assert (folder / "0").exists() and (folder / "1").exists()
 
 
-def test_a_signal_before_the_ranks_start_is_one_line_and_its_exit_code(folder: Path) -> None:
-    script = (
-        "import os, signal\n"
-        "from fleetx.launch.fleetrun import early_signals\n"
-        "for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
-        "    child = os.fork()\n"
-        "    if not child:\n"
-        "        with early_signals():\n"
-        "            os.kill(os.getpid(), signum)\n"
-        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert ended.stdout.split() == ["143", "129", "143"]
-    assert ended.stderr.splitlines() == [
-        f"fleetrun: stopped by {name}; no rank is running" for name in ("SIGTERM", "SIGHUP", "SIGUSR1")
-    ]
+def catches(pid: int, signum: signal.Signals) -> bool:
+    status = (Path("/proc") / str(pid) / "status").read_text()
+    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(caught >> (signum - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "told"),
+    [
+        (signal.SIGTERM, 143, "fleetrun: stopped by SIGTERM; no rank is running\n"),
+        (signal.SIGHUP, 129, "fleetrun: stopped by SIGHUP; no rank is running\n"),
+        (signal.SIGUSR1, 143, "fleetrun: stopped by SIGUSR1; no rank is running\n"),
+        (signal.SIGINT, 130, "fleetrun: stopped by Ctrl-C\n"),
+    ],
+)
+def test_a_signal_while_torch_is_imported_is_one_line_and_its_exit_code(
+    folder: Path, signum: signal.Signals, code: int, told: str
+) -> None:
+    write(folder / "train.py", "")
+    with subprocess.Popen([*COMMAND, "train.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_until(lambda: catches(launcher.pid, signal.SIGUSR1))  # the last one for which a handler is set
+        launcher.send_signal(signum)
+        shown, said = launcher.communicate(timeout=LIMIT_SECONDS)
+    assert (launcher.returncode, shown, said) == (code, "", told)

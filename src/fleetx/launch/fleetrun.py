@@ -202,17 +202,22 @@ def notice(line: str) -> None:
     complain(f"fleetrun: {line}")
 
 
+def run_or_tell(argv: Sequence[str] | None) -> int:
+    try:
+        return run(flags.parse(argv))
+    except FleetError as error:
+        complain(f"fleetrun: {error}")
+        if isinstance(error, preflight.NoInput):
+            return EXIT_NO_INPUT
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is the failing rank's, or 2 for misuse, 66 for a missing script."""
-    with early_signals():
-        keep_standard_descriptors()
-        try:
-            return run(flags.parse(argv))
-        except FleetError as error:
-            complain(f"fleetrun: {error}")
-            if isinstance(error, preflight.NoInput):
-                return EXIT_NO_INPUT
-            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-        except KeyboardInterrupt:
-            complain("fleetrun: stopped by Ctrl-C")
-            return EXIT_CTRL_C
+    try:
+        with early_signals():
+            keep_standard_descriptors()
+            return run_or_tell(argv)
+    except KeyboardInterrupt:
+        complain("fleetrun: stopped by Ctrl-C")
+        return EXIT_CTRL_C
