@@ -200,7 +200,10 @@ def test_a_node_that_is_done_waits_for_the_others(fleetruns: Launchers, tmp_path
     assert (first.wait(), second.wait()) == (0, 0), first.told + second.told
 
 
-@pytest.mark.parametrize(("flag", "named"), [("--job_id=other", "--job_id other"), ("--max_restart=1", "--max_restart 1")])
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [("--job_id=other", "--job_id other"), ("--nnodes=3", "--nnodes 3"), ("--max_restart=1", "--max_restart 1")],
+)
 def test_nodes_started_differently_are_refused_on_all(
     fleetruns: Launchers, tmp_path: Path, port: int, flag: str, named: str
 ) -> None:

@@ -75,7 +75,7 @@ def reach(run: Launcher, moment: str) -> None:
         wait_until((folder / "step.1.0").exists)  # and again and again, until the signal comes
     else:
         wait_until(lambda: all((folder / f"{moment}.0.{rank}").exists() for rank in (0, 1)))
-        assert len(run.left_behind()) == 1 + 2 * 3  # the guardian, each worker and its two children
+        wait_until(lambda: len(run.left_behind()) == 1 + 2 * 3)  # the guardian, each worker and its two children
 
 
 def strike(fleetruns: Launchers, folder: Path, moment: str, signum: signal.Signals, delay_seconds: float = 0.0) -> Launcher:

@@ -100,9 +100,9 @@ class Chair:
 
     def exchange(self, state: NodeState) -> Job:
         """What was agreed on so far."""
+        self._limit_joining()
         with self._lock:
             self._states[0] = state
-            self._job = self._limit_joining(self._job)
             now_seconds = time.monotonic()
             max_restart = self._hellos[0].max_restart
             self._job = decide(self._job, self._states, max_restart=max_restart, now_seconds=now_seconds)
@@ -110,18 +110,19 @@ class Chair:
                 self._job = replace(self._job, port=self._open_store(), nonce=secrets.token_hex(16))
             return self._job
 
-    def _limit_joining(self, job: Job) -> Job:
+    def _limit_joining(self) -> None:
+        """Outside the lock, but for a moment: a console that takes nothing must not keep the nodes from talking."""
         waited_seconds = time.monotonic() - self._began_seconds
-        if job.process_counts or waited_seconds < HINT_SECONDS:
-            return job
-        count = self._hellos[0].node_count
-        missing = ", ".join(str(rank) for rank in range(count) if rank not in self._hellos)
-        if not self._has_hinted:
+        if self._job.process_counts or waited_seconds < HINT_SECONDS:
+            return
+        with self._lock:
+            count = self._hellos[0].node_count
+            missing = ", ".join(str(rank) for rank in range(count) if rank not in self._hellos)
+            if missing and waited_seconds > JOIN_SECONDS:
+                self._job = fail(self._job, 0, f"node {missing} of {count} did not join within {JOIN_SECONDS:.0f} s.")
+        if missing and not self._has_hinted:
             self._has_hinted = True
             self._notice(f"waiting for node {missing} of {count}")
-        if waited_seconds < JOIN_SECONDS:
-            return job
-        return fail(job, 0, f"node {missing} of {count} did not join within {JOIN_SECONDS:.0f} s.")
 
     def admit(self, hello: Hello) -> int | str:
         """A node's rank, or why it is refused. Before the job is complete, a node started differently ends it for all."""
@@ -173,6 +174,7 @@ class Chair:
 def _serve(listener: socket.socket, chair: Chair) -> socketserver.TCPServer:
     class Talk(socketserver.StreamRequestHandler):
         timeout = SILENCE_SECONDS  # of one node: longer, and it counts as gone
+        disable_nagle_algorithm = True
 
         def handle(self) -> None:
             node: int | None = None
@@ -204,10 +206,10 @@ class Member:
 
     def __init__(self, hello: Hello, master: str, port: int, notice: Notice) -> None:
         self.node: int | None = hello.rank
-        self.refusal: str | None = None
         self._hello, self._master, self._port, self._notice = hello, master, port, notice
         self._job = Job()
         self._state: NodeState | None = None
+        self._has_joined = False
         self._lock = threading.Lock()
         self._has_news, self._has_left = threading.Event(), threading.Event()
         threading.Thread(target=self._talk, name="fleetrun control", daemon=True).start()
@@ -236,8 +238,10 @@ class Member:
             with self._connect() as connection, connection.makefile("rwb") as stream:
                 if self._join(stream):
                     self._repeat(stream)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError) as error:
             gone = f"node 0 ({self._master}) is gone: its launcher was killed, or cannot be reached."
+            if not self._has_joined:
+                gone = f"no fleetrun answers as node 0 at {self._master}:{self._port} ({error})."
             with self._lock:
                 stop_signal = self._job.stop_signal or (self._state.stop_signal if self._state is not None else None)
                 self._job = fail(replace(self._job, stop_signal=stop_signal), 0, gone)
@@ -266,11 +270,10 @@ class Member:
     def _join(self, stream: io.BufferedRWPair) -> bool:
         answer = json.loads(_ask(stream, json.dumps(asdict(self._hello)).encode() + b"\n"))
         if not isinstance(answer, int):
-            self.refusal = str(answer)
             with self._lock:
-                self._job = fail(self._job, 0, self.refusal)
+                self._job = fail(self._job, 0, str(answer))
             return False
-        self.node = answer
+        self.node, self._has_joined = answer, True
         return True
 
     def _repeat(self, stream: io.BufferedRWPair) -> None:

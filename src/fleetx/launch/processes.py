@@ -59,13 +59,14 @@ class Workers:
             has_begun = catches(self.pid(rank), signal.SIGQUIT)
             self._processes[rank].send_signal(signal.SIGINT if has_begun else signal.SIGTERM)
 
-    def write_stacks(self, logs: Mapping[int, Path]) -> None:
+    def write_stacks(self, logs: Mapping[int, Path], *, wake: bool) -> None:
         """Have each rank write its threads' stacks into its log, and wait for them, though not for long."""
         asked = [rank for rank in self.running() if catches(self.pid(rank), signal.SIGQUIT)]  # others would die of it
         sizes = {rank: logs[rank].stat().st_size for rank in asked if logs[rank].exists()}
         for rank in asked:
             self._processes[rank].send_signal(signal.SIGQUIT)
-            self._processes[rank].send_signal(signal.SIGCONT)  # a stopped one takes its signals only then
+            if wake:  # a stopped one takes its signals only then
+                self._processes[rank].send_signal(signal.SIGCONT)
         limit = time.monotonic() + STACK_SECONDS
         while sizes and time.monotonic() < limit:
             time.sleep(LOOK_SECONDS)

@@ -33,6 +33,8 @@ class Signals:
         for signum, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(signum, self._note)
+        # Where a parent ignores SIGCHLD, the kernel forgets how children ended and every crash would look like a success.
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
         finally:

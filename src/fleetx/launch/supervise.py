@@ -77,9 +77,15 @@ def elastic_without_handlers() -> Iterator[None]:
 
 
 def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) -> None:
-    with log.open("wb" if overwrite else "ab") as file:
-        if not overwrite:
-            file.write(f"--- attempt {attempt + 1} of {max_restart + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n".encode())
+    """Say in a rank's log where an attempt begins; or empty it."""
+    marker = f"--- attempt {attempt + 1} of {max_restart + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n"
+    with log.open("ab+") as file:
+        if overwrite:
+            file.truncate(0)
+        else:
+            file.seek(max(0, file.tell() - 1))
+            is_amid_line = file.read() not in (b"", b"\n")  # of a rank that was killed
+            file.write(b"\n" * is_amid_line + marker.encode())
 
 
 class _LogsAndEnvironments(LogsSpecs):
@@ -237,7 +243,7 @@ class Supervisor(LocalElasticAgent):
         assert self._workers is not None
         if self._standing.wants_stacks:
             self._standing.wants_stacks = False
-            self._workers.write_stacks(self._logs())
+            self._workers.write_stacks(self._logs(), wake=False)
             self._run.say("the stacks of all ranks are in their logs")
         if self._standing.phase is not Phase.RUNNING:
             return False
@@ -297,7 +303,7 @@ class Supervisor(LocalElasticAgent):
         assert self._workers is not None
         for line in hang.tell(verdict, self._watched):
             self._run.say(line)
-        self._workers.write_stacks(self._logs())
+        self._workers.write_stacks(self._logs(), wake=True)
         self._end_attempt(verdict.culprits)
 
     def _end_attempt(self, hung: Mapping[int, str]) -> None:
