@@ -270,7 +270,7 @@ def catches(pid: int, signum: signal.Signals) -> bool:
         (signal.SIGTERM, 143, "fleetrun: stopped by SIGTERM; no rank is running\n"),
         (signal.SIGHUP, 129, "fleetrun: stopped by SIGHUP; no rank is running\n"),
         (signal.SIGUSR1, 143, "fleetrun: stopped by SIGUSR1; no rank is running\n"),
-        (signal.SIGINT, 130, "fleetrun: stopped by Ctrl-C\n"),
+        (signal.SIGINT, 130, "fleetrun: stopped by Ctrl-C; no rank is running\n"),
     ],
 )
 def test_a_signal_while_torch_is_imported_is_one_line_and_its_exit_code(

@@ -17,7 +17,7 @@ from fleetx.errors import ConfigError, FleetError
 from fleetx.launch import console, flags, logs, nodes, oom, outcome, preflight, tables, topology
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_INPUT, EXIT_CTRL_C = 1, 2, 66, 130
-EARLY_EXITS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: 143}
+EARLY_EXITS = {signal.SIGINT: EXIT_CTRL_C, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: 143}
 RANKS_PER_CORE = 4
 STOPPED_CONSOLE_SECONDS = 2.0
 TAIL_LINES = 8
@@ -37,9 +37,10 @@ def early_signals() -> Iterator[None]:
     """Until the workers' supervisor takes over: torch takes seconds to import, and a signal then must not look like a crash."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
+        name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         with contextlib.suppress(OSError):
-            os.write(2, f"fleetrun: stopped by {signal.Signals(signum).name}; no rank is running\n".encode())
-        os._exit(EARLY_EXITS[signal.Signals(signum)])  # an exception could be swallowed by whatever import is under way
+            os.write(2, f"fleetrun: stopped by {name}; no rank is running\n".encode())
+        os._exit(EARLY_EXITS[signal.Signals(signum)])  # an exception is lost in compiled code that imports: torch ate a Ctrl-C so
 
     before = {}
     with contextlib.suppress(ValueError):  # only the main thread may
