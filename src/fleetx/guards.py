@@ -41,20 +41,15 @@ class NonFiniteGuard:
 
     def refuse(self, step: int, losses: list[Tensor]) -> NoReturn:
         """Every rank is here: the answer came from what all of them reduced."""
-        mine = [float(loss) for loss in losses]
-        by_rank = self._comm.gather_json([repr(loss) for loss in mine])
-        bad = [
-            f"rank {rank}: {', '.join(told)}"
-            for rank, told in enumerate(by_rank)
-            if any("nan" in loss or "inf" in loss for loss in told)
-        ]
-        cause = f"the loss is not finite ({'; '.join(bad)})" if bad else "the losses are finite"
+        by_rank = self._comm.gather_json([repr(float(loss)) for loss in losses])
+        bad = [f"{loss} on rank {rank}" for rank, told in enumerate(by_rank) for loss in told if "nan" in loss or "inf" in loss]
         raise FleetError(
-            f"update {step} was not made: its gradients are not finite. {cause}; {self._where()}. The weights are as before. "
-            'Look at the data and the learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
+            f"update {step} was not made: its loss or gradients are not finite. Losses: {', '.join(bad[:8]) or 'all finite'}. "
+            f"Gradients: {self._bad_gradients()}. The weights are as before. Look at the data and the learning rate; "
+            'strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
         )
 
-    def _where(self) -> str:
+    def _bad_gradients(self) -> str:
         names = [
             name
             for bucket in self._buckets
@@ -62,7 +57,7 @@ class NonFiniteGuard:
             if not bool(view.isfinite().all())
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"gradients that are not: {', '.join(names[:3])}{more}" if names else "only the loss is not"
+        return f"{', '.join(names[:3])}{more}" if names else "all finite"
 
     def note_skip(self, step: int) -> None:
         if self.mode == "skip" and not self._warned and self._comm.rank == 0:

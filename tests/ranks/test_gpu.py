@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from harness import run_ranks
+from harness import raised, run_ranks
 from models import batch, cnn, learnable_images
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -112,3 +114,88 @@ def test_one_nccl_rank_runs_the_same_code_path(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.strip().splitlines()[-1])
     assert said["comm"] == "TorchComm" and "nccl" in said["backend"] and said["device"] == "cuda:0" and said["updated"]
+
+
+def _dropout_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.4), nn.Linear(64, 4))
+
+
+def _resumable(rank: int, folder: str, dtype: str, first: int, last: int) -> tuple[list[torch.Tensor], float]:
+    """Micro-steps `first` to `last`, in windows of three; what was there before comes from the checkpoint, if there is one."""
+    amp = {"dtype": dtype, "incr_every_n_steps": 2}
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 3}, amp=True, amp_configs=amp)
+    torch.manual_seed(50 + rank + 1000 * first)
+    model = _dropout_net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FleetWarning)
+        model, ours = fleet.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01), strategy)
+    if first:
+        assert fleet.load_checkpoint(folder, model=model, optimizer=ours) == (first, {})
+    else:
+        torch.manual_seed(7 + rank)
+    for micro in range(first, last):
+        x, y = (t.to(fleet.device()) for t in batch(2 * micro + rank))
+        ours.minimize(F.cross_entropy(model(x), y))
+    if not first and last < 20:
+        fleet.save_checkpoint(folder, step=last, async_save=True, model=model, optimizer=ours)
+        for micro in range(3):  # must not change what is being written
+            x, y = (t.to(fleet.device()) for t in batch(micro))
+            ours.minimize(F.cross_entropy(model(x), y))
+        assert fleet.load_checkpoint(folder, model=_dropout_net().to(fleet.device()), optimizer=ours) is not None  # waits for it
+    state = [*model.state_dict().values(), *(t for s in ours.state_dict()["state"].values() for t in s.values())]
+    return [t.detach().cpu().clone() for t in state], torch.rand(1, device=fleet.device()).item()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_run_resumed_in_mid_window_has_the_bits_of_an_undisturbed_one_on_the_gpu(dtype: str, tmp_path: Path) -> None:
+    on_gpu = {"FLEETX_DEVICE": "cuda"}
+    whole = run_ranks(_resumable, 2, str(tmp_path), dtype, 0, 20, env=on_gpu)
+    run_ranks(_resumable, 2, str(tmp_path), dtype, 0, 11, env=on_gpu)
+    resumed = run_ranks(_resumable, 2, str(tmp_path), dtype, 11, 20, env=on_gpu)
+    for (mine, my_next), (theirs, their_next) in zip(resumed, whole, strict=True):
+        assert my_next == their_next
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def _guarded(rank: int, what: str) -> tuple[str, int]:
+    strategy = fleet.DistributedStrategy(desync_check_steps=4, on_nan_inf="off" if what == "stop" else "stop")
+    model = _dropout_net()
+    model, ours = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), strategy)
+    done = 0
+
+    def train() -> None:
+        nonlocal done
+        for step in range(12):
+            x, y = (t.to(fleet.device()) for t in batch(2 * step + rank))
+            if what == "nan" and step == 5 and rank == 1:
+                x = x * float("nan")
+            ours.minimize(F.cross_entropy(model(x), y))
+            done += 1
+            if step == 5 and rank == 1:
+                if what == "drift":
+                    with torch.no_grad():
+                        model[4].weight[0, 0] += 1e-4
+                if what == "stop":
+                    os.kill(os.getpid(), signal.SIGTERM)
+            if fleet.should_stop():
+                return
+
+    return raised(train), done
+
+
+@pytest.mark.parametrize(
+    ("what", "told", "done"),
+    [
+        ("nothing", "nothing raised", 12),
+        ("nan", "FleetError: update 6 was not made: its loss or gradients are not finite. Losses: nan on rank 1.", 5),
+        ("drift", "FleetError: after update 8 the ranks no longer hold the same model. Unlike rank 0: rank 1 in 4.weight", 8),
+        ("stop", "nothing raised", 8),
+    ],
+)
+def test_guards_and_requests_to_stop_work_on_the_gpu(what: str, told: str, done: int) -> None:
+    """A difference, and a request where nothing else waits for the device, are read one update later."""
+    for said, count in run_ranks(_guarded, 2, what, env={"FLEETX_DEVICE": "cuda"}):
+        assert said.startswith(told)
+        assert count == done

@@ -72,9 +72,11 @@ def test_stop_raises_on_every_rank_in_that_step_with_the_weights_untouched(where
     ranks = run_ranks(_poison, 2, "stop", where, value, merged)
     for seen in ranks:
         (told,) = seen["told"]
-        assert told.startswith("update 3 was not made: its gradients are not finite.")
+        assert told.startswith("update 3 was not made: its loss or gradients are not finite.")
         assert len(seen["skipped"]) == 2
-        assert ("rank 1: " in told) == (where != "gradient")
+        assert (f"Losses: {value} on rank 1." in told) == (where != "gradient")
+        assert ("Losses: all finite." in told) == (where == "gradient")
+        assert ("Gradients: all finite." in told) == (where == "loss")
         torch.testing.assert_close(*seen["parameters"], rtol=0, atol=0)
     assert ranks[0]["told"] == ranks[1]["told"]
 
@@ -101,7 +103,7 @@ def test_one_rank_alone_is_guarded_too(alone: None) -> None:
     model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = flat_state(model)
     x, y = batch(0)
-    with pytest.raises(FleetError, match="update 1 was not made.*the loss is not finite \\(rank 0: nan\\)"):
+    with pytest.raises(FleetError, match="update 1 was not made.*Losses: nan on rank 0"):
         optimizer.minimize(F.cross_entropy(model(x * NAN), y))
     torch.testing.assert_close(flat_state(model), before, rtol=0, atol=0)
     optimizer.zero_grad()
