@@ -108,7 +108,7 @@ def test_a_busy_port_is_refused_with_the_process_that_holds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         began = time.monotonic()
-        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 .* held by .* \\(process {os.getpid()}\\)"):
+        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is held by .* \\(process {os.getpid()}\\)"):
             rendezvous.listen_on("127.0.0.1", port)
         assert time.monotonic() - began < 1.0
 

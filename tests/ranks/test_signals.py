@@ -72,7 +72,7 @@ def reach(run: Launcher, moment: str) -> None:
     if moment == "start":
         wait_until(lambda: len(run.left_behind()) >= 2)  # the guardian, and a worker that has just been made
     elif moment == "restart":
-        wait_until((folder / "step.1.0").exists)  # and again and again, until the signal comes
+        wait_until((folder / "step.1.1").exists)  # rank 1 dies then, and again and again, until the signal comes
     else:
         wait_until(lambda: all((folder / f"{moment}.0.{rank}").exists() for rank in (0, 1)))
         wait_until(lambda: len(run.left_behind()) == 1 + 2 * 3)  # the guardian, each worker and its two children
@@ -141,6 +141,14 @@ def test_a_second_signal_ends_at_once(fleetruns: Launchers, tmp_path: Path, sign
     run.send(signum)
     assert run.wait(LEFT_SECONDS) == 143
     assert run.left_behind() == []
+
+
+def test_a_signal_that_comes_twice_in_a_moment_is_one_request(fleetruns: Launchers, tmp_path: Path) -> None:
+    run = start_asking(fleetruns, tmp_path)
+    for _ in range(2):  # as `timeout` does
+        run.send(signal.SIGTERM)
+    assert run.wait() == 143
+    assert run.log(0) == run.log(1) == "saved\n"
 
 
 def test_after_a_stop_the_first_rank_that_dies_takes_the_others_along(fleetruns: Launchers, tmp_path: Path) -> None:

@@ -73,16 +73,14 @@ def judge(ranks: Mapping[int, Watched], *, hang_timeout_seconds: float, is_only_
     """Who hangs, if any. With other nodes, ranks that all wait are never blamed here: the cause may be there."""
     waiting = tuple(rank for rank, watched in ranks.items() if watched.waits)
     culprits = {
-        rank: reason
-        for rank, watched in ranks.items()
-        if (reason := _is_stuck_in_kernel(watched, hang_timeout_seconds)) is not None
+        rank: reason for rank, watched in ranks.items() if (reason := _kernel_reason(watched, hang_timeout_seconds)) is not None
     }
     if not culprits and _all_silent(ranks, hang_timeout_seconds) and (is_only_node or len(waiting) < len(ranks)):
         culprits = {rank: silence(ranks[rank]) for rank in ranks if rank not in waiting or len(waiting) == len(ranks)}
     return Hang(culprits, tuple(rank for rank in waiting if rank not in culprits)) if culprits else None
 
 
-def _is_stuck_in_kernel(watched: Watched, hang_timeout_seconds: float) -> str | None:
+def _kernel_reason(watched: Watched, hang_timeout_seconds: float) -> str | None:
     if watched.stopped_seconds >= min(STOPPED_SECONDS, hang_timeout_seconds):
         return "stopped (SIGSTOP)"
     if watched.blocked_seconds >= hang_timeout_seconds:

@@ -7,6 +7,7 @@ one left there, and anybody on the network may write to it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Mapping
@@ -57,12 +58,16 @@ def listen_on(address: str, port: int = 0) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        holder = holder_of(port) if port else None
-        why = f"it is held by {holder}" if holder else error.strerror
-        raise LaunchError(
-            f"port {port} of {address} cannot be opened: {why}. Choose another one, the same on all nodes."
-        ) from error
+        raise LaunchError(_why_not(address, port, error)) from error
     return listener
+
+
+def _why_not(address: str, port: int, error: OSError) -> str:
+    if error.errno != errno.EADDRINUSE:
+        return f"{address} cannot be listened on: {error.strerror}. Give an address of this machine."
+    holder = holder_of(port)
+    why = f"held by {holder}" if holder is not None else "in use"
+    return f"port {port} of {address} is {why}. Choose another one, the same on all nodes, or end that process."
 
 
 def holder_of(port: int) -> str | None:

@@ -5,25 +5,40 @@ from __future__ import annotations
 import collections
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WATCHED = (*STOPS, signal.SIGQUIT)
+SAME_REQUEST_SECONDS = 0.05
+"""`timeout` signals its child and then the child's group, `uv run` passes on the Ctrl-C that the terminal sent as well."""
 
 
 class Signals:
     def __init__(self) -> None:
-        self._pending: collections.deque[signal.Signals] = collections.deque()
+        self._stops: collections.deque[tuple[float, signal.Signals]] = collections.deque()  # when each came
+        self._wants_stacks = False
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._pending.append(signal.Signals(signum))
+        if signum == signal.SIGQUIT:
+            self._wants_stacks = True
+        else:
+            self._stops.append((time.monotonic(), signal.Signals(signum)))
 
-    def take(self) -> list[signal.Signals]:
-        """Those that came since the last time, in order."""
+    def take_stops(self) -> list[signal.Signals]:
+        """Requests since the last time, in order; those that came within a moment are one, known when the moment is over."""
         taken = []
-        while self._pending:
-            taken.append(self._pending.popleft())
+        while self._stops and time.monotonic() > self._stops[0][0] + SAME_REQUEST_SECONDS:
+            came_seconds, signum = self._stops.popleft()
+            taken.append(signum)
+            while self._stops and self._stops[0][0] <= came_seconds + SAME_REQUEST_SECONDS:
+                self._stops.popleft()
+        return taken
+
+    def take_stacks(self) -> bool:
+        """Whether the ranks' stacks were asked for since the last time."""
+        taken, self._wants_stacks = self._wants_stacks, False
         return taken
 
     @contextlib.contextmanager

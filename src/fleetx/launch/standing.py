@@ -19,7 +19,6 @@ class Standing:
         self.stop_signal: signal.Signals | None = None
         self.is_killed = False
         """Asked to stop a second time."""
-        self.wants_stacks = False
         self._signals = signals
 
     @property
@@ -28,14 +27,13 @@ class Standing:
 
     def agree(self) -> Job:
         """Tell how we stand, and learn how the job does. Never waits."""
-        for signum in self._signals.take():
-            if signum is signal.SIGQUIT:
-                self.wants_stacks = True
-            elif self.stop_signal is not None:
-                self.is_killed = True
-            else:
-                self.stop_signal = signum
+        for signum in self._signals.take_stops():
+            self.is_killed = self.stop_signal is not None
+            self.stop_signal = self.stop_signal or signum
         return self.party.exchange(self._state())
+
+    def wants_stacks(self) -> bool:
+        return self._signals.take_stacks()
 
     def agree_ready(self) -> Job:
         """As long as the next attempt is waited for."""

@@ -241,8 +241,7 @@ class Supervisor(LocalElasticAgent):
     def _look(self, job: Job) -> bool:
         """Whether there is something to tell the others at once."""
         assert self._workers is not None
-        if self._standing.wants_stacks:
-            self._standing.wants_stacks = False
+        if self._standing.wants_stacks():
             self._workers.write_stacks(self._logs(), wake=False)
             self._run.say("the stacks of all ranks are in their logs")
         if self._standing.phase is not Phase.RUNNING:
@@ -313,6 +312,9 @@ class Supervisor(LocalElasticAgent):
         is_gone = self._workers.kill()
         autopsy = Autopsy(self._records, self._plan.log_dir, self._first_rank)
         self._failures = autopsy.failures(exits, hung)
+        if not self._failures:  # all ended well, in the very last moment
+            self._standing.phase = Phase.DONE
+            return
         address = self._plan.nodes.address
         cause = autopsy.cause(self._failures[0], node=self._standing.node, address=address, can_restart=is_gone)
         if self._stopping is None and self._standing.attempt < self._plan.max_restart and not cause.is_mendable:
