@@ -89,6 +89,7 @@ class Launchers:
         environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         self._forker = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment)
+        self._started: list[Launcher] = []
 
     def start(self, folder: Path, script: str, *flags: str, **variables: str) -> Launcher:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,9 +98,14 @@ class Launchers:
         assert self._forker.stdin is not None
         self._forker.stdin.write(json.dumps(job) + "\n")
         self._forker.stdin.flush()
-        return Launcher(folder)
+        self._started.append(Launcher(folder))
+        return self._started[-1]
 
     def close(self) -> None:
+        """Those of a test that failed may still run."""
+        for launcher in self._started:
+            if launcher.folder.exists() and launcher.is_running():
+                launcher.send(signal.SIGKILL)
         assert self._forker.stdin is not None
         self._forker.stdin.close()
         self._forker.wait(LIMIT_SECONDS)
