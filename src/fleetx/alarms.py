@@ -27,19 +27,31 @@ class AlarmReader:
         sums = self._buckets.alarm_sums()
         return sums is None or sums.device.type == "cpu"
 
-    def read(self) -> Alarms:
-        """Those of the window just reduced. On a GPU this waits for the reduce."""
+    def read(self, norm: Tensor | None) -> tuple[Alarms, float | None]:
+        """Those of the window just reduced, and the gradients' norm. On a GPU this waits for the reduce, once for both."""
         self._arrived = None
         sums = self._buckets.alarm_sums()
-        return self._buckets.own_alarms() if sums is None else Alarms(*sums.tolist())
+        if sums is not None and norm is not None and sums.device.type == "cuda":
+            host = self._to_host(sums, norm)
+            torch.cuda.current_stream(sums.device).synchronize()
+            *alarms, value = host.tolist()
+            return Alarms(*alarms), value
+        found = self._buckets.own_alarms() if sums is None else Alarms(*sums.tolist())
+        return found, None if norm is None else float(norm)
+
+    def _to_host(self, sums: Tensor, norm: Tensor | None) -> Tensor:
+        if self._host is None:
+            self._host = torch.zeros(ALARMS + 1, dtype=torch.float64, pin_memory=True)
+        self._host[:ALARMS].copy_(sums, non_blocking=True)
+        if norm is not None:
+            self._host[ALARMS].copy_(norm, non_blocking=True)
+        return self._host
 
     def send(self) -> None:
         """Copy them to the host, without waiting."""
         sums = self._buckets.alarm_sums()
         assert sums is not None
-        if self._host is None:
-            self._host = torch.zeros(ALARMS, dtype=sums.dtype, pin_memory=True)
-        self._host.copy_(sums, non_blocking=True)
+        self._to_host(sums, None)
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
@@ -49,4 +61,4 @@ class AlarmReader:
             return None
         self._arrived.synchronize()  # of the update before: long done
         self._arrived = None
-        return Alarms(*self._host.tolist())
+        return Alarms(*self._host[:ALARMS].tolist())

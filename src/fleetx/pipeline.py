@@ -84,7 +84,8 @@ class Pipeline:
         self.stages, self.buckets, self.comm = stages, buckets, comm
         self._checks = checks
         self._alarms = AlarmReader(buckets)
-        self._bad_losses = False
+        self._finite = True
+        """Of the window just reduced: whether to update."""
         self.index = 0
         """Updates due so far, skipped ones too; the same on every rank."""
         self.skipped = 0
@@ -185,7 +186,7 @@ class Pipeline:
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = global_norm(self.buckets.flats)
-        finite = self._is_finite()
+        finite = self._finite
         if not finite and self._must_stop():
             self._checks.finite.refuse(self.index + 1, self.window.losses)
         self.index += 1
@@ -247,13 +248,14 @@ class Pipeline:
         self.buckets.arm(self._start, factor=self._factor(), alarms=alarms)
 
     def _count_bad_losses(self) -> float | Tensor:
-        """On a GPU a tensor: it is summed over ranks before anybody looks at it."""
+        """On a GPU a tensor, 0 or NaN: it is summed over ranks before anybody looks at it."""
         losses = self.window.losses
         if self._checks.finite.mode == "off" or not losses:
             return 0.0
         if losses[-1].device.type == "cpu":
             return float(sum(not math.isfinite(loss) for loss in losses))
-        return (~torch.stack([loss.float() for loss in losses]).isfinite()).sum()
+        total = losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
+        return total - total
 
     def _seed(self, weight: float | None) -> float:
         """The factor on the loss. No mean enters here: hooks of the user's see each rank's own gradients, as under DDP."""
@@ -309,26 +311,26 @@ class Pipeline:
         used = self._checks.unused.after_reduce()
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
         self._grad_norm = global_norm(self.buckets.flats) if self._looks_at_norm() else None
+        self._finite = True
         if self._looks_at_norm() or self._alarms.is_free() or self.index == 0:
-            self._heed(self._alarms.read())
+            alarms, norm = self._alarms.read(self._grad_norm)
+            # The reduced gradients are equal on all ranks, and so is the answer.
+            self._finite = norm is None or (math.isfinite(norm) and not self._losses_are_bad(alarms))
+            self._heed(alarms)
         else:
             self._alarms.send()
         self.buckets.expose(used)
 
     def _heed(self, alarms: Alarms) -> None:
         """Every rank has the same sums, and does the same."""
-        self._bad_losses = bool(alarms.bad_losses > 0)
         stopping.heed(agreed=bool(alarms.stops > 0))
         self._checks.unused.heed(alarms)
 
+    def _losses_are_bad(self, alarms: Alarms) -> bool:
+        return self._checks.finite.mode != "off" and not alarms.bad_losses == 0
+
     def _looks_at_norm(self) -> bool:
         return self.stages.backward.checks_finite or self._checks.finite.mode != "off"
-
-    def _is_finite(self) -> bool:
-        """Whether to update. The reduced gradients are equal on all ranks, and so is the answer."""
-        if not self._looks_at_norm() or self._grad_norm is None:
-            return True
-        return math.isfinite(self._grad_norm) and not self._bad_losses
 
     def _must_stop(self) -> bool:
         """An overflow is what a loss scale expects, and learns from; elsewhere it is an accident."""

@@ -26,7 +26,7 @@ class Alarms(NamedTuple):
     missing: float | Tensor = 0.0
     """Parameters without a gradient in this window."""
     bad_losses: float | Tensor = 0.0
-    """Losses of this window that are not finite."""
+    """0 where all losses of this window are finite; else a number of them, or NaN."""
     stops: float | Tensor = 0.0
     """Requests to stop at an update boundary."""
 
@@ -155,11 +155,13 @@ class Tail:
 
 
 def _write_alarms(out: Tensor, alarms: Alarms) -> None:
-    if not any(isinstance(alarm, Tensor) for alarm in alarms):
-        out[:ALARMS] = torch.tensor(alarms, dtype=out.dtype)
+    if out.device.type == "cpu":
+        out[:ALARMS] = torch.tensor([float(alarm) for alarm in alarms], dtype=out.dtype)
         return
-    for place, alarm in enumerate(alarms):  # one is on the device: writing it from there waits for nothing
-        out[place] = alarm
+    out[:ALARMS].zero_()
+    for place, alarm in enumerate(alarms):
+        if isinstance(alarm, Tensor) or alarm:  # each write is a kernel, and most have nothing to tell
+            out[place] = alarm
 
 
 def _flat_views(like: list[Tensor], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
