@@ -71,9 +71,9 @@ def _names(directory: Path, comm: Comm) -> list[str]:
     try:
         names = folder.newest_first(directory)
     except OSError as problem:
-        error = problem.strerror
+        error = f"rank {comm.rank} cannot read {directory}: {problem.strerror}"
     ranks = comm.gather_json([names, error])
-    errors = [f"rank {rank} cannot read {directory}: {told}" for rank, (_, told) in enumerate(ranks) if told is not None]
+    errors = [told for _, told in ranks if told is not None]
     if errors:
         raise CheckpointError("; ".join(errors))
     seeing = [rank for rank, (theirs, _) in enumerate(ranks) if theirs]
