@@ -14,7 +14,7 @@ import pytest
 
 from fleetx.errors import LaunchError
 from fleetx.launch import rendezvous
-from launchers import Launcher, Launchers, launchers, wait_until
+from launchers import USES_PROGRESS, Launcher, Launchers, launchers, wait_until
 
 INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.2", "fe80::1"], "eth1": ["10.1.0.2"]}
 GONE_SECONDS = 8.0
@@ -45,6 +45,24 @@ if rank == int(os.environ.get("DIES", -1)):
 if rank == int(os.environ.get("RAISES", -1)):
     raise ValueError("no such sample")
 time.sleep(float(os.environ.get("SLEEPS", 600)))
+"""
+
+WAITS = (
+    USES_PROGRESS
+    + """
+import time
+progress.at_step(5)
+with progress.during(progress.Phase.WAIT):
+    time.sleep(600)
+"""
+)
+DIES_IN_TURN = """
+import os, time
+attempt, rank = int(os.environ["FLEETX_ATTEMPT"]), int(os.environ["RANK"])
+if attempt < 8:
+    if attempt % 3 in (rank, 2):  # one, the other, both
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
 """
 
 
@@ -222,3 +240,17 @@ def test_a_hang_on_one_node_is_named_there_and_ends_both(fleetruns: Launchers, t
     assert (first.wait(GONE_SECONDS), second.wait(GONE_SECONDS)) == (137, 137)
     assert "rank 1 hangs: stopped (SIGSTOP)" in second.told
     assert "rank 1 on node 1 (127.0.0.2) failed: hung, stopped (SIGSTOP)" in " ".join(first.told.split())
+
+
+def test_ranks_that_wait_for_each_other_on_all_nodes_are_all_named(fleetruns: Launchers, tmp_path: Path, port: int) -> None:
+    first, second = start_both(fleetruns, tmp_path, port, WAITS, "--hang_timeout=1")
+    assert (first.wait(GONE_SECONDS), second.wait(GONE_SECONDS)) == (137, 137)
+    for rank, run in enumerate((first, second)):
+        assert f"rank {rank} hangs: silent for" in run.told and "in a collective, at step 5" in run.told
+
+
+def test_many_kills_on_both_nodes_cost_one_restart_each(fleetruns: Launchers, tmp_path: Path, port: int) -> None:
+    first, second = start_both(fleetruns, tmp_path, port, DIES_IN_TURN, "--max_restart=8")
+    assert (first.wait(), second.wait()) == (0, 0), first.told + second.told
+    for run in (first, second):
+        assert [f"restarting ({number} of 8)" in run.told for number in range(1, 9)] == [True] * 8

@@ -85,10 +85,8 @@ def strike(fleetruns: Launchers, folder: Path, moment: str, signum: signal.Signa
     reach(run, moment)
     time.sleep(delay_seconds)
     run.send(signum)
-    began = time.monotonic()
-    code = run.wait(10)
-    assert code == EXIT_CODES[signum], (moment, signum, code, run.told)
-    wait_until(lambda: run.left_behind() == [], LEFT_SECONDS + 5 * (signum is signal.SIGINT) - (time.monotonic() - began))
+    wait_until(lambda: not run.is_running() and run.left_behind() == [], LEFT_SECONDS)
+    assert run.wait() == EXIT_CODES[signum], (moment, signum, run.told)
     run_folder = folder / "run_folder"
     assert not (run_folder.exists() and Path(run_folder.read_text() or "nowhere").exists())
     return run

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from fleetx.errors import LaunchError
 from fleetx.launch.guardian import GOODBYE, RUN_ID, kill_run
 from fleetx.launch.signals import catches
 
@@ -132,13 +133,23 @@ class Guardian:
 def guarded(run_id: str) -> Iterator[tuple[Path, Guardian]]:
     """A folder for the run, in memory where possible, and a guardian who knows it before it exists."""
     folder = Path(_memory_folder() or tempfile.gettempdir()) / f"fleetrun_{secrets.token_hex(8)}"
-    guardian = Guardian(run_id, folder)
     try:
-        folder.mkdir(mode=0o700)
+        guardian = Guardian(run_id, folder)
+    except OSError as error:
+        raise LaunchError(f"no further process can be started here: {error}.") from error
+    try:
+        _make_folder(folder)
         yield folder, guardian
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         guardian.dismiss()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise LaunchError(f"the run needs a small folder, which cannot be made: {error}. Set TMPDIR to another place.") from error
 
 
 def _memory_folder() -> str | None:

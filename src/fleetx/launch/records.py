@@ -92,7 +92,7 @@ class Autopsy:
             time_ns=record.get("time_ns") or self._last_words_ns(rank),
             error=record.get("error"),
             where=record.get("where"),
-            step=reached.step if reached is not None else None,
+            step=(reached.step or None) if reached is not None else None,
             hung=hung.get(rank),
         )
 

@@ -7,13 +7,12 @@ to 30 seconds, and a rank blocked in a collective takes them all.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +22,6 @@ import torch
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
@@ -31,6 +29,14 @@ from fleetx.errors import FleetError, LaunchError
 from fleetx.launch import hang
 from fleetx.launch.agreement import End, Job, Phase, first_rank
 from fleetx.launch.control import Chair, Hello, Member
+from fleetx.launch.elastic import (
+    SIGNALS_DEFAULT,
+    SIGNALS_TO_HANDLE,
+    LocalEnvironments,
+    LogsAndEnvironments,
+    silence,
+    without_handlers,
+)
 from fleetx.launch.guardian import RUN_ID, kill_run
 from fleetx.launch.outcome import Failure, Outcome
 from fleetx.launch.processes import Guardian, Workers, guarded
@@ -41,10 +47,8 @@ from fleetx.launch.standing import Standing
 from fleetx.launch.topology import Plan, log_path, shim_arguments, worker_environment
 from fleetx.launch.worker import LAUNCHER_PID
 
-LocalEnvironments = dict[int, dict[str, str]]  # by local rank
 SHIM = Path(__file__).with_name("worker.py")
 ATTEMPT = "FLEETX_ATTEMPT"
-ELASTIC_SIGNALS, ELASTIC_SIGNALS_DEFAULT = "TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 POLL_SECONDS = 0.1
 HANG_POLL_SECONDS = 0.25
 CTRL_C_SECONDS, CTRL_C_REST_SECONDS = 5.0, 1.0
@@ -54,26 +58,6 @@ KILL_SECONDS = 2.0
 
 def count_gpus() -> int:
     return torch.cuda.device_count()
-
-
-def silence_elastic() -> None:
-    """Its warnings and tracebacks repeat, at length, what fleetrun says in a few lines."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-
-
-@contextlib.contextmanager
-def elastic_without_handlers() -> Iterator[None]:
-    """Elastic would install signal handlers that raise wherever the launcher happens to be."""
-    before = os.environ.get(ELASTIC_SIGNALS)
-    os.environ[ELASTIC_SIGNALS] = "none"
-    try:
-        yield
-    finally:
-        del os.environ[ELASTIC_SIGNALS]
-        if before is not None:
-            os.environ[ELASTIC_SIGNALS] = before
 
 
 def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) -> None:
@@ -86,23 +70,6 @@ def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) 
             file.seek(max(0, file.tell() - 1))
             is_amid_line = file.read() not in (b"", b"\n")  # of a rank that was killed
             file.write(b"\n" * is_amid_line + marker.encode())
-
-
-class _LogsAndEnvironments(LogsSpecs):
-    """Elastic asks this for log files just before it starts the workers: the one place to complete their environments."""
-
-    def __init__(self, complete: Callable[[LocalEnvironments], None]) -> None:
-        super().__init__()
-        self._complete = complete
-
-    @property
-    def root_log_dir(self) -> str:
-        return os.devnull
-
-    def reify(self, envs: LocalEnvironments) -> LogsDest:
-        self._complete(envs)
-        console = dict.fromkeys(envs, "")  # worker.py redirects; what goes wrong before that belongs on the console
-        return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict.fromkeys(envs, os.devnull))
 
 
 @dataclass
@@ -150,12 +117,12 @@ class Supervisor(LocalElasticAgent):
             monitor_interval=POLL_SECONDS,
             local_addr=run.plan.nodes.address,
         )
-        super().__init__(spec, _LogsAndEnvironments(self._complete))
+        super().__init__(spec, LogsAndEnvironments(self._complete))
         self._run, self._plan, self._standing = run, run.plan, run.standing
         self._workers: Workers | None = None
         self._job = Job()
         self._records = Records(run.folder, 0)
-        self._elastic_signals = os.environ.get(ELASTIC_SIGNALS, ELASTIC_SIGNALS_DEFAULT)
+        self._elastic_signals = os.environ.get(SIGNALS_TO_HANDLE, SIGNALS_DEFAULT)
         self._stopping: Stopping | None = None
         self._watched: dict[int, hang.Watched] = {}
         self._looked_seconds = 0.0
@@ -187,7 +154,7 @@ class Supervisor(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._records = Records(self._run.folder, self._standing.attempt)
-        with elastic_without_handlers():
+        with without_handlers():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
         processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
@@ -196,8 +163,9 @@ class Supervisor(LocalElasticAgent):
         return pids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
-        if self._workers is None or not self._workers.running():  # else they cannot be killed, and elastic would wait for them
-            super()._shutdown(signal.SIGKILL)
+        if self._workers is not None and self._workers.running() and not self._workers.kill():
+            return  # elastic would wait for them half a minute more
+        super()._shutdown(signal.SIGKILL)
 
     def _construct_event(self, state: str, source: EventSource, *details: object, **more: object) -> Event:
         # Elastic's own asks the name server for this machine's full name, for many seconds where there is none.
@@ -214,7 +182,7 @@ class Supervisor(LocalElasticAgent):
             RUN_ID: self._run.run_id,
             LAUNCHER_PID: str(os.getpid()),
             ATTEMPT: str(attempt),
-            ELASTIC_SIGNALS: self._elastic_signals,
+            SIGNALS_TO_HANDLE: self._elastic_signals,
         }
         cores = len(os.sched_getaffinity(0))
         for local_rank, env in envs.items():
@@ -240,15 +208,14 @@ class Supervisor(LocalElasticAgent):
 
     def _look(self, job: Job) -> bool:
         """Whether there is something to tell the others at once."""
-        assert self._workers is not None
         if self._standing.wants_stacks():
-            self._workers.write_stacks(self._logs(), wake=False)
+            self._started.write_stacks(self._logs(), wake=False)
             self._run.say("the stacks of all ranks are in their logs")
         if self._standing.phase is not Phase.RUNNING:
             return False
         if job.stop_signal is not None and self._stopping is None:
             self._pass_on_stop(signal.Signals(job.stop_signal), job.stop_node)
-        exits = self._workers.exits()
+        exits = self._started.exits()
         if self._is_to_be_ended(exits):
             self._end_attempt({})
             return True
@@ -266,12 +233,11 @@ class Supervisor(LocalElasticAgent):
         return time.monotonic() > self._stopping.limit_seconds or (has_failed and None not in exits.values())
 
     def _pass_on_stop(self, signum: signal.Signals, node: int) -> None:
-        assert self._workers is not None
         self._stopping = Stopping(signum)
         if signum is signal.SIGINT:
             self._stopping.limit_seconds = time.monotonic() + CTRL_C_SECONDS
-            return self._workers.interrupt()
-        self._workers.send(signal.SIGTERM)
+            return self._started.interrupt()
+        self._started.send(signal.SIGTERM)
         where = f" on node {node}" if node != self._standing.node else ""
         self._run.say(f"stopping ({signum.name}{where}); send it again to end at once")
 
@@ -293,23 +259,20 @@ class Supervisor(LocalElasticAgent):
         return True
 
     def _observe(self, rank: int, elapsed_seconds: float) -> hang.Watched:
-        assert self._workers is not None
         local_rank = rank - self._first_rank
-        seen = hang.Sighting(self._records.progress(local_rank), self._workers.status(local_rank))
+        seen = hang.Sighting(self._records.progress(local_rank), self._started.status(local_rank))
         return hang.observe(self._watched.get(rank), seen, elapsed_seconds)
 
     def _end_hung(self, verdict: hang.Hang) -> None:
-        assert self._workers is not None
         for line in hang.tell(verdict, self._watched):
             self._run.say(line)
-        self._workers.write_stacks(self._logs(), wake=True)
+        self._started.write_stacks(self._logs(), wake=True)
         self._end_attempt(verdict.culprits)
 
     def _end_attempt(self, hung: Mapping[int, str]) -> None:
         """Kill what is left: it has nothing to save, and may be blocked in a collective for good."""
-        assert self._workers is not None
-        exits = self._workers.exits()
-        is_gone = self._workers.kill()
+        exits = self._started.exits()
+        is_gone = self._started.kill()
         autopsy = Autopsy(self._records, self._plan.log_dir, self._first_rank)
         self._failures = autopsy.failures(exits, hung)
         if not self._failures:  # all ended well, in the very last moment
@@ -323,9 +286,8 @@ class Supervisor(LocalElasticAgent):
         self._standing.phase, self._standing.cause = Phase.FAILED, cause
 
     def _prepare_restart(self) -> None:
-        assert self._workers is not None
         self._run.say(f"restarting ({self._job.attempt} of {self._plan.max_restart}): {self._job.reason}")
-        if not self._workers.kill():
+        if not self._started.kill():
             raise LaunchError("the ranks of the last attempt cannot be killed: they sleep in the kernel. Restart this machine.")
         self._standing.attempt = self._job.attempt
         self._remaining_restarts = self._plan.max_restart - self._job.attempt
@@ -360,6 +322,11 @@ class Supervisor(LocalElasticAgent):
         self._worker_group.spec.rdzv_handler.shutdown()
 
     @property
+    def _started(self) -> Workers:
+        assert self._workers is not None
+        return self._workers
+
+    @property
     def _first_rank(self) -> int:
         return first_rank(self._standing.party.process_counts, self._standing.node)
 
@@ -390,7 +357,7 @@ def run_workers(
     notice: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Run the plan to its end. `announce` gets the first local rank's environment just before the workers start."""
-    silence_elastic()
+    silence()
     signals, run_id = Signals(), secrets.token_hex(16)
     with signals.noted(), guarded(run_id) as (folder, guardian):
         standing = Standing(signals)
