@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fleetx.errors import StrategyConflict
+from fleetx.launch.worker import is_mendable
 from launchers import USES_PROGRESS, Launchers, launchers, wait_until
 
 REDUCE_AND_DIE = """
@@ -127,6 +129,20 @@ def test_what_cannot_mend_is_not_restarted(fleetruns: Launchers, tmp_path: Path,
     run = fleetruns.start(tmp_path, script, "--nproc_per_node=1", "--max_restart=3")
     assert run.wait() == code
     assert "not restarting: rank 0 failed" in run.told and "restarting (" not in run.told
+
+
+@pytest.mark.parametrize(
+    ("error", "can_mend"),
+    [
+        (StrategyConflict("dgc and lars"), False),
+        (ModuleNotFoundError("no module"), False),
+        (IndentationError("unexpected indent"), False),
+        (ValueError("no such sample"), True),
+        (RuntimeError("connection closed by peer"), True),
+    ],
+)
+def test_errors_of_the_script_itself_cannot_mend(error: Exception, can_mend: bool) -> None:
+    assert is_mendable(error) is can_mend
 
 
 def test_a_stopped_rank_is_named_within_five_seconds_with_the_stacks_of_both(fleetruns: Launchers, tmp_path: Path) -> None:
