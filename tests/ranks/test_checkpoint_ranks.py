@@ -169,7 +169,7 @@ def test_an_object_that_one_rank_cannot_save_is_an_error_on_all(what: str, messa
     assert os.listdir(tmp_path) == []
 
 
-CULPRITS = {"save_file": 1, "record_of": 1, "Manifest": 0}
+CULPRITS = {"apart": 1, "record_of": 1, "Manifest": 0}
 """What fails, and on which rank: the manifest is rank 0's."""
 
 
@@ -675,6 +675,18 @@ def _load_big(rank: int, folder: str) -> Any:
 def test_a_script_that_ends_right_after_a_save_in_the_background_leaves_it_complete(tmp_path: Path) -> None:
     ended = run_script(
         "fleet.save_checkpoint(sys.argv[1], step=1, async_save=True, big=torch.full((5_000_000,), float(rank)))", tmp_path
+    )
+    assert ended == [(0, ""), (0, "")]
+    assert run_ranks(_load_big, 2, str(tmp_path / "runs")) == [(1, [0.0], 5_000_000), (1, [1.0], 5_000_000)]
+
+
+def test_a_script_that_closes_the_process_group_does_not_cut_a_save_short(tmp_path: Path) -> None:
+    ended = run_script(
+        """
+        fleet.save_checkpoint(sys.argv[1], step=1, async_save=True, big=torch.full((5_000_000,), float(rank)))
+        dist.destroy_process_group()
+        """,
+        tmp_path,
     )
     assert ended == [(0, ""), (0, "")]
     assert run_ranks(_load_big, 2, str(tmp_path / "runs")) == [(1, [0.0], 5_000_000), (1, [1.0], 5_000_000)]

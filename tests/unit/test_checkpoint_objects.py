@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,15 @@ def test_a_name_that_is_too_long_is_told_as_the_system_tells_it(tmp_path: Path) 
         fleet.save_checkpoint(tmp_path / ("x" * 300), step=1, n=1)
     with pytest.raises(CheckpointError, match="rank 0 cannot read .*File name too long"):
         fleet.load_checkpoint(tmp_path / ("x" * 300), n=1)
+
+
+def test_all_files_may_be_read_by_those_who_may_read_others_of_this_user(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        path = fleet.save_checkpoint(tmp_path, step=1, model=mlp()).wait()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o644}
 
 
 def test_objects_may_have_any_name(tmp_path: Path) -> None:

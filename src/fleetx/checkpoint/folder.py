@@ -11,8 +11,13 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 _COMPLETE = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.(saving|removing)-\d+-[0-9a-f]{32}")
@@ -81,6 +86,15 @@ def sync_file(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """With the rights that any new file gets: safetensors would let nobody but this user read it."""
+    with open(path, "xb") as file:
+        rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    save_file(dict(tensors), path, metadata=metadata)
+    os.chmod(path, rights)
+    sync_file(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TypeVar, final
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from ..comm import Comm
 from ..errors import CheckpointError
@@ -121,8 +120,7 @@ def _write_share(share: Share, aside: Path, *, rank: int) -> dict[str, FileRecor
 
 def _write_part(part: Snapshot, aside: Path, name: str) -> dict[str, FileRecord]:
     tensors, words = aside / f"{name}.safetensors", aside / f"{name}.json"
-    save_file(apart(part.tensors), tensors)
-    folder.sync_file(tensors)
+    folder.write_tensors(tensors, apart(part.tensors))
     folder.write_text(words, json.dumps({"objects": part.objects, "tensors": sorted(part.tensors)}))
     return {path.name: record_of(path) for path in (tensors, words)}
 
