@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 
 from fleetx import fleet
+from fleetx.checkpoint.load import Reader
 from fleetx.errors import CheckpointError, ConfigError, FleetWarning
 from models import batch, mlp
 
@@ -325,6 +326,16 @@ def test_an_object_that_is_not_asked_for_is_warned_of_and_the_others_are_loaded(
     assert loaded is not None and loaded.values == {"best": 0.5}
     assert told[0].filename == __file__
     torch.testing.assert_close(fresh[0].weight, saved["model"][0].weight.detach(), rtol=0, atol=0)
+
+
+def test_an_object_that_is_not_asked_for_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.save_checkpoint(tmp_path, step=1, model=mlp(), ema=mlp(), number=3, histogram=torch.ones(3))
+    fetch, read = Reader._fetch, []
+    monkeypatch.setattr(Reader, "_fetch", lambda reader, key: read.append(key) or fetch(reader, key))
+    with pytest.warns(FleetWarning, match="also holds model"):
+        loaded = fleet.load_checkpoint(tmp_path, ema=mlp())
+    assert loaded is not None and loaded.values["number"] == 3 and loaded.values["histogram"].tolist() == [1, 1, 1]
+    assert {key.split("/")[0] for key in read} == {"ema", "histogram", "(random numbers)"}
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,10 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def state(self, name: str) -> tuple[str, Any]:
-        entry = self.objects[name]
-        return entry["kind"], decode(entry["state"], self._fetch)
+    def state(self, name: str, *, wanted: bool = True) -> tuple[str, Any]:
+        """Its kind and its state. Values are given back unasked; of what else nobody wants, no tensor is read."""
+        kind, state = self.objects[name]["kind"], self.objects[name]["state"]
+        return kind, decode(state, self._fetch) if wanted or kind == VALUE.name else None
 
     def _fetch(self, key: str) -> Tensor:
         tensor: Tensor = self._where[key].get_tensor(key)
@@ -166,7 +167,7 @@ def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torc
         try:
             reader = stack.enter_context(Reader(path, comm.rank))
             refuse_other_world(reader, comm, allowed=new_world_size)
-            saved = {name: reader.state(name) for name in reader.objects if name != RANDOM}
+            saved = {name: reader.state(name, wanted=name in objects) for name in reader.objects if name != RANDOM}
             check_all(objects, saved)
         except Exception as problem:  # any: the others wait for this rank
             error = problem
