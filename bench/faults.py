@@ -33,7 +33,9 @@ WORKER = Path(__file__).with_name("faults_worker.py")
 MARK = "FLEETX_FAULTS_MARK"
 LIMIT_SECONDS = 120.0
 GONE_SECONDS = 2.0
-VARIANTS: tuple[tuple[str, ...], ...] = ((), ("--merge", "3"), ("--fp16",), ("--merge", "3", "--fp16"))
+VARIANTS: tuple[tuple[str, ...], ...] = (("--merge", "3", "--fp16"), (), ("--merge", "3"), ("--fp16",))
+SPEAKS = {"fleetrun": "fleetrun: ", "torchrun": "torch/distributed/elastic"}
+"""What is in each line of the launcher's own: a rank's last words are not yet a rank that was seen to die."""
 
 
 @dataclass
@@ -145,7 +147,7 @@ def kill_once(launcher: str, ranks: int, variant: tuple[str, ...], out: Path, ch
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     code = job.end(60.0)
-    after = [seconds for seconds, line in job.lines if seconds > killed]
+    after = [seconds for seconds, line in job.lines if seconds > killed and SPEAKS[launcher] in line]
     again = [[s for attempt, _, _, s in job.notes(rank) if attempt > 0] for rank in range(ranks)]
     return {
         "victim": victim,

@@ -36,6 +36,9 @@ class Phase(enum.IntEnum):
     SAVE = 4
 
 
+_PHASES = frozenset(int(phase) for phase in Phase)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     step: int
@@ -58,7 +61,7 @@ def read(path: Path) -> Progress | None:
     if len(data) < RECORD_BYTES:
         return None
     step, phase, since_ns = _RECORD.unpack_from(data)
-    return Progress(step, Phase(phase), since_ns) if since_ns and phase in Phase else None
+    return Progress(step, Phase(phase), since_ns) if since_ns and phase in _PHASES else None
 
 
 class _Record:

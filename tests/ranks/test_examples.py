@@ -75,12 +75,17 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping = blocks("python")
+    printing, looping, saving = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
     assert looped.returncode == 0, looped.stderr
     assert looped.stdout.splitlines()[-1].endswith(" True 0")  # updated; alone, nothing is sent
+    for _ in range(2):  # the second finds the checkpoint of the first, and has nothing left to do
+        saved = run_python("-c", saving, folder=tmp_path)
+        assert saved.returncode == 0, saved.stderr
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-0000000050", "step-0000000100"]
+    assert load_file(tmp_path / "model.safetensors")["weight"].shape == (1, 4)
 
 
 def test_one_worker_and_two_reach_the_same_accuracy(tmp_path: Path) -> None:
@@ -93,6 +98,26 @@ def test_one_worker_and_two_reach_the_same_accuracy(tmp_path: Path) -> None:
     assert load_file(tmp_path / "digits.safetensors")["0.weight"].shape == (32, 1, 3, 3)
     last_lines = {(tmp_path / "log" / f"workerlog.{rank}").read_text().splitlines()[-1].split()[-1] for rank in (0, 1)}
     assert len(last_lines) == 1, "every rank reports the accuracy over all shards"
+
+
+def test_the_resume_example_goes_on_after_sigterm_and_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    command = ["-m", "fleetx.launch", "--nproc_per_node", "2", str(ROOT / "examples" / "resume.py"), "--epochs", "3"]
+    whole = run_python(*command, "--checkpoints", "whole", folder=tmp_path)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as stopped:
+        assert stopped.stdout is not None
+        assert any("epoch 1:" in line for line in stopped.stdout)
+        stopped.terminate()
+        console, told = stopped.communicate(timeout=LIMIT_S)
+    assert stopped.returncode == 143, told
+    assert "weights" not in console
+    again = run_python(*command, folder=tmp_path)
+    assert again.returncode == 0 and "continuing after" in again.stdout
+    assert again.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    assert whole.stdout.splitlines()[-1].startswith("weights ")
 
 
 def test_the_script_before_runs_without_us(tmp_path: Path) -> None:

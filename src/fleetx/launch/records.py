@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,8 +36,8 @@ class Records:
 
     def progress(self, local_rank: int) -> progress.Progress | None:
         try:
-            return _read_progress(self._progress_file(local_rank))
-        except (OSError, ValueError, struct.error):
+            return progress.read(self._progress_file(local_rank))
+        except OSError:
             return None
 
     def failure(self, local_rank: int) -> dict[str, Any]:
@@ -54,12 +53,6 @@ class Records:
 
     def _failure_file(self, local_rank: int) -> Path:
         return self._folder / f"failure.{local_rank}"
-
-
-def _read_progress(path: Path) -> progress.Progress | None:
-    # As progress.read, whose `phase in Phase` is a TypeError before Python 3.12.
-    step, phase, since_ns = struct.unpack("<qqq", path.read_bytes())
-    return progress.Progress(step, progress.Phase(phase), since_ns) if since_ns else None
 
 
 class Autopsy:

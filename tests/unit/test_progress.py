@@ -1,0 +1,54 @@
+"""The record that a launcher reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fleetx import progress
+from fleetx.progress import Phase
+
+TELL = """
+import sys, types
+from fleetx import progress
+assert "torch" not in sys.modules
+progress.at_step(812)
+with progress.during(progress.Phase.WAIT):
+    print("waiting", flush=True)
+    sys.stdin.readline()
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_launcher_reads_step_and_phase_of_a_worker_without_asking(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    progress.make_file(path)
+    assert progress.read(path) is None
+    worker = subprocess.Popen(
+        [sys.executable, "-c", TELL],
+        env={"PYTHONPATH": str(Path(__file__).parents[2] / "src"), progress.PROGRESS_FILE: str(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        assert worker.stdout.readline() == "waiting\n"
+        found = progress.read(path)
+        assert found is not None and (found.step, found.phase) == (812, Phase.WAIT)
+        assert 0 <= found.silent_seconds(time.monotonic_ns()) < 60
+        print(file=worker.stdin, flush=True)
+        assert worker.stdout.readline() == "done\n"
+        after = progress.read(path)
+        assert after is not None and (after.step, after.phase) == (812, Phase.SCRIPT)
+        assert after.since_ns > found.since_ns
+        print(file=worker.stdin, flush=True)
+
+
+def test_a_record_that_is_not_one_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"12")
+    (tmp_path / "strange").write_bytes(b"\x63" * progress.RECORD_BYTES)
+    assert progress.read(tmp_path / "short") is None and progress.read(tmp_path / "strange") is None
