@@ -507,12 +507,12 @@ def test_what_one_rank_alone_saved_is_not_lost_silently_on_another_number_of_ran
 
 
 class Wide(nn.Module):
-    """Three parameters of one shape: mixed up, nothing but the numbers would tell."""
+    """Parameters of one shape: mixed up, nothing but the numbers would tell. Those after c do not train."""
 
     def __init__(self, order: str) -> None:
         super().__init__()
         for name in order:
-            self.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
+            self.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name))), requires_grad=name <= "c"))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.a + x.square() * self.b - x.pow(3) * self.c).sum()
@@ -530,10 +530,16 @@ def _in_another_order(rank: int, folder: str, order: str, steps: range, load: bo
     return {name: param.tolist() for name, param in sorted(model.named_parameters())}
 
 
-def test_parameters_registered_in_another_order_find_their_state_by_name(tmp_path: Path) -> None:
-    whole = run_ranks(_in_another_order, 2, str(tmp_path / "whole"), "abc", range(6), False)
-    run_ranks(_in_another_order, 2, str(tmp_path), "abc", range(3), False)
-    resumed = run_ranks(_in_another_order, 2, str(tmp_path), "cab", range(3, 6), True)
+TWO_FROZEN = pytest.mark.xfail(strict=True, reason="of several frozen parameters, all have the number of the last")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("abc", "cab"), ("abcd", "dcab"), pytest.param("abcde", "edcab", marks=TWO_FROZEN)]
+)
+def test_parameters_registered_in_another_order_find_their_state_by_name(before: str, after: str, tmp_path: Path) -> None:
+    whole = run_ranks(_in_another_order, 2, str(tmp_path / "whole"), before, range(6), False)
+    run_ranks(_in_another_order, 2, str(tmp_path), before, range(3), False)
+    resumed = run_ranks(_in_another_order, 2, str(tmp_path), after, range(3, 6), True)
     assert resumed == whole
 
 

@@ -274,7 +274,17 @@ def make(width: int = 4, kind: type[Optimizer] = torch.optim.SGD) -> dict[str, A
     torch.manual_seed(width)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
     optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    if kind is torch.optim.SGD:
+        optimizer.param_groups[0]["momentum"] = 0.9
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
     return {"model": model, "optimizer": optimizer, "scheduler": schedulers.StepLR(optimizer, 3), "best": 0.5}
+
+
+def reversed_optimizer() -> Optimizer:
+    optimizer = torch.optim.SGD(list(make()["model"].parameters())[::-1], lr=0.1)
+    schedulers.StepLR(optimizer, 3)
+    return optimizer
 
 
 def other(**changes: Any) -> Callable[[], dict[str, Any]]:
@@ -289,6 +299,10 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "fewer parameters": (
         other(optimizer=lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)),
         r"groups of \[4\] parameters, this one of \[1\]",
+    ),
+    "parameters in another order": (
+        other(optimizer=reversed_optimizer),
+        r"`optimizer`: .*: momentum_buffer of parameter 0 \(4, 3\) instead of \(4,\)",
     ),
     "other scheduler": (
         other(scheduler=lambda: schedulers.ExponentialLR(make()["optimizer"], 0.9)),

@@ -93,8 +93,6 @@ class Encoder:
         key = self._seen.get(same) if tensor.numel() else None
         if key is None:
             key = self._seen[same] = self._free_key(path)
-            if tensor.numel() == 1:  # counts as contiguous with any stride, but its bytes can be viewed with stride 1 only
-                tensor = tensor.as_strided(tensor.shape, (1,) * tensor.dim())
             # safetensors has no complex128: a complex tensor travels as pairs of reals.
             self.tensors[key] = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.is_complex():
