@@ -64,10 +64,11 @@ def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
 
 def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
     """What this rank is to write. A rank that could not take its snapshot is heard here, so that all raise."""
-    snapshot, marks, error = None, {}, None
+    snapshot, error = None, None
+    marks: dict[str, dict[str, str]] = {}
     try:
         snapshot = take(objects, device)
-        marks = {"objects": _object_marks(snapshot.objects), "tensors": _tensor_marks(snapshot.tensors)}
+        marks = _marks(snapshot) if comm.size > 1 else {"objects": {}, "tensors": {}}  # alone, nothing differs
     except Exception as problem:  # any: the others wait for this rank
         error = problem
     told = None if error is None else str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
@@ -94,6 +95,10 @@ def _chosen(snapshot: Snapshot, wanted: Callable[[str, str], bool]) -> Snapshot:
         {name: value for name, value in snapshot.objects.items() if wanted("objects", name)},
         {key: value for key, value in snapshot.tensors.items() if wanted("tensors", key)},
     )
+
+
+def _marks(snapshot: Snapshot) -> dict[str, dict[str, str]]:
+    return {"objects": _object_marks(snapshot.objects), "tensors": _tensor_marks(snapshot.tensors)}
 
 
 def _object_marks(objects: Mapping[str, Json]) -> dict[str, str]:
