@@ -21,6 +21,8 @@ from torch import nn
 
 from fleetx import fleet
 from fleetx.checkpoint import save as save_module
+from fleetx.checkpoint.folder import newest_first
+from fleetx.checkpoint.manifest import read_manifest, verify
 from harness import raised, run_ranks
 
 TIME_LIMIT_S = 60.0
@@ -61,6 +63,14 @@ def step_loaded(folder: str | Path) -> int:
     return loaded.step
 
 
+def assert_all_are_whole(folder: Path) -> None:
+    """Also those that were about to be deleted: what looks like a checkpoint is one."""
+    for name in newest_first(folder):
+        manifest = read_manifest(folder / name)
+        for file in manifest.files:
+            verify(folder / name, manifest, file)
+
+
 def leftovers(folder: str | Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.startswith("."))
 
@@ -69,16 +79,17 @@ def leftovers(folder: str | Path) -> list[str]:
 
 
 def _save_for_ever(pipe: Connection, folder: str, first: int, die_at_line: int | None) -> None:
-    """Say the step of every complete save. With a line, die by SIGKILL before that line of the second save is run."""
+    """Say the step of every complete save. With a line, die by SIGKILL before that line of the third save is run."""
     torch.set_num_threads(1)
     fleet.init()
     script, step = Script(), first
     while True:
         script.be_at(step)
-        if die_at_line is not None and step > first:
+        traced = die_at_line is not None and step == first + 2  # the first save that also deletes an old one
+        if traced and die_at_line is not None:
             sys.settrace(_killer(die_at_line))
         fleet.save_checkpoint(folder, step=step, keep=2, number=step, **script.objects())
-        if die_at_line is not None and step > first:
+        if traced:
             sys.settrace(None)
             pipe.send(None)  # it has fewer lines
             return
@@ -137,6 +148,7 @@ def test_after_a_kill_in_any_of_100_random_instants_the_last_complete_checkpoint
         complete = _last_told(pipe, until=0.0) or complete
         found = step_loaded(tmp_path)
         assert found in (complete, complete + 1)  # complete, but killed before it could say so
+        assert_all_are_whole(tmp_path)
         in_a_save += bool(leftovers(tmp_path))
         assert len([name for name in os.listdir(tmp_path) if name.startswith("step-")]) <= 3
         first = found + 1
@@ -149,23 +161,24 @@ def test_after_a_kill_before_every_other_line_of_a_save_the_last_complete_checkp
     while True:
         folder = tmp_path / str(line)
         process, pipe = _victim(folder, 1, die_at_line=line)
-        assert _last_told(pipe) == 1
+        assert (_last_told(pipe), _last_told(pipe)) == (1, 2)
         process.join(TIME_LIMIT_S)
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
+        assert_all_are_whole(folder)
         seen.add(step_loaded(folder))
         _assert_the_next_save_clears(folder)
         line += LINES_APART
-    assert seen == {1, 2}, "the rename lies between the first line and the last"
+    assert seen == {2, 3}, "the rename lies between the first line and the last"
 
 
 def _assert_the_next_save_clears(folder: Path) -> None:
     script = Script()
-    script.be_at(3)
-    fleet.save_checkpoint(folder, step=3, keep=2, number=3, **script.objects())
+    script.be_at(4)
+    fleet.save_checkpoint(folder, step=4, keep=2, number=4, **script.objects())
     assert leftovers(folder) == []
-    assert step_loaded(folder) == 3
+    assert step_loaded(folder) == 4
 
 
 @pytest.mark.usefixtures("alone")

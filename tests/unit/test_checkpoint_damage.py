@@ -154,6 +154,14 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
+def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(folder: Path) -> None:
+    text = (newest(folder) / MANIFEST).read_text()
+    for other in (text + "\n", text.replace(" ", "\t", 1), json.dumps(json.loads(text))):
+        assert json.loads(other) == json.loads(text)
+        (newest(folder) / MANIFEST).write_text(other)
+        assert_refused(folder, MANIFEST)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_bytes_added_at_the_end_are_refused(folder: Path, name: str) -> None:
     with (newest(folder) / name).open("ab") as file:
