@@ -43,6 +43,19 @@ def train():
     dist.barrier()
 train()
 """
+PICKLES_LATE = """
+import atexit, pickle, threading
+class Net: pass
+def save(when):
+    pickle.dumps(Net())
+    print(when)
+def save_when_done():
+    threading.main_thread().join()
+    save("by a thread")
+if __name__ == "__main__":
+    atexit.register(save, "at exit")
+    threading.Thread(target=save_when_done).start()
+"""
 SLEEP = """
 import os, pathlib, sys, time
 path = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
@@ -244,6 +257,38 @@ def test_two_nodes_share_a_log_folder_and_number_their_ranks_node_by_node(folder
     assert "\nrank 0\n" in out0 and "n0·r1| " in out0 and "·r2| " not in out0
     assert "n1·r2| " in out1 and "UserWarning: from 3\n" in out1 and "\nn1·r2| rank 2\n" not in out1
     assert "Start of ranks 2-3 on node 1 of 2." in out1
+
+
+def test_classes_of_the_script_can_be_pickled_after_its_last_line(folder: Path) -> None:
+    write(folder / "train.py", PICKLES_LATE)
+    for how in (["train.py"], ["-m", "train"]):
+        ended = fleetrun("--nproc_per_node", "1", *how)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert (folder / "log" / "workerlog.0").read_text() == "by a thread\nat exit\n"
+
+
+def test_input_is_for_rank_0_and_an_error_keeps_its_further_lines(folder: Path) -> None:
+    write(folder / "train.py", "import sys\ntext = sys.stdin.read()\nprint('read', [text])\nif text: raise OSError('no\\nway')")
+    command = [*COMMAND, "--nproc_per_node", "2", "train.py"]
+    ended = subprocess.run(command, input="yes", capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert (folder / "log" / "workerlog.0").read_text().startswith("read ['yes']\n")
+    assert (folder / "log" / "workerlog.1").read_text() in ("", "read ['']\n")
+    assert ended.returncode == 1
+    assert box(ended.stderr)[1:3] == ["OSError: no", "way"]
+
+
+def test_a_working_folder_that_was_removed_is_told_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(folder / "train.py", "")
+    (folder / "gone").mkdir()
+    os.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    try:
+        assert main([script]) == 66
+    finally:
+        os.chdir(folder)
+    assert capsys.readouterr().err == (
+        "fleetrun: the working folder is gone: No such file or directory. Change to one that exists.\n"
+    )
 
 
 def test_a_console_that_is_gone_ends_no_run(folder: Path) -> None:

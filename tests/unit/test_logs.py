@@ -11,7 +11,7 @@ import pytest
 
 from fleetx.errors import ConfigError
 from fleetx.launch.console import Bare, Prefixed, View
-from fleetx.launch.logs import ConsoleGone, Follower, check_folder, last_lines, start_fresh, write_all
+from fleetx.launch.logs import ConsoleGone, Follower, check_folder, innermost_calls, last_lines, start_fresh, write_all
 
 LIMIT_SECONDS = 30.0
 
@@ -196,3 +196,16 @@ def test_the_last_lines_of_a_long_log_are_harmless_text(tmp_path: Path) -> None:
     log.write_bytes(b"x" * 100_000 + b"\none\n\n  two\x1b[2J\n\xffthree\n")
     assert last_lines(log, 3) == ["one", r"  two\x1b[2J", "�three"]
     assert last_lines(log, 0) == last_lines(tmp_path / "missing", 3) == []
+
+
+def test_the_innermost_calls_are_those_of_the_main_thread_if_a_stack_is_the_last_thing_written(tmp_path: Path) -> None:
+    log = tmp_path / "workerlog.0"
+    heading, calls = (
+        "Thread 0x7f (most recent call first):\n",
+        '  File "a.py", line 3 in wait\n  File "a.py", line 9 in <module>\n',
+    )
+    log.write_text(f'loss 0.5\n{heading}  File "loader.py", line 1 in feed\n\n{heading}{calls}')
+    assert innermost_calls(log, 1) == ['  File "a.py", line 3 in wait']
+    assert innermost_calls(log, 8) == calls.splitlines()
+    log.write_text(f"{heading}{calls}loss 0.4\n")
+    assert innermost_calls(log, 8) == innermost_calls(tmp_path / "missing", 8) == []

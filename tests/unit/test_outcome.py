@@ -22,7 +22,7 @@ from fleetx.launch.outcome import (
 )
 
 SCENE = Scene(Path("log/workerlog.1"), node=0, device="gpu:1")
-RAISED = Failure(1, 1, 9, 1, "ValueError: no such sample", "train.py:7, in train")
+RAISED = Failure(1, 1, 1, "ValueError: no such sample", "train.py:7, in train")
 
 
 def box(*failures: Failure, scene: Scene = SCENE, **others: object) -> list[str]:
@@ -35,33 +35,32 @@ def box(*failures: Failure, scene: Scene = SCENE, **others: object) -> list[str]
 
 
 def test_the_first_exception_is_to_blame_not_the_broken_connections_after_it() -> None:
-    late, first = Failure(0, 1, seen_at=9, time_ns=200), Failure(1, 1, seen_at=9, time_ns=100)
+    late, first = Failure(0, 1, time_ns=200), Failure(1, 1, time_ns=100)
     assert [failure.rank for failure in by_blame([late, first])] == [1, 0]
 
 
 def test_a_killed_rank_is_to_blame_before_its_peers_exceptions() -> None:
-    raised, killed = Failure(0, 1, seen_at=9, time_ns=100), Failure(1, -9, seen_at=9, time_ns=200)
+    raised, killed = Failure(0, 1, time_ns=100), Failure(1, -9, time_ns=200)
     assert by_blame([raised, killed])[0].rank == 1
 
 
 def test_ranks_stopped_by_the_launcher_are_never_to_blame() -> None:
-    terminated, raised = Failure(0, -15, seen_at=9, time_ns=1), Failure(1, 3, seen_at=9, time_ns=100)
-    killed_after_waiting = Failure(2, -9, seen_at=39, time_ns=2)
-    assert by_blame([terminated, raised, killed_after_waiting])[0].rank == 1
+    terminated, raised = Failure(0, -15, time_ns=1), Failure(1, 3, time_ns=100)
+    assert by_blame([terminated, raised])[0].rank == 1
 
 
 @pytest.mark.parametrize(
     ("outcome", "code"),
     [
         (Outcome(), 0),
-        (Outcome((Failure(1, 3, 9, 1), Failure(0, -15, 9, 1))), 3),
-        (Outcome((Failure(1, -9, 9, 1),)), 137),
+        (Outcome((Failure(1, 3, 1), Failure(0, -15, 1))), 3),
+        (Outcome((Failure(1, -9, 1),)), 137),
         (Outcome(stopped_by=signal.SIGINT), 130),
         (Outcome(stopped_by=signal.SIGTERM), 143),
         (Outcome(stopped_by=signal.SIGUSR1), 143),
         (Outcome(stopped_by=signal.SIGHUP), 129),
         (Outcome(elsewhere="rank 3 on node 1 failed."), 1),
-        (Outcome((Failure(0, -9, 9, 1),), elsewhere="rank 3 on node 1 failed.", elsewhere_exit_code=-11), 139),
+        (Outcome((Failure(0, -9, 1),), elsewhere="rank 3 on node 1 failed.", elsewhere_exit_code=-11), 139),
     ],
 )
 def test_the_exit_code_is_that_of_the_cause(outcome: Outcome, code: int) -> None:
@@ -96,7 +95,7 @@ def test_other_ends_need_no_explanation() -> None:
 
 
 def test_an_exception_is_told_with_its_place_its_step_and_its_peers() -> None:
-    others = [Failure(rank, -15, 9, 1) for rank in (0, 2, 3, 5)]
+    others = [Failure(rank, -15, 1) for rank in (0, 2, 3, 5)]
     assert box(dataclasses.replace(RAISED, step=812), *others) == [
         "fleetrun: rank 1 (node 0, gpu:1) failed first: exit code 1",
         "ValueError: no such sample",
@@ -108,7 +107,7 @@ def test_an_exception_is_told_with_its_place_its_step_and_its_peers() -> None:
 
 def test_a_killed_rank_is_told_with_its_last_lines_and_the_restarts_made() -> None:
     scene = dataclasses.replace(SCENE, log_tail=["loading", "x" * 500], max_restart=3, oom_kills_before=0, oom_kills_after=1)
-    first, explained, tip, step, last, loading, long, restarts, log = box(Failure(1, -9, 9, 1, step=4), scene=scene, restarts=3)
+    first, explained, tip, step, last, loading, long, restarts, log = box(Failure(1, -9, 1, step=4), scene=scene, restarts=3)
     assert first == "fleetrun: rank 1 (node 0, gpu:1) failed: killed by SIGKILL (exit code 137)"
     assert "oom_kill rose from 0 to 1" in explained + tip
     assert (step, last, loading) == ("in step 4", "its last lines:", "  | loading")
@@ -117,11 +116,21 @@ def test_a_killed_rank_is_told_with_its_last_lines_and_the_restarts_made() -> No
 
 
 def test_a_hung_rank_is_told_by_how_it_hung() -> None:
-    hung = Failure(1, -9, 9, 1, step=7, hung="silent for 12 s in backward")
-    assert box(hung, Failure(0, -9, 9, 1))[:2] == [
+    hung = Failure(1, -9, 1, step=7, hung="silent for 12 s in backward")
+    assert box(hung, Failure(0, -9, 1))[:2] == [
         "fleetrun: rank 1 (node 0, gpu:1) hung: silent for 12 s in backward (killed, exit code 137)",
         "in step 7",
     ]
+
+
+def test_the_stack_of_a_hung_rank_is_told_from_its_innermost_call_on() -> None:
+    scene = dataclasses.replace(SCENE, log_tail=[f"  File a.py, line {line}" for line in range(40)], is_stack=True)
+    told = box(Failure(1, -9, 1, hung="stopped (SIGSTOP)"), scene=scene)
+    assert told[1:3] == ["where it was, the innermost call first:", "  |   File a.py, line 0"]
+
+
+def test_ranks_that_had_ended_well_are_named_since_others_may_have_waited_for_them() -> None:
+    assert box(RAISED, ended_before=(0, 2))[3:] == ["ended before, with exit code 0: ranks 0, 2", "log: log/workerlog.1"]
 
 
 def test_a_message_of_several_lines_is_cut_sensibly() -> None:
@@ -134,9 +143,7 @@ def test_a_message_of_several_lines_is_cut_sensibly() -> None:
 
 def test_a_failure_elsewhere_is_the_cause_and_ranks_here_are_its_victims() -> None:
     scene = Scene(Path("log"), node=0)
-    told = box(
-        Failure(0, 1, 9, 1), Failure(1, 1, 9, 1), scene=scene, elsewhere="rank 3 on node 1 (10.0.0.2) failed: exit code 1."
-    )
+    told = box(Failure(0, 1, 1), Failure(1, 1, 1), scene=scene, elsewhere="rank 3 on node 1 (10.0.0.2) failed: exit code 1.")
     assert told == ["fleetrun: rank 3 on node 1 (10.0.0.2) failed: exit code 1.", "then ended: ranks 0-1", "log: log"]
     assert box(scene=scene, elsewhere="node 1 (10.0.0.2) is gone.") == ["fleetrun: node 1 (10.0.0.2) is gone.", "log: log"]
 
@@ -144,7 +151,7 @@ def test_a_failure_elsewhere_is_the_cause_and_ranks_here_are_its_victims() -> No
 @pytest.mark.parametrize("text", ["", "x" * 5000, "word " * 2000, "a\nb\n" * 500, "\x1b[2J\r\n\x00" * 300, "字" * 40])
 def test_the_box_holds_whatever_was_said(text: str) -> None:
     scene = Scene(Path(text.replace("\n", "").replace("\0", "")[:300] or "x"), [text] * 100, 0, text[:200], max_restart=3)
-    failures = [Failure(rank, -9 if rank else 1, 9, rank, text, text, 10**9) for rank in range(0, 1024, 2)]
+    failures = [Failure(rank, -9 if rank else 1, rank, text, text, 10**9) for rank in range(0, 1024, 2)]
     for first in (failures[0], dataclasses.replace(failures[0], error=None), dataclasses.replace(failures[0], hung=text)):
         assert "\x1b" not in "".join(box(first, *failures[1:], scene=scene))
 

@@ -127,16 +127,20 @@ class Console:
         blamed = ended.failures[0]
         log = topology.log_path(plan.log_dir, blamed.rank)
         is_on_console = plan.tee == "all" or blamed.rank in plan.tee
+        stack = logs.innermost_calls(log, TAIL_LINES) if blamed.hung is not None else []
+        tail = [] if is_on_console or blamed.error is not None else logs.last_lines(log, TAIL_LINES)
         return dataclasses.replace(
             scene,
             log=log,
-            log_tail=[] if is_on_console or blamed.error is not None else logs.last_lines(log, TAIL_LINES),
+            log_tail=stack or tail,
+            is_stack=bool(stack),
             device=plan.devices[blamed.rank - self.first_rank],
             oom_kills_after=oom.count_kills(),
         )
 
 
 def run(options: argparse.Namespace) -> int:
+    preflight.check_working_folder()
     where = find_nodes(options)
     check_target(options)
     from fleetx.launch import supervise  # late: it imports torch, for which a usage error need not wait
@@ -154,12 +158,19 @@ def run(options: argparse.Namespace) -> int:
     return supervised(plan)
 
 
+def own_terminal() -> str | None:
+    """It has no name here if it belongs to another namespace, as it may in a container."""
+    with contextlib.suppress(OSError):
+        return os.ttyname(1) if os.isatty(1) else None
+    return None
+
+
 def supervised(plan: topology.Plan) -> int:
     """Run the ranks with their output on the console, and say how it ended."""
     from fleetx.launch import supervise
 
     shown = Console(plan)
-    terminal = os.ttyname(1) if os.isatty(1) and console.shows_rank_0_bare(plan) else None
+    terminal = own_terminal() if console.shows_rank_0_bare(plan) else None
     oom_kills = oom.count_kills()
     console_seconds: float | None = STOPPED_CONSOLE_SECONDS
     try:

@@ -17,6 +17,8 @@ from fleetx.launch.topology import log_path, stale_logs
 FOLLOW_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 14
+STACK_HEADING = "(most recent call first):"
+"""Of each thread's stack, as faulthandler writes it; the main thread's is the last."""
 
 
 def check_folder(log_dir: Path) -> None:
@@ -152,10 +154,23 @@ class Follower:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
+    return _tail(path)[-count:] if count > 0 else []
+
+
+def innermost_calls(path: Path, count: int) -> list[str]:
+    """The top of the main thread's stack, where the log ends with one."""
+    lines = _tail(path)
+    headings = [index for index, line in enumerate(lines) if line.endswith(STACK_HEADING)]
+    calls = lines[headings[-1] + 1 :] if headings else []
+    return calls[:count] if all(line.startswith("  ") for line in calls) else []
+
+
+def _tail(path: Path) -> list[str]:
+    """Lines at the end of a log, but for blank ones."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = log.read().decode("utf-8", errors="replace")
     except OSError:  # removed by hand: the failure is worth telling without it
         return []
-    return [escape(line) for line in text.splitlines() if line.strip()][-count:] if count > 0 else []
+    return [escape(line) for line in text.splitlines() if line.strip()]

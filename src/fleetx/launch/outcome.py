@@ -17,7 +17,6 @@ HINTS = {
     signal.SIGSEGV: "A crash in compiled code: an extension, a driver, or a library that does not fit.",
     signal.SIGBUS: "Often a full /dev/shm: data loader workers pass their batches through it.",
 }
-SAME_POLL_SECONDS = 5  # elastic notes whole seconds, and gives peers 30 of them before it kills
 BOX_LINES, BOX_COLUMNS = 15, 100
 ERROR_LINES = 4
 
@@ -28,9 +27,8 @@ class Failure:
 
     rank: int
     exit_code: int  # as Popen gives it: -9 is SIGKILL
-    seen_at: int  # seconds; when elastic noticed
     time_ns: int  # the exception's own time, else that of the rank's last words
-    error: str | None = None
+    error: str | None = None  # its first few lines
     where: str | None = None
     step: int | None = None  # the update it was in
     hung: str | None = None  # why it was killed: "stopped (SIGSTOP)", "silent for 12 s in backward"; the exit code is -9 then
@@ -43,6 +41,7 @@ class Outcome:
     failures: tuple[Failure, ...] = ()  # the one to blame is first
     stopped_by: signal.Signals | None = None
     stopped_at: str | None = None  # where rank 0 stood then
+    ended_before: tuple[int, ...] = ()  # ranks that had ended well, of which the others may not have known
     restarts: int = 0  # made before this end
     elsewhere: str | None = None  # a failure on another node, as one ready sentence
     elsewhere_exit_code: int = 1  # as Popen gives it
@@ -62,6 +61,7 @@ class Scene:
 
     log: Path
     log_tail: Sequence[str] = ()
+    is_stack: bool = False  # the tail: of a rank that hung
     node: int = 0
     device: str = "cpu"
     max_restart: int = 0
@@ -74,15 +74,12 @@ def _shell_code(exit_code: int) -> int:
 
 
 def by_blame(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """The root cause first. Its peers fail too, within one poll: stopped by elastic, or because a connection broke."""
-    seen = list(failures)
-    deadline = min((failure.seen_at for failure in seen), default=0) + SAME_POLL_SECONDS
+    """The root cause first. Its peers fail too, within one poll: asked to stop, or because a connection broke."""
 
     def order(failure: Failure) -> tuple[bool, bool, int]:
-        stopped = failure.exit_code == -signal.SIGTERM or failure.seen_at > deadline
-        return stopped, -failure.exit_code not in CRASHES, 0 if stopped else failure.time_ns
+        return failure.exit_code == -signal.SIGTERM, -failure.exit_code not in CRASHES, failure.time_ns
 
-    return tuple(sorted(seen, key=order))
+    return tuple(sorted(failures, key=order))
 
 
 def describe_exit(exit_code: int) -> str:
@@ -122,6 +119,8 @@ def failure_box(outcome: Outcome, scene: Scene) -> str:
     """At most 15 lines of at most 100 columns: the cause first, the log last."""
     cause = _elsewhere(outcome.elsewhere) if outcome.elsewhere is not None else _first_failure(outcome, scene)
     ending = []
+    if outcome.ended_before:
+        ending += _wrap(f"ended before, with exit code 0: {join_ranks(outcome.ended_before)}", most_lines=1)
     victims = outcome.failures if outcome.elsewhere is not None else outcome.failures[1:]
     if victims:
         ending += _wrap(f"then ended: {join_ranks(failure.rank for failure in victims)}", most_lines=1)
@@ -129,8 +128,17 @@ def failure_box(outcome: Outcome, scene: Scene) -> str:
         ending.append(f"restarts made: {outcome.restarts} of {scene.max_restart}")
     ending += _wrap(f"log: {scene.log}", most_lines=2)
     space = BOX_LINES - 2 - len(cause) - len(ending) - 1
-    tail = [_cut(f"  | {escape(line)}") for line in scene.log_tail[-space:]] if space > 0 else []
-    return _frame([*cause, *(["its last lines:", *tail] if tail else []), *ending])
+    return _frame([*cause, *_excerpt(scene, most_lines=space), *ending])
+
+
+def _excerpt(scene: Scene, *, most_lines: int) -> list[str]:
+    """Of the log: the end, or of a stack the beginning."""
+    if not scene.log_tail or most_lines < 1:
+        return []
+    heading, lines = "its last lines:", scene.log_tail[-most_lines:]
+    if scene.is_stack:
+        heading, lines = "where it was, the innermost call first:", scene.log_tail[:most_lines]
+    return [heading, *(_cut(f"  | {escape(line)}") for line in lines)]
 
 
 def _elsewhere(sentence: str) -> list[str]:

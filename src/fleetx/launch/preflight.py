@@ -27,6 +27,14 @@ class DoesNotCompile(LaunchError):
     """The script is not Python."""
 
 
+def check_working_folder() -> None:
+    """One that was removed leaves relative paths, logs and imports without a place."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise NoInput(f"the working folder is gone: {error.strerror}. Change to one that exists.") from error
+
+
 def check_script(target: str) -> None:
     path = Path(target)
     if path.is_dir():

@@ -18,13 +18,14 @@ import psutil
 
 from fleetx.errors import LaunchError
 from fleetx.launch.guardian import GOODBYE, RUN_ID, kill_run
+from fleetx.launch.logs import STACK_HEADING
 from fleetx.launch.signals import catches
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
-KILL_SECONDS = 5.0
+KILL_SECONDS = 15.0
+"""A killed process is gone at once, but for one that holds much GPU or pinned memory: the kernel frees that first."""
 STACK_SECONDS = 1.0
 LOOK_SECONDS = 0.02
-STACK_MARK = b"(most recent call first):"
 
 
 class Workers:
@@ -90,7 +91,7 @@ def _has_stack(log: Path, size_before: int) -> bool:
     """The main thread is written last; what follows its heading takes a moment, in one piece per frame."""
     with log.open("rb") as file:
         file.seek(size_before)
-        return STACK_MARK in file.read() and time.time() - log.stat().st_mtime > LOOK_SECONDS
+        return STACK_HEADING.encode() in file.read() and time.time() - log.stat().st_mtime > LOOK_SECONDS
 
 
 class Guardian:

@@ -81,7 +81,6 @@ class Autopsy:
         return Failure(
             rank,
             code,
-            seen_at=int(time.time()),
             time_ns=record.get("time_ns") or self._last_words_ns(rank),
             error=record.get("error"),
             where=record.get("where"),
@@ -116,7 +115,7 @@ def failure_words(failure: Failure) -> tuple[str, str]:
     if failure.exit_code < 0:
         killed = f"killed by {_signal_name(-failure.exit_code)}{at_step}"
         return f"was {killed}", killed
-    error = failure.error[:CAUSE_LETTERS] if failure.error is not None else f"exit code {failure.exit_code}"
+    error = failure.error.partition("\n")[0][:CAUSE_LETTERS] if failure.error is not None else f"exit code {failure.exit_code}"
     return f"failed{at_step}: {error}", f"{error}{',' if at_step else ''}{at_step}"
 
 

@@ -127,6 +127,7 @@ class Supervisor(LocalElasticAgent):
         self._watched: dict[int, hang.Watched] = {}
         self._looked_seconds = 0.0
         self._failures: tuple[Failure, ...] = ()
+        self._ended_before: tuple[int, ...] = ()
 
     # What elastic calls
 
@@ -275,6 +276,7 @@ class Supervisor(LocalElasticAgent):
         is_gone = self._started.kill()
         autopsy = Autopsy(self._records, self._plan.log_dir, self._first_rank)
         self._failures = autopsy.failures(exits, hung)
+        self._ended_before = tuple(self._ranks([local_rank for local_rank, code in exits.items() if code == 0]))
         if not self._failures:  # all ended well, in the very last moment
             self._standing.phase = Phase.DONE
             return
@@ -307,7 +309,7 @@ class Supervisor(LocalElasticAgent):
         if self._workers is None:
             raise LaunchError(job.sentence)
         if job.blamed_node == standing.node and self._failures:
-            return Outcome(self._failures, restarts=standing.attempt)
+            return Outcome(self._failures, ended_before=self._ended_before, restarts=standing.attempt)
         return Outcome(self._failures, restarts=standing.attempt, elsewhere=job.sentence, elsewhere_exit_code=job.exit_code)
 
     def close(self, outcome: Outcome | None) -> None:

@@ -14,7 +14,7 @@ from fleetx.launch.topology import Plan, expected_assignment, log_path, worker_a
 SHOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
 SHOWN_IF_SET = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 VALUE_WIDTH = 41
-SECRET = re.compile("TOKEN|KEY|SECRET|PASSW", flags=re.IGNORECASE)
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", flags=re.IGNORECASE)
 
 
 def hide_secret(name: str, value: str) -> str:

@@ -10,20 +10,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib.util
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import time
 import traceback
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 FAILURE_FILE = "FLEETX_FAILURE_FILE"
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 LAUNCHER_GONE = 1
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 LASTING_ERROR = "fleetx.errors.ConfigError"
+MESSAGE_LINES, LINE_LETTERS = 4, 400
 
 
 def die_with_launcher() -> None:
@@ -36,11 +39,16 @@ def die_with_launcher() -> None:
         os._exit(LAUNCHER_GONE)
 
 
-def redirect_output(path: str) -> None:
+def redirect_streams(path: str) -> None:
+    """Output to this rank's log. Input is rank 0's alone: all would read from one place, each a part of it."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+    if os.environ.get("RANK") != "0":
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
 
 
 def run_target(kind: str, target: str, arguments: list[str]) -> None:
@@ -48,10 +56,23 @@ def run_target(kind: str, target: str, arguments: list[str]) -> None:
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(target))
+    # It stays after the last line has run: threads and exit handlers that pickle look for the script's classes there.
+    # The public functions of runpy would put this file back in its place.
+    sys.modules["__main__"] = ModuleType("__main__")
     if kind == "module":
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what `python -m` calls
     else:
-        runpy.run_path(os.path.abspath(target), run_name="__main__")
+        run_script(os.path.abspath(target), sys.modules["__main__"])
+
+
+def run_script(path: str, main: ModuleType) -> None:
+    with open(path, "rb") as file:
+        source = file.read()
+    if source[:4] == importlib.util.MAGIC_NUMBER or pkgutil.get_importer(path) is not None:
+        runpy.run_path(path, run_name="__main__")  # compiled already, or an archive
+        return
+    main.__file__ = path
+    exec(compile(source, path, "exec", dont_inherit=True), vars(main))  # noqa: S102  # it is what we were asked to run
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
@@ -80,11 +101,11 @@ def is_mendable(error: BaseException) -> bool:
 
 def record_failure(error: BaseException) -> None:
     """Tell the launcher what ended this rank, and when: of several failing ranks the first one matters."""
-    said = str(error).strip().splitlines()
+    said = "\n".join(line[:LINE_LETTERS] for line in str(error).strip().splitlines()[:MESSAGE_LINES])
     name = type(error).__qualname__
     record = {
         "time_ns": time.time_ns(),
-        "error": f"{name}: {said[0]}" if said else name,
+        "error": f"{name}: {said}" if said else name,
         "where": innermost_user_frame(error),
         "is_mendable": is_mendable(error),
     }
@@ -95,7 +116,7 @@ def record_failure(error: BaseException) -> None:
 def main(kind: str, target: str, *arguments: str) -> int:
     try:
         die_with_launcher()
-        redirect_output(os.environ["FLEETX_WORKER_LOG"])
+        redirect_streams(os.environ["FLEETX_WORKER_LOG"])
         faulthandler.register(signal.SIGQUIT, file=2)  # all threads' stacks; works also while blocked in a collective
         run_target(kind, target, list(arguments))
     except KeyboardInterrupt as error:  # rank 0's log is on the console: the launcher's one line says where it stood
