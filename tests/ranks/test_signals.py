@@ -149,6 +149,18 @@ def test_a_signal_that_comes_twice_in_a_moment_is_one_request(fleetruns: Launche
     assert run.log(0) == run.log(1) == "saved\n"
 
 
+def test_ranks_that_die_of_the_signal_that_their_launcher_got_too_are_no_failure(fleetruns: Launchers, tmp_path: Path) -> None:
+    script = "import os, pathlib, time\npathlib.Path('up.' + os.environ['RANK']).touch()\ntime.sleep(600)"
+    run = fleetruns.start(tmp_path, script, "--nproc_per_node", "2", "--max_restart", "1")
+    wait_until(lambda: all((tmp_path / f"up.{rank}").exists() for rank in (0, 1)))
+    workers = [process for process in psutil.Process(run.pid).children() if "worker.py" in " ".join(process.cmdline())]
+    for worker in workers:
+        worker.terminate()
+    run.send(signal.SIGTERM)
+    assert run.wait() == 143
+    assert "restarting" not in run.told and "failed" not in run.told
+
+
 def test_after_a_stop_the_first_rank_that_dies_takes_the_others_along(fleetruns: Launchers, tmp_path: Path) -> None:
     run = start_asking(fleetruns, tmp_path, "deaf")
     run.send(signal.SIGTERM)

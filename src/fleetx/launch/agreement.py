@@ -65,7 +65,7 @@ class Job:
     failing_since_seconds: float | None = None  # on node 0's clock
     stop_signal: int | None = None
     stop_node: int = 0
-    all_hang: bool = False  # every rank of every node waits
+    all_hang: bool = False  # every rank of every node waits, or has ended
     end: End | None = None
     blamed_node: int = 0
     sentence: str = ""
@@ -101,7 +101,7 @@ def decide(job: Job, states: Mapping[int, NodeState], *, max_restart: int, now_s
     if job.process_counts and len(current) == len(job.process_counts):
         if all(state.phase is Phase.DONE for state in current.values()):
             return replace(job, end=End.SUCCEEDED)
-        if all(state.all_wait and state.phase is Phase.RUNNING for state in current.values()):
+        if all(state.phase is Phase.DONE or (state.all_wait and state.phase is Phase.RUNNING) for state in current.values()):
             return replace(job, all_hang=True)
     return job
 

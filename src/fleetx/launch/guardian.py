@@ -59,9 +59,9 @@ def kill_run(run_id: str, workers: Collection[int], *, limit_seconds: float) -> 
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > limit:
-            return False
         if empty < EMPTY_SCANS:
+            if time.monotonic() > limit:
+                return False
             time.sleep(SCAN_SECONDS if found else SCAN_SECONDS / EMPTY_SCANS)
     return True
 

@@ -26,10 +26,11 @@ class Signals:
         else:
             self._stops.append((time.monotonic(), signal.Signals(signum)))
 
-    def take_stops(self) -> list[signal.Signals]:
-        """Requests since the last time, in order; those that came within a moment are one, known when the moment is over."""
+    def take_stops(self, *, at_once: bool) -> list[signal.Signals]:
+        """Requests since the last time, in order; those that came within a moment are one, known when the moment is over, or
+        at once."""
         taken = []
-        while self._stops and time.monotonic() > self._stops[0][0] + SAME_REQUEST_SECONDS:
+        while self._stops and (at_once or time.monotonic() > self._stops[0][0] + SAME_REQUEST_SECONDS):
             came_seconds, signum = self._stops.popleft()
             taken.append(signum)
             while self._stops and self._stops[0][0] <= came_seconds + SAME_REQUEST_SECONDS:

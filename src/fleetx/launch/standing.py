@@ -27,7 +27,8 @@ class Standing:
 
     def agree(self) -> Job:
         """Tell how we stand, and learn how the job does. Never waits."""
-        for signum in self._signals.take_stops():
+        # Slurm signals launcher and ranks alike: a rank that has died of it is no failure.
+        for signum in self._signals.take_stops(at_once=self.phase is Phase.FAILED):
             self.is_killed = self.stop_signal is not None
             self.stop_signal = self.stop_signal or signum
         return self.party.exchange(self._state())
