@@ -31,7 +31,8 @@ class FleetOptimizer(Optimizer):
         """The optimizer that changes the parameters: the one given, or the one a strategy put in its place."""
         self.strategy_waiting = strategy_waiting or DistributedStrategy()
         self._bound: Pipeline | None = None
-        self._frozen: dict[str, nn.Parameter] = {}
+        self.frozen: dict[str, nn.Parameter] = {}
+        """The model's parameters that were not trainable when it was distributed."""
         self._zeroes_after_step = False
         self.forward_stage: Any = None
         """Autocast, under amp."""
@@ -39,7 +40,7 @@ class FleetOptimizer(Optimizer):
         super().__setstate__({"defaults": inner.defaults})
 
     def bind(self, pipeline: Pipeline, *, frozen: dict[str, nn.Parameter]) -> None:
-        self._bound, self._frozen = pipeline, frozen
+        self._bound, self.frozen = pipeline, frozen
         self.update = pipeline.stages.update
         self._param_count = sum(len(group["params"]) for group in self.param_groups)
 
@@ -133,7 +134,7 @@ class FleetOptimizer(Optimizer):
 
     def _refuse_changed_parameters(self) -> None:
         """A parameter unfrozen or added later would train alone on each rank."""
-        for name, param in self._frozen.items():
+        for name, param in self.frozen.items():
             if param.requires_grad:
                 raise ConfigError(
                     f"`{name}` was frozen in fleet.distribute(...) and is trainable now. Leave it trainable until then "

@@ -8,16 +8,14 @@ common      the floating buffers after the last update, from which the ranks' ch
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from .errors import CheckpointError
 from .optimizer import FleetOptimizer
+from .optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
 from .pipeline import Pipeline, Window
 
 STAGES = ("backward", "reduce", "average")
@@ -35,7 +33,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
     tail = pipeline.buckets.tail
     gradients = {name: g for bucket in pipeline.buckets for name, g in bucket.gradients().items()} if window.micro_steps else {}
     return {
-        "inner": optimizer.update.state_dict(),
+        "inner": optimizer_state(optimizer.update),
         "names": parameter_names(optimizer),
         "counters": pipeline.counters(),
         "window": {
@@ -52,13 +50,13 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
 def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:
     """Raise if this state is another pair's; nothing is changed."""
     mine, saved = parameter_names(optimizer), state["names"]
-    if sorted(map(str, mine)) != sorted(map(str, saved)):
-        only_saved, only_mine = sorted(set(saved) - set(mine), key=str), sorted(set(mine) - set(saved), key=str)
+    if sorted(mine) != sorted(saved):
+        only_saved, only_mine = sorted(set(saved) - set(mine)), sorted(set(mine) - set(saved))
         raise CheckpointError(
             "the checkpoint's optimizer trains other parameters than this one. "
             f"Only in the checkpoint: {_some(only_saved)}; only here: {_some(only_mine)}."
         )
-    check_plain_state(optimizer.update, _by_our_numbers(state["inner"], saved, mine))
+    check_optimizer_state(optimizer.update, _by_our_numbers(state["inner"], saved, mine))
     merge, done = optimizer.pipeline.stages.merge, state["window"]["micro_steps"]
     if done >= merge.micro_steps:
         raise CheckpointError(
@@ -77,7 +75,7 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
 @torch.no_grad()
 def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:
     pipeline, window = optimizer.pipeline, state["window"]
-    load_plain_state(optimizer.update, _by_our_numbers(state["inner"], state["names"], parameter_names(optimizer)))
+    load_optimizer_state(optimizer.update, _by_our_numbers(state["inner"], state["names"], parameter_names(optimizer)))
     pipeline.load_counters(state["counters"])
     device = next(iter(pipeline.buckets)).flat.device
     pipeline.window = Window(
@@ -97,10 +95,12 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         pipeline.buckets.tail.resume(state["common"])
 
 
-def parameter_names(optimizer: FleetOptimizer) -> list[str | None]:
-    """In the order by which the optimizer's state dict numbers its parameters; None for a frozen one."""
+def parameter_names(optimizer: FleetOptimizer) -> list[str]:
+    """In the order by which the optimizer's state dict numbers its parameters."""
     known = {id(p): name for bucket in optimizer.pipeline.buckets for name, p in zip(bucket.names, bucket.params, strict=True)}
-    return [known.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+    known |= {id(p): name for name, p in optimizer.frozen.items()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [known.get(id(p), f"(number {number}, frozen, outside the model)") for number, p in enumerate(params)]
 
 
 def _stage_state(pipeline: Pipeline, name: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _stage_state(pipeline: Pipeline, name: str) -> dict[str, Any]:
     return {} if stage is None else dict(stage.state_dict())
 
 
-def _by_our_numbers(inner: Mapping[str, Any], saved: list[str | None], mine: list[str | None]) -> dict[str, Any]:
+def _by_our_numbers(inner: Mapping[str, Any], saved: list[str], mine: list[str]) -> dict[str, Any]:
     """The same state with parameters numbered as in this run. The name is what tells them: two of one shape mix silently."""
     if saved == mine:
         return dict(inner)
@@ -124,38 +124,5 @@ def _by_our_numbers(inner: Mapping[str, Any], saved: list[str | None], mine: lis
     return {**inner, "state": {to_ours[old]: value for old, value in inner["state"].items()}, "param_groups": groups}
 
 
-def _some(names: list[Any]) -> str:
-    return ", ".join(str(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
-
-
-# --- a plain torch optimizer ----------------------------------------------------------------------------------------
-
-
-def check_plain_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    mine, saved = optimizer.param_groups, state["param_groups"]
-    if [len(group["params"]) for group in mine] != [len(group["params"]) for group in saved]:
-        raise CheckpointError(
-            f"the checkpoint's optimizer has groups of {[len(g['params']) for g in saved]} parameters, this one of "
-            f"{[len(g['params']) for g in mine]}. Build the optimizer as in the run that saved."
-        )
-    foreign = sorted({key for group in saved for key in group} ^ {key for group in mine for key in group})
-    if foreign:
-        raise CheckpointError(
-            f"the checkpoint was saved by another kind of optimizer than {type(optimizer).__name__}: only one of them has the "
-            f"settings {', '.join(foreign)}."
-        )
-
-
-def load_plain_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
-    groups = list(optimizer.param_groups)
-    optimizer.load_state_dict(copy.copy(dict(state)))
-    for old, new in zip(groups, optimizer.param_groups, strict=True):
-        old.update(new)
-    optimizer.param_groups[:] = groups  # the very dicts that schedulers and the user hold
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, saved in state["state"].items():
-        mine = optimizer.state[params[number]]
-        for key, value in saved.items():
-            if isinstance(value, Tensor) and isinstance(mine.get(key), Tensor) and mine[key].dtype != value.dtype:
-                mine[key] = value.to(mine[key].device)
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"

@@ -125,9 +125,13 @@ def _first_half(rank: int, name: str | None, folder: str, in_background: bool) -
     run = Run(rank, name, seed=1)
     run.train(STOP_AFTER)
     assert run.optimizer.pipeline.window.micro_steps == STOP_AFTER % 3
-    fleet.save_checkpoint(folder, step=STOP_AFTER, async_save=in_background, done=run.done, losses=run.losses, **run.objects())
+    assert len(run.optimizer.pipeline.buckets) >= 4
+    saving = fleet.save_checkpoint(
+        folder, step=STOP_AFTER, async_save=in_background, done=run.done, losses=run.losses, **run.objects()
+    )
     if in_background:
         run.train(MICRO_STEPS)  # what is saved is what was then, whatever happens meanwhile
+    saving.wait()
 
 
 def _second_half(rank: int, name: str | None, folder: str, until: int) -> dict[str, str]:

@@ -100,9 +100,6 @@ def test_state_kept_wider_than_its_parameter_is_put_back_as_wide(tmp_path: Path)
     torch.testing.assert_close(fresh.state[model.weight]["momentum_buffer"], torch.full((2, 2), 1 + 2.0**-20), rtol=0, atol=0)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=CheckpointError, reason="what a scheduler adds to the groups is taken for another optimizer's"
-)
 def test_an_optimizer_is_loaded_before_its_scheduler_is_built(tmp_path: Path) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -421,3 +418,17 @@ def test_objects_may_have_any_name(tmp_path: Path) -> None:
     loaded = fleet.load_checkpoint(tmp_path, **dict.fromkeys(names))
     assert loaded is not None
     assert {name: value.item() for name, value in loaded.values.items()} == {name: i for i, name in enumerate(names)}
+
+
+def test_adams_state_is_not_taken_for_adamws_though_it_looks_the_same(tmp_path: Path) -> None:
+    fleet.save_checkpoint(tmp_path, step=1, **make(kind=torch.optim.Adam))
+    with pytest.raises(CheckpointError, match="by another kind of optimizer than AdamW: by Adam"):
+        fleet.load_checkpoint(tmp_path, **make(kind=torch.optim.AdamW))
+
+
+def test_a_new_run_in_the_folder_of_a_longer_one_is_warned_once(tmp_path: Path) -> None:
+    fleet.save_checkpoint(tmp_path, step=90, best=1.0)
+    with pytest.warns(FleetWarning, match="holds step-0000000090, later than the step 10 that is saved now") as told:
+        fleet.save_checkpoint(tmp_path, step=10, best=0.1)
+    assert told[0].filename == __file__
+    fleet.save_checkpoint(tmp_path, step=20, best=0.2)

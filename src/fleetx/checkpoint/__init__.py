@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn
 
 from .. import progress, world
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, FleetWarning
 from ..optimizer import FleetOptimizer
 from ..progress import Phase
+from .folder import newest_first, step_of
 from .load import Loaded, find, load_into
 from .model_file import write_model
 from .save import Saving, on_first, write_checkpoint
@@ -24,6 +26,8 @@ __all__ = ["Loaded", "Saving", "load_checkpoint", "save_checkpoint", "save_model
 
 _last: Saving | None = None
 """The save that may still be under way in the background."""
+_known: set[Path] = set()
+"""Folders that load_checkpoint has looked at, or that a warning was given of."""
 _background: tuple[Comm, Comm] | None = None
 """The world's communicator, and the one made beside it for the background."""
 
@@ -49,6 +53,8 @@ def save_checkpoint(
         saving = Saving(write, in_background=async_save)
     global _last
     _last = saving if async_save else None
+    if here.comm.rank == 0:
+        _warn_of_later_steps(path, step)  # after the last collective: a warning may have been made an error
     return saving
 
 
@@ -60,7 +66,9 @@ def load_checkpoint(directory: str | os.PathLike[str], *, new_world_size: bool =
     """
     here = world.current()
     _finish_last(here.comm)
-    found = find(Path(os.path.abspath(directory)), here.comm)
+    path = Path(os.path.abspath(directory))
+    _known.add(path)
+    found = find(path, here.comm)
     if found is None:
         return None
     return load_into(found, objects, here.comm, here.device, new_world_size=new_world_size)
@@ -95,6 +103,19 @@ def _check_save(directory: object, step: object, keep: object, objects: dict[str
         raise ConfigError(f"save_checkpoint: the directory is {directory!r}; it must be a path.")
     if not objects:
         raise ConfigError("save_checkpoint was given nothing to save. Write save_checkpoint(dir, step=step, model=model, ...).")
+
+
+def _warn_of_later_steps(directory: Path, step: int) -> None:
+    """A new run in the folder of an old one, which it has not looked at: later it would go on from the old one's end."""
+    later = [name for name in newest_first(directory) if (step_of(name) or 0) > step] if directory not in _known else []
+    if later:
+        _known.add(directory)
+        warnings.warn(
+            f"{directory} holds {later[0]}, later than the step {step} that is saved now: load_checkpoint would take that one. "
+            "Give each run a folder of its own, or delete what is not wanted.",
+            FleetWarning,
+            stacklevel=3,
+        )
 
 
 def _finish_last(comm: Comm) -> None:

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CheckpointError, did_you_mean
 from ..optimizer import FleetOptimizer
-from ..resume import check_plain_state, check_training_state, load_plain_state, load_training_state, training_state
+from ..optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
+from ..resume import check_training_state, load_training_state, training_state
 from ..sampler import FleetSampler
 
 
@@ -49,28 +50,6 @@ def check_all(targets: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) 
             kind.check(target, state)
         except CheckpointError as error:
             raise CheckpointError(f"`{name}`: {error}") from None
-
-
-def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """torch loads state of any shape, and fails in the next step or, worse, broadcasts. It tells parameters by number alone."""
-    check_plain_state(optimizer, state)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    wrong = [
-        f"{key} of parameter {number} {tuple(value.shape)} instead of {tuple(params[number].shape)}"
-        for number, held in state["state"].items()
-        for key, value in held.items()
-        if key in _SHAPED_AS_THE_PARAMETER and isinstance(value, Tensor) and value.shape != params[number].shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"the checkpoint's optimizer has parameters of other shapes, or in another order: {_listed(wrong)}."
-        )
-
-
-_SHAPED_AS_THE_PARAMETER = frozenset(
-    "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev ax".split()
-)
-"""In torch's own optimizers. Others may be factored, flattened or single numbers."""
 
 
 def check_scheduler(target: Any, state: Any) -> None:
@@ -177,7 +156,7 @@ KINDS = (
         load_training_state,
         check_training_state,
     ),
-    Kind("an optimizer", lambda v: isinstance(v, Optimizer), lambda v: v.state_dict(), load_plain_state, check_optimizer),
+    Kind("an optimizer", lambda v: isinstance(v, Optimizer), optimizer_state, load_optimizer_state, check_optimizer_state),
 )
 
 

@@ -1,0 +1,68 @@
+"""The state of a plain torch optimizer: taken, checked, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import CheckpointError
+
+CLASS = "class"
+SHAPED_AS_THE_PARAMETER = frozenset(
+    "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev ax".split()
+)
+"""In torch's own optimizers. Others may be factored, flattened or single numbers."""
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict and the class: Adam's state looks like AdamW's, and would silently turn one into the other."""
+    return {CLASS: type(optimizer).__name__, **optimizer.state_dict()}
+
+
+def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise if this state is another optimizer's; nothing is changed."""
+    if state[CLASS] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint was saved by another kind of optimizer than {type(optimizer).__name__}: by {state[CLASS]}."
+        )
+    mine, saved = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    if mine != saved:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {saved} parameters, this one of {mine}. "
+            "Build the optimizer as in the run that saved."
+        )
+    _check_shapes(optimizer, state)
+
+
+def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """torch loads state of any shape, and fails in the next step or, worse, broadcasts. It tells parameters by number alone."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    wrong = [
+        f"{key} of parameter {number} {tuple(value.shape)} instead of {tuple(params[number].shape)}"
+        for number, held in state["state"].items()
+        for key, value in held.items()
+        if key in SHAPED_AS_THE_PARAMETER and isinstance(value, Tensor) and value.shape != params[number].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint's optimizer has parameters of other shapes, or in another order: {', '.join(wrong[:5])}{more}."
+        )
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict({key: value for key, value in state.items() if key != CLASS})
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        old.update(new)
+    optimizer.param_groups[:] = groups  # the very dicts that schedulers and the user hold
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, saved in state["state"].items():
+        mine = optimizer.state[params[number]]
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(mine.get(key), Tensor) and mine[key].dtype != value.dtype:
+                mine[key] = value.to(mine[key].device)
