@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -14,10 +16,14 @@ import pytest
 
 from fleetx.errors import LaunchError
 from fleetx.launch import rendezvous
+from fleetx.launch.agreement import End, NodeState, Phase
+from fleetx.launch.control import Chair, Hello, Member
 from launchers import USES_PROGRESS, Launcher, Launchers, launchers, wait_until
 
 INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.2", "fe80::1"], "eth1": ["10.1.0.2"]}
 GONE_SECONDS = 8.0
+HELLO = Hello(job_id="a", node_count=2, max_restart=0, process_count=1, address="127.0.0.1", rank=0)
+READY = NodeState(0, Phase.READY)
 
 REDUCE = """
 import os, pathlib, signal, time
@@ -129,6 +135,29 @@ def test_a_busy_port_is_refused_with_the_process_that_holds_it() -> None:
         with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is held by .* \\(process {os.getpid()}\\)"):
             rendezvous.listen_on("127.0.0.1", port)
         assert time.monotonic() - began < 1.0
+
+
+def test_a_node_that_joins_and_then_says_nonsense_counts_as_gone() -> None:
+    listener = rendezvous.listen_on("127.0.0.1")
+    chair = Chair(HELLO, "run", lambda: 1, print, listener)
+    try:
+        with socket.create_connection(listener.getsockname()) as node:
+            node.sendall(json.dumps(asdict(replace(HELLO, rank=1))).encode() + b'\n"nonsense"\n')
+            wait_until(lambda: chair.exchange(READY).end is End.FAILED)
+        assert "node 1 (127.0.0.1) is gone" in chair.exchange(READY).sentence
+    finally:
+        chair.close(READY, limit_seconds=0.0)
+
+
+def test_a_node_0_that_answers_with_nonsense_ends_the_others() -> None:
+    with rendezvous.listen_on("127.0.0.1") as listener:
+        member = Member(replace(HELLO, rank=1), "127.0.0.1", listener.getsockname()[1], print)
+        member.exchange(READY)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b'1\n"nonsense"\n')
+            wait_until(lambda: member.exchange(READY).end is End.FAILED)
+    assert "node 0 (127.0.0.1) is gone" in member.exchange(READY).sentence
 
 
 def test_on_a_single_node_nothing_listens_beyond_loopback(fleetruns: Launchers, tmp_path: Path) -> None:
