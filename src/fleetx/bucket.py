@@ -95,6 +95,11 @@ class Bucket:
         self.closed = False
         """Handed to the reducer: nothing may be added."""
 
+    def aim(self, factor: float) -> None:
+        """The window closes with what is to come. What an earlier backward made true, it did by another factor."""
+        self.factor = factor
+        self._true_already.clear()
+
     def take(self, i: int) -> None:
         """Copy a large gradient while it is warm, and let its memory go."""
         grad, view = self.params[i].grad, self.views[i]
@@ -178,7 +183,6 @@ class Bucket:
         """A backward of ours begins."""
         self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), self.touched, False
         self._small_are_zero = False
-        self._true_already.clear()
         if not reduces:
             self.factor = 1.0
         if self.keeps:

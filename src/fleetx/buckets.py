@@ -116,7 +116,7 @@ class Buckets:
         self._start, self._alarms = start, alarms
         self._launched = 0
         for bucket in self._buckets:
-            bucket.factor = factor
+            bucket.aim(factor)
         self._pending = []
 
     def expect(self, *, reduces: bool) -> None:

@@ -1166,6 +1166,39 @@ def test_flush_closes_a_window_with_the_mean_of_what_it_has(spelling: str) -> No
         assert seen == [no, no, no, yes, no, no, no, yes, no, no]
 
 
+def _large_gradients(rank: int, loop: str) -> Tensor:
+    """A gradient of a mebibyte is made true while it is copied, once its window is about to close: not by an earlier factor."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(8, 2**14, dtype=torch.float64)
+    merged = 1 if loop == "a bare backward after ours" else 3
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": merged})
+    model, optimizer = fleet.distribute(model, sgd(model), strategy)
+    losses = (model(rows_of(rank, step)[0]).square().mean() for step in range(2))
+    optimizer.minimize(next(losses))
+    if loop == "flushed after one of three":
+        optimizer.flush()
+        optimizer.minimize(next(losses))
+        optimizer.flush()
+    else:
+        next(losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("loop", ["a bare backward after ours", "flushed after one of three"])
+def test_large_gradients_are_true_ones_however_a_window_closes(loop: str) -> None:
+    ranks = run_ranks(_large_gradients, 2, loop)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2**14, dtype=torch.float64)
+    optimizer = sgd(model)
+    for step in range(2):
+        model(joined_rows(step)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_trained_alike(ranks, weights(model))
+
+
 def _reports(rank: int) -> list[tuple[bool, float, Report]]:
     model = net()
     strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
