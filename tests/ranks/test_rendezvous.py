@@ -117,7 +117,7 @@ def test_the_ranks_sockets_stay_on_the_interface_of_their_node() -> None:
     assert variables("10.1.0.2", is_only_node=False) == {"GLOO_SOCKET_IFNAME": "eth1"}
     assert variables("127.0.0.2", is_only_node=False) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert variables("192.168.0.7", is_only_node=False) == {}
-    assert variables("127.0.0.1", is_only_node=True, NCCL_SOCKET_IFNAME="eth0") == {}
+    assert variables("127.0.0.1", is_only_node=True, NCCL_SOCKET_IFNAME="eth0") == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_a_store_listens_on_its_address_only() -> None:

@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from fleetx import progress
+from fleetx import progress, stopping
+from fleetx.launch import worker
 from fleetx.progress import Phase
 
 TELL = """
@@ -27,25 +28,30 @@ def test_a_launcher_reads_step_and_phase_of_a_worker_without_asking(tmp_path: Pa
     path = tmp_path / "record"
     progress.make_file(path)
     assert progress.read(path) is None
-    worker = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", TELL],
         env={"PYTHONPATH": str(Path(__file__).parents[2] / "src"), progress.PROGRESS_FILE: str(path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    with worker:
-        assert worker.stdin is not None and worker.stdout is not None
-        assert worker.stdout.readline() == "waiting\n"
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
         found = progress.read(path)
         assert found is not None and (found.step, found.phase) == (812, Phase.WAIT)
         assert 0 <= found.silent_seconds(time.monotonic_ns()) < 60
-        print(file=worker.stdin, flush=True)
-        assert worker.stdout.readline() == "done\n"
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "done\n"
         after = progress.read(path)
         assert after is not None and (after.step, after.phase) == (812, Phase.SCRIPT)
         assert after.since_ns > found.since_ns
-        print(file=worker.stdin, flush=True)
+        print(file=process.stdin, flush=True)
+
+
+def test_the_worker_and_the_library_mean_the_same_variable() -> None:
+    """worker.py imports nothing of the library, and so has names of its own."""
+    assert worker.LAUNCHER_PID == stopping.LAUNCHER_PID
 
 
 def test_a_record_that_is_not_one_says_nothing(tmp_path: Path) -> None:

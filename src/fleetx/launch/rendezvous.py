@@ -34,14 +34,13 @@ def interface_of(address: str, interfaces: Mapping[str, list[str]]) -> str | Non
 def socket_variables(
     address: str, *, is_only_node: bool, interfaces: Mapping[str, list[str]], inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables that keep the ranks' own sockets on this address; none where the user has chosen.
+    """Variables that keep the ranks' own sockets on this address; one that the user has set stays.
 
     Without them gloo listens on whatever this machine's host name resolves to. Between nodes NCCL is left to find the
     fastest network by itself."""
     name = interface_of(address, interfaces) or (interface_of("127.0.0.1", interfaces) if address.startswith("127.") else None)
-    if name is None or any(variable in inherited for variable in IFNAMES):
-        return {}
-    return dict.fromkeys(IFNAMES if is_only_node else IFNAMES[:1], name)
+    wanted = IFNAMES if is_only_node else IFNAMES[:1]
+    return {variable: name for variable in wanted if variable not in inherited} if name is not None else {}
 
 
 def own_interfaces() -> dict[str, list[str]]:

@@ -51,7 +51,7 @@ SHIM = Path(__file__).with_name("worker.py")
 ATTEMPT = "FLEETX_ATTEMPT"
 POLL_SECONDS = 0.1
 HANG_POLL_SECONDS = 0.25
-CTRL_C_SECONDS, CTRL_C_REST_SECONDS = 5.0, 1.0
+CTRL_C_SECONDS, REST_SECONDS = 5.0, 1.0
 EXIT_SECONDS, STOPPED_EXIT_SECONDS = 5.0, 1.0
 KILL_SECONDS = 2.0
 
@@ -74,15 +74,15 @@ def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) 
 
 @dataclass
 class Stopping:
-    """A request to stop that was passed on to the workers. After Ctrl-C they have a few seconds, else all the time."""
+    """A request to stop that was passed on to the workers. After Ctrl-C they have a few seconds, else all the time.
+
+    When one has ended of it, the others have a moment more: they may wait for it in a collective, or be about to end too."""
 
     signum: signal.Signals
     limit_seconds: float = float("inf")  # on the clock
 
     def note_end(self) -> None:
-        """One worker has ended."""
-        if self.signum is signal.SIGINT:
-            self.limit_seconds = min(self.limit_seconds, time.monotonic() + CTRL_C_REST_SECONDS)
+        self.limit_seconds = min(self.limit_seconds, time.monotonic() + REST_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,10 @@ class Supervisor(LocalElasticAgent):
 
     def _is_to_be_ended(self, exits: Mapping[int, int | None]) -> bool:
         has_failed = any(code not in (None, 0) for code in exits.values())
-        if self._stopping is None or self._stopping.signum is not signal.SIGINT:
+        if self._stopping is None:
             return has_failed
-        if any(code is not None for code in exits.values()):
+        # Ended well after a polite request, a rank has left its loop with all the others, and may be ahead in what follows.
+        if has_failed or (self._stopping.signum is signal.SIGINT and any(code is not None for code in exits.values())):
             self._stopping.note_end()
         return time.monotonic() > self._stopping.limit_seconds or (has_failed and None not in exits.values())
 
