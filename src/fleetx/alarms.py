@@ -55,6 +55,10 @@ class AlarmReader:
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
+    def forget(self) -> None:
+        """A checkpoint was loaded: what was sent is of a window before."""
+        self._arrived = None
+
     def sent_before(self) -> Alarms | None:
         """Those sent last, if they have not been read yet."""
         if self._arrived is None or self._host is None:

@@ -35,6 +35,9 @@ class PlainBackward:
     def scale(self) -> float:
         return 1.0
 
+    def expects_overflow(self) -> bool:
+        return False
+
     def settle(self, *, finite: bool) -> None:
         return None
 

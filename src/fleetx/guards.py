@@ -7,6 +7,7 @@ RankCheck        every so many updates a fingerprint of the model is compared; a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, TypeAlias, final
 
 import torch
@@ -16,7 +17,7 @@ from .buckets import Buckets
 from .comm import Comm
 from .digest import fingerprint
 from .errors import FleetError, FleetWarning
-from .tail import Tail
+from .tail import Tail, buffer_of, sort_buffers
 
 OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
 
@@ -28,16 +29,12 @@ class NonFiniteGuard:
     def __init__(self, mode: OnNanInf, model: nn.Module, buckets: Buckets, comm: Comm, *, may_skip: bool) -> None:
         self.mode, self._buckets, self._comm = mode, buckets, comm
         self._warned = False
-        owners = [(m, key) for m in model.modules() for key, b in m._buffers.items() if b is not None and b.is_floating_point()]
-        self._owners: list[tuple[nn.Module, str]] = owners if may_skip else []
-        self._good = [self._get(owner).clone() for owner in self._owners]
+        self._owners = sort_buffers(model).floats if may_skip else {}
+        self._good = [buffer.clone() for buffer in self._present()]
         """Floating buffers after the last update: a NaN that passed a BatchNorm is in its statistics, update or not."""
 
-    @staticmethod
-    def _get(owner: tuple[nn.Module, str]) -> Tensor:
-        buffer = owner[0]._buffers[owner[1]]
-        assert buffer is not None
-        return buffer
+    def _present(self) -> list[Tensor]:
+        return [buffer_of(owner) for owner in self._owners.values()]
 
     def refuse(self, step: int, losses: list[Tensor]) -> NoReturn:
         """Every rank is here: the answer came from what all of them reduced."""
@@ -69,19 +66,30 @@ class NonFiniteGuard:
             )
 
     @torch.no_grad()
-    def remember_buffers(self) -> None:
-        if self._owners:
-            torch._foreach_copy_(self._good, [self._get(owner) for owner in self._owners])
+    def settle_buffers(self, *, finite: bool) -> None:
+        """At an update boundary. Buffers are equal on all ranks by now, and so is what is put back."""
+        if not self._owners:
+            return
+        buffers = self._present()
+        if not finite:
+            for buffer, good in zip(buffers, self._good, strict=True):
+                if buffer.shape == good.shape and not bool(buffer.isfinite().all()):
+                    buffer.copy_(good)
+            if self._buckets.tail is not None:
+                self._buckets.tail.resume(None)
+        try:
+            torch._foreach_copy_(self._good, buffers)
+        except RuntimeError:  # a module put a buffer of another shape in place
+            self._good = [buffer.clone() for buffer in buffers]
 
-    @torch.no_grad()
-    def restore_buffers(self) -> None:
-        """After a skip. Buffers are equal on all ranks by now, and so is what is put back."""
-        for owner, good in zip(self._owners, self._good, strict=True):
-            buffer = self._get(owner)
-            if not bool(buffer.isfinite().all()):
-                buffer.copy_(good)
-        if self._owners and self._buckets.tail is not None:
-            self._buckets.tail.resume(None)
+    def good(self) -> dict[str, Tensor] | None:
+        """The floating buffers after the last update; None where no update is ever skipped."""
+        return dict(zip(self._owners, self._good, strict=True)) if self._owners else None
+
+    def resume(self, good: Mapping[str, Tensor] | None) -> None:
+        """Continue from these; None: from what the buffers hold now."""
+        named = zip(self._owners, self._present(), strict=True)
+        self._good = [buffer.clone() if good is None else good[name].to(buffer).clone() for name, buffer in named]
 
 
 @final
@@ -93,6 +101,10 @@ class RankCheck:
         self._model = model
         self._left_out = tail.watched() if tail is not None else set()
         self._pending: tuple[int, Tensor, Any] | None = None
+
+    def forget(self) -> None:
+        """A checkpoint was loaded: what was under way is of the weights before."""
+        self._pending = None
 
     def after_update(self, index: int) -> None:
         if self._comm.size == 1 or self._every == 0:

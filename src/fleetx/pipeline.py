@@ -160,8 +160,21 @@ class Pipeline:
         }
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self._alarms.forget()
+        self._checks.ranks.forget()
         self.index, self.skipped = int(counters["index"]), int(counters["skipped"])
         self._usual_weight, self._last_total = float(counters["usual_weight"]), float(counters["last_total"])
+
+    def common_buffers(self) -> dict[str, Tensor] | None:
+        """The floating buffers after the last update: from them the ranks' changes are averaged, to them a skip goes back."""
+        tail = self.buckets.tail
+        return self._checks.finite.good() if tail is None else tail.common()
+
+    def load_common_buffers(self, common: Mapping[str, Tensor] | None) -> None:
+        """None: they are what the buffers hold now."""
+        if self.buckets.tail is not None:
+            self.buckets.tail.resume(common)
+        self._checks.finite.resume(common)
 
     def _agree_to_flush(self) -> None:
         """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
@@ -176,6 +189,7 @@ class Pipeline:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
         if self.window.closed:
             self.index += 1
+            self._checks.finite.settle_buffers(finite=self._finite)
         if self.window.closed or self.window.broken:
             self.window = Window()
         if self.window.micro_steps == 0:
@@ -194,9 +208,9 @@ class Pipeline:
             if self.stages.clip is not None and self._grad_norm is not None:
                 self.stages.clip(self.buckets.flats, self._grad_norm)
             self.stages.update.step()
-            self._checks.finite.remember_buffers()
         else:
             self._skip()
+        self._checks.finite.settle_buffers(finite=finite)
         scale = self.stages.backward.scale()
         self.stages.backward.settle(finite=finite)
         if self.stages.average is not None:
@@ -213,7 +227,6 @@ class Pipeline:
     def _skip(self) -> None:
         self.skipped += 1
         self._checks.finite.note_skip(self.index)
-        self._checks.finite.restore_buffers()
         # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
         self.stages.update._opt_called = True  # type: ignore[attr-defined]
 
@@ -333,8 +346,8 @@ class Pipeline:
         return self.stages.backward.checks_finite or self._checks.finite.mode != "off"
 
     def _must_stop(self) -> bool:
-        """An overflow is what a loss scale expects, and learns from; elsewhere it is an accident."""
-        return self._checks.finite.mode == "stop" and not self.stages.backward.checks_finite
+        """An overflow is what a loss scale expects, while it can shrink; elsewhere it is an accident."""
+        return self._checks.finite.mode == "stop" and not self.stages.backward.expects_overflow()
 
     def _window_loss(self) -> Tensor | None:
         return torch.stack(self.window.losses).mean() if self.window.losses else None

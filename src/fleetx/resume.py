@@ -3,7 +3,7 @@
 inner       the torch optimizer's own state dict, and the name of each parameter it counts by number
 window      the micro-steps of a half-filled window: gradients summed so far, losses, weights
 stages      what each part of the strategy remembers (loss scale, residuals, ...)
-common      the floating buffers after the last update, from which the ranks' changes are averaged
+common      the floating buffers after the last update, from which the ranks' changes are averaged; a skip goes back to them
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
             "the optimizer holds gradients that step() has not taken yet. "
             "Save after optimizer.step() or optimizer.minimize(loss)."
         )
-    tail = pipeline.buckets.tail
     gradients = {name: g for bucket in pipeline.buckets for name, g in bucket.gradients().items()} if window.micro_steps else {}
     return {
         "inner": optimizer_state(optimizer.update),
@@ -43,7 +42,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
             "gradients": gradients,
         },
         "stages": {name: _stage_state(pipeline, name) for name in STAGES},
-        "common": None if tail is None else tail.common(),
+        "common": pipeline.common_buffers(),
     }
 
 
@@ -91,8 +90,7 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         stage, saved = getattr(pipeline.stages, name), state["stages"].get(name)
         if stage is not None and saved:
             stage.load_state_dict(saved)
-    if pipeline.buckets.tail is not None:
-        pipeline.buckets.tail.resume(state["common"])
+    pipeline.load_common_buffers(state["common"])
 
 
 def parameter_names(optimizer: FleetOptimizer) -> list[str]:

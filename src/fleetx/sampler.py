@@ -202,13 +202,15 @@ class FleetSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         # Not a generator itself: the pass begins at iter(), before the first index is asked for.
         action, self._when_resumed = self._when_resumed, None
-        if action is not None and self._pass.loaded and not self._pass.begun:
-            action()
+        if not self._pass.loaded or self._pass.begun:
+            action = None
         self._pass = self._coming()
         self._pass.begun = True
-        return self._draw(self._pass)
+        return self._draw(self._pass, action)
 
-    def _draw(self, current: _Pass) -> Iterator[int]:
+    def _draw(self, current: _Pass, first_of_all: Callable[[], None] | None) -> Iterator[int]:
+        if first_of_all is not None:
+            first_of_all()  # not at iter(): without batches a DataLoader calls that before it draws
         order = epoch_order(self.length, seed=self.seed, epoch=current.epoch, shuffle=self.shuffle)
         for index in shard(order, rank=self.rank, size=self.size, start=current.start, tail=self._tail):
             current.drawn += 1  # before the yield: the caller of next() holds the index when it asks for the position

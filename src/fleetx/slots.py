@@ -85,6 +85,9 @@ class Backward(Protocol):
     def scale(self) -> float:
         """Factor on the loss; undone once, in the flat buffer, before anything is reduced."""
 
+    def expects_overflow(self) -> bool:
+        """Whether gradients that are not finite are a matter of this stage's scale, which learns from them."""
+
     def settle(self, *, finite: bool) -> None:
         """Learn from an update boundary; called on every rank with the same answer."""
 

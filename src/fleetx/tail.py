@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
-from .errors import FleetWarning
+from .errors import ConfigError, FleetWarning
 
 LARGE_NUMEL = 16384
 """A larger buffer outside a norm layer is a table (positions, masks), and so is a complex one: sent once, then watched."""
@@ -49,46 +49,52 @@ def apply_change(last: Tensor, change: Tensor) -> Tensor:
     return torch.where(last.isfinite(), last + change, change)
 
 
+Owner: TypeAlias = tuple[nn.Module, str]
+"""A module and the name of its buffer: looked up each time, since a module may put a new tensor in its place."""
+
+
+def buffer_of(owner: Owner) -> Tensor:
+    buffer = owner[0]._buffers[owner[1]]
+    assert buffer is not None
+    return buffer
+
+
+class SortedBuffers(NamedTuple):
+    floats: dict[str, Owner]
+    integers: dict[str, Owner]
+    tables: dict[str, Owner]
+
+
+def sort_buffers(model: nn.Module) -> SortedBuffers:
+    found = SortedBuffers({}, {}, {})
+    for prefix, module in model.named_modules():
+        is_norm = "num_batches_tracked" in module._buffers
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            is_table = (buffer.numel() > LARGE_NUMEL and not is_norm) or buffer.is_complex()
+            kind = found.tables if is_table else found.floats if buffer.is_floating_point() else found.integers
+            kind[f"{prefix}.{key}".lstrip(".")] = (module, key)
+    return found
+
+
 @final
 class Tail:
     def __init__(self, model: nn.Module, *, rank: int, size: int, flags: int) -> None:
         self.rank, self.size, self.flags = rank, size, flags
-        self._names: list[str] = []
-        self._owners: list[tuple[nn.Module, str]] = []
-        self._integers: list[tuple[nn.Module, str]] = []
-        self._watched: dict[str, tuple[nn.Module, str, tuple[int, int]]] = {}
-        self._sort_buffers(model)
-        floats = [self._get(o) for o in self._owners]
+        buffers = sort_buffers(model)
+        self._names, self._owners = list(buffers.floats), list(buffers.floats.values())
+        self._integers = list(buffers.integers.values())
+        self._watched = {name: (*owner, _mark(buffer_of(owner))) for name, owner in buffers.tables.items()}
+        floats = [buffer_of(o) for o in self._owners]
         self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in floats) else torch.float32
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._last, self._last_views = _flat_views(floats, self.dtype, device)
         self._now, self._now_views = _flat_views(floats, self.dtype, device)
-        self._bytes, self._byte_views = _byte_views([self._get(o) for o in self._integers], device)
+        self._bytes, self._byte_views = _byte_views([buffer_of(o) for o in self._integers], device)
         if floats:
             torch._foreach_copy_(self._last_views, floats)
         self.numel = ALARMS + flags + self._last.numel() + self._bytes.numel()
-
-    def _sort_buffers(self, model: nn.Module) -> None:
-        for prefix, module in model.named_modules():
-            is_norm = "num_batches_tracked" in module._buffers
-            for key, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                name = f"{prefix}.{key}".lstrip(".")
-                if (buffer.numel() > LARGE_NUMEL and not is_norm) or buffer.is_complex():
-                    self._watched[name] = (module, key, (id(buffer), buffer._version))
-                elif buffer.is_floating_point():
-                    self._names.append(name)
-                    self._owners.append((module, key))
-                else:
-                    self._integers.append((module, key))
-
-    @staticmethod
-    def _get(owner: tuple[nn.Module, str]) -> Tensor:
-        # Looked up each time: a module may put a new tensor in place of its buffer.
-        buffer = owner[0]._buffers[owner[1]]
-        assert buffer is not None
-        return buffer
 
     @torch.no_grad()
     def pack(self, out: Tensor, *, alarms: Alarms, used: list[bool] | None) -> None:
@@ -99,29 +105,43 @@ class Tail:
         if used is not None:
             out[ALARMS:start] = torch.tensor(used, dtype=out.dtype)
         if self._owners:
-            torch._foreach_copy_(self._now_views, [self._get(o) for o in self._owners])
+            self._collect_floats()
             out[start : start + self._now.numel()] = average_of_change(self._now, self._last, self.size)
         if self._integers:
             integers = out[start + self._now.numel() :]
             if self.rank == 0:
-                torch._foreach_copy_(self._byte_views, [self._get(o) for o in self._integers])
+                torch._foreach_copy_(self._byte_views, [buffer_of(o) for o in self._integers])
                 integers.copy_(self._bytes)
             else:
                 integers.zero_()
+
+    def _collect_floats(self) -> None:
+        buffers = [buffer_of(o) for o in self._owners]
+        try:
+            torch._foreach_copy_(self._now_views, buffers)
+        except RuntimeError:
+            for name, buffer, view in zip(self._names, buffers, self._now_views, strict=True):
+                if buffer.shape != view.shape:
+                    raise ConfigError(
+                        f"buffer `{name}` has the shape {tuple(buffer.shape)}, and had {tuple(view.shape)} in "
+                        "fleet.distribute(...): buffers travel with the gradients, at a fixed place. Keep its shape, or make it "
+                        "a plain attribute of its module."
+                    ) from None
+            raise
 
     @torch.no_grad()
     def unpack(self, out: Tensor) -> None:
         """Give every rank the same buffers; `out` is the sum over ranks."""
         start = ALARMS + self.flags
         if self._owners:
-            buffers = [self._get(o) for o in self._owners]
+            buffers = [buffer_of(o) for o in self._owners]
             self._last.copy_(apply_change(self._last, out[start : start + self._last.numel()]))
             torch._foreach_copy_(buffers, self._last_views)
             if any(b.dtype != self.dtype for b in buffers):
                 torch._foreach_copy_(self._last_views, buffers)  # a 16-bit buffer rounds: remember what it really holds
         if self._integers:
             self._bytes.copy_(out[start + self._now.numel() :])
-            torch._foreach_copy_([self._get(o) for o in self._integers], self._byte_views)
+            torch._foreach_copy_([buffer_of(o) for o in self._integers], self._byte_views)
 
     def watched(self) -> set[str]:
         """Buffers that may differ between ranks."""
@@ -135,15 +155,14 @@ class Tail:
     def resume(self, common: Mapping[str, Tensor] | None) -> None:
         """Continue from these; None: from what the buffers hold now."""
         for name, view, owner in zip(self._names, self._last_views, self._owners, strict=True):
-            view.copy_(self._get(owner) if common is None else common[name])
+            view.copy_(buffer_of(owner) if common is None else common[name])
         for name, (module, key, _) in self._watched.items():  # loading a checkpoint is no change by the training
-            buffer = self._get((module, key))
-            self._watched[name] = (module, key, (id(buffer), buffer._version))
+            self._watched[name] = (module, key, _mark(buffer_of((module, key))))
 
     def _warn_of_changed_tables(self) -> None:
         for name, (module, key, seen) in list(self._watched.items()):
             buffer = module._buffers[key]
-            if buffer is not None and (id(buffer), buffer._version) != seen:
+            if buffer is not None and _mark(buffer) != seen:
                 del self._watched[name]
                 warnings.warn(
                     f"buffer `{name}` ({buffer.numel()} elements, {buffer.dtype}) changed during training. Complex buffers, "
@@ -152,6 +171,11 @@ class Tail:
                     FleetWarning,
                     stacklevel=2,
                 )
+
+
+def _mark(buffer: Tensor) -> tuple[int, int]:
+    """Changes when the buffer is written to or replaced."""
+    return id(buffer), buffer._version
 
 
 def _write_alarms(out: Tensor, alarms: Alarms) -> None:

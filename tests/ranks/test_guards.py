@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
@@ -195,3 +196,93 @@ def _overflow(rank: int) -> tuple[bool, list[bool]]:
 def test_an_overflow_under_float16_is_skipped_and_not_an_error() -> None:
     for finite, skipped in run_ranks(_overflow, 2):
         assert finite and skipped[0]
+
+
+def _hopeless(rank: int) -> tuple[str, int]:
+    config = {"dtype": "float16", "init_loss_scaling": 4.0, "decr_every_n_nan_or_inf": 2}
+    model: nn.Module = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FleetWarning)
+        strategy = fleet.DistributedStrategy(amp=True, amp_configs=config)
+        model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    x, y = batch(rank)
+    x[0, 0] = NAN
+
+    def train() -> None:
+        for _ in range(20):
+            optimizer.minimize(F.cross_entropy(model(x), y))
+
+    return raised(train), optimizer.skipped
+
+
+def test_a_loss_scale_that_cannot_shrink_any_more_hides_no_nan() -> None:
+    for told, skipped in run_ranks(_hopeless, 2):
+        assert told.startswith("FleetError: update 6 was not made")
+        assert skipped == 5  # two each at 4 and 2, one at 1
+
+
+def _skipping(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    strategy = fleet.DistributedStrategy(on_nan_inf="skip")
+    return fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+
+
+def _skip_after_resume(rank: int, folder: str) -> list[Tensor]:
+    """A run and one resumed from it meet the same NaN in their next update."""
+    warnings.simplefilter("ignore", FleetWarning)
+    states = []
+    for resumes in (False, True):
+        model, optimizer = _skipping(cnn())
+        if resumes:
+            fleet.load_checkpoint(folder, model=model, optimizer=optimizer)
+        else:
+            for step in range(3):
+                x, y = batch(10 * step + rank, shape=(1, 6, 6))
+                loss = F.cross_entropy(model(x), y)
+                if step == 2:  # skipped; its statistics are finite, and stay
+                    loss = loss + NAN
+                optimizer.minimize(loss)
+            fleet.save_checkpoint(folder, step=3, model=model, optimizer=optimizer)
+        before = flat_state(model)
+        x, y = batch(rank, shape=(1, 6, 6))
+        optimizer.minimize(F.cross_entropy(model(x * NAN), y))
+        states += [before, flat_state(model)]
+    return states
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_skip_right_after_a_resume_goes_back_to_the_buffers_that_were_loaded(size: int, tmp_path: Path) -> None:
+    for before, after, loaded, resumed in run_ranks(_skip_after_resume, size, str(tmp_path)):
+        assert torch.equal(before, loaded) and torch.equal(after, resumed)
+        assert int((before != after).sum()) == 2  # the batches that each BatchNorm has counted; its statistics are as before
+
+
+class Growing(nn.Module):
+    """A table that is made anew, longer, when a longer input comes: rotary embeddings do so."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("table", torch.ones(numel), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = torch.ones(2 * self.table.numel())
+        y: Tensor = self.linear(x)
+        return y
+
+
+def _grow(rank: int, numel: int) -> str:
+    model, optimizer = _skipping(Growing(numel))
+
+    def train() -> None:
+        for step in range(3):
+            x, y = batch(10 * step + rank)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FleetWarning)
+                optimizer.minimize(F.cross_entropy(model(x * NAN if step == 1 else x), y))
+
+    return raised(train)
+
+
+@pytest.mark.parametrize(("size", "numel"), [(2, 20000), (1, 16)])
+def test_a_table_that_grows_is_no_trouble_where_updates_may_be_skipped(size: int, numel: int) -> None:
+    assert run_ranks(_grow, size, numel) == ["nothing raised"] * size

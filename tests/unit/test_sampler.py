@@ -274,6 +274,17 @@ def test_loader_without_workers_draws_one_batch_at_a_time() -> None:
     assert consumed == [(0, 6), (0, 12), (0, 18), (1, 0)]
 
 
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_what_is_to_be_done_when_resumed_comes_after_the_loaders_own_draw(batch_size: int | None) -> None:
+    """It draws a seed when a pass begins: before it asks the sampler for an iterator, or after that where it makes no batches."""
+    (sampler,) = fleet_of(20, 1)
+    sampler.load_state_dict({**sampler.state_dict(), "consumed": 6})
+    sampler.when_resumed(lambda: torch.set_rng_state(saved))
+    saved = torch.get_rng_state()
+    next(iter(DataLoader(range(20), batch_size=batch_size, sampler=sampler)))  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.get_rng_state(), saved, rtol=0, atol=0)
+
+
 def test_loader_resumes_after_the_saved_batch() -> None:
     samplers = fleet_of(20, 2)
     for sampler in samplers:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx.errors import FleetWarning
+from fleetx.errors import ConfigError, FleetWarning
 from fleetx.tail import LARGE_NUMEL, Alarms, Tail, apply_change, average_of_change
 
 
@@ -18,6 +18,13 @@ class Net(nn.Module):
         self.register_buffer("count", torch.tensor([7, -1], dtype=torch.int64))
         self.register_buffer("flag", torch.tensor([True, False, True]))
         self.register_buffer("table", torch.zeros(LARGE_NUMEL + 1))
+
+
+def test_a_buffer_of_another_shape_is_refused_by_name() -> None:
+    (net,) = _nets(1)
+    net.constant = torch.zeros(4)
+    with pytest.raises(ConfigError, match=r"buffer `constant` has the shape \(4,\), and had \(3,\)"):
+        net.tail.pack(torch.empty(net.tail.numel), alarms=Alarms(), used=None)  # type: ignore[operator, union-attr]
 
 
 def _exchange(nets: list[Net]) -> None:

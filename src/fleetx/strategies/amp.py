@@ -20,6 +20,8 @@ from ..patch import patch_forward
 from ..slots import Part, Risk, Site, Slot
 from ..trees import map_tensors
 
+SMALLEST_SCALE = 1.0
+
 
 def next_scale(scale: float, good: int, bad: int, *, finite: bool, config: Amp) -> tuple[float, int, int]:
     """Fleet's rule: shrink after `decr_every_n_nan_or_inf` overflows in a row, grow after `incr_every_n_steps` clean updates."""
@@ -32,7 +34,7 @@ def next_scale(scale: float, good: int, bad: int, *, finite: bool, config: Amp) 
         return (grown if grown < torch.finfo(torch.float32).max else scale), 0, 0
     if bad + 1 < config.decr_every_n_nan_or_inf:
         return scale, 0, bad + 1
-    return max(scale * config.decr_ratio, 1.0), 0, 0
+    return max(scale * config.decr_ratio, SMALLEST_SCALE), 0, 0
 
 
 @final
@@ -48,6 +50,11 @@ class LossScaling:
 
     def scale(self) -> float:
         return self._scale
+
+    def expects_overflow(self) -> bool:
+        # Not for ever: data that is NaN itself would be skipped silently to the end of the run.
+        must_shrink = self._config.use_dynamic_loss_scaling and self._bad + 1 >= self._config.decr_every_n_nan_or_inf
+        return not (must_shrink and self._scale <= SMALLEST_SCALE)
 
     def settle(self, *, finite: bool) -> None:
         self._scale, self._good, self._bad = next_scale(self._scale, self._good, self._bad, finite=finite, config=self._config)
