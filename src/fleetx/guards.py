@@ -40,10 +40,11 @@ class NonFiniteGuard:
         """Every rank is here: the answer came from what all of them reduced."""
         by_rank = self._comm.gather_json([repr(float(loss)) for loss in losses])
         bad = [f"{loss} on rank {rank}" for rank, told in enumerate(by_rank) for loss in told if "nan" in loss or "inf" in loss]
+        seen = "all finite" if any(by_rank) else "not seen, after a bare loss.backward()"
         raise FleetError(
-            f"update {step} was not made: its loss or gradients are not finite. Losses: {', '.join(bad[:8]) or 'all finite'}. "
-            f"Gradients: {self._bad_gradients()}. The weights are as before. Look at the data and the learning rate; "
-            'strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
+            f"update {step} was not made: its loss or gradients are not finite. Losses: {', '.join(bad[:8]) or seen}. "
+            f"Gradients: {self._bad_gradients()}. The weights are as before, statistics of norm layers may not be. "
+            'Look at the data and the learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
         )
 
     def _bad_gradients(self) -> str:
