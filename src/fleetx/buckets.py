@@ -196,7 +196,8 @@ class Buckets:
 
     def missing(self) -> list[str]:
         """Parameters without a gradient in this window, on this rank."""
-        return [name for b in self._buckets for name, filled in zip(b.names, b.filled, strict=True) if not filled]
+        gaps = [bucket for bucket in self._buckets if not all(bucket.filled)]  # as a rule none: names are looked for only then
+        return [name for b in gaps for name, filled in zip(b.names, b.filled, strict=True) if not filled]
 
     def own_alarms(self) -> Alarms:
         return self._alarms._replace(missing=len(self.missing()))
