@@ -295,6 +295,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="faults", help="of the file in bench/results; empty: none is written")
     args = parser.parse_args()
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_IGN:  # under nohup, or in the background: launchers would ignore it too
+            signal.signal(signum, signal.SIG_DFL)
     chance, figures = random.Random(args.seed), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

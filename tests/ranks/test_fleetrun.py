@@ -267,6 +267,24 @@ def test_classes_of_the_script_can_be_pickled_after_its_last_line(folder: Path) 
         assert (folder / "log" / "workerlog.0").read_text() == "by a thread\nat exit\n"
 
 
+def test_what_a_script_leaves_in_open_files_is_written_also_from_a_cycle_and_after_its_own_exit_handlers(folder: Path) -> None:
+    script = """
+import atexit
+class Notes:
+    def __init__(self, name):
+        self.file, self.me = open(name, "w"), self
+notes = Notes("cycle")
+notes.file.write("from a cycle")
+plain = open("plain", "w")
+plain.write("from the script, ")
+atexit.register(plain.write, "and its exit handler")
+"""
+    write(folder / "train.py", script)
+    assert fleetrun("--nproc_per_node", "1", "train.py").returncode == 0
+    assert (folder / "cycle").read_text() == "from a cycle"
+    assert (folder / "plain").read_text() == "from the script, and its exit handler"
+
+
 def test_input_is_for_rank_0_and_an_error_keeps_its_further_lines(folder: Path) -> None:
     write(folder / "train.py", "import sys\ntext = sys.stdin.read()\nprint('read', [text])\nif text: raise OSError('no\\nway')")
     command = [*COMMAND, "--nproc_per_node", "2", "train.py"]

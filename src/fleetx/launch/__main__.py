@@ -1,8 +1,6 @@
 """So that `python -m fleetx.launch train.py` is `fleetrun train.py`."""
 
-import sys
-
-from fleetx.launch.fleetrun import main
+from fleetx.launch.fleetrun import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from fleetx.errors import ConfigError, FleetError
 from fleetx.launch import console, flags, logs, nodes, oom, outcome, preflight, tables, topology
@@ -233,3 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("fleetrun: stopped by Ctrl-C")
         return EXIT_CTRL_C
+
+
+def command() -> NoReturn:
+    """The process of the command line. All is told and cleaned up when `main` returns; tearing torch down takes up to a second,
+    in which a terminal, or a cluster's patience after SIGTERM, would be kept waiting for nothing."""
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
