@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import socket
 import statistics
 import sys
 import time
@@ -22,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from overhead import CASES, paired, seconds
+from overhead import CASES, join, paired, seconds, start
 from results import publish
 
 EVERY = 100
@@ -63,16 +60,7 @@ def comparison_seconds(optimizer: Any, device: torch.device) -> float:
 
 
 def worker(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    device = torch.device(args.device)
-    if device.type == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        torch.cuda.set_device(0)
-    backend = "cpu:gloo,cuda:nccl" if args.nccl else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    fleet.init()
-    figures: dict[str, Any] = {"ranks": size, "backend": backend}
+    device, figures = join(rank, size, port, args)
     for name, (make, shape, rows) in CASES.items():
         torch.manual_seed(rank)
         data = torch.randn(rows, *shape, device=device), torch.randint(0, 10, (rows,), device=device)
@@ -104,11 +92,7 @@ def main() -> int:
     args = parser.parse_args()
     args.device = "cuda" if args.nccl else args.device
     args.name = args.name or ("guards_nccl" if args.nccl else "guards" if args.device == "cpu" else "guards_cuda")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    size = 1 if args.nccl else 2
-    mp.spawn(worker, args=(size, port, args), nprocs=size)
+    start(worker, args)
     return 0
 
 

@@ -175,7 +175,8 @@ def _loop(step: Callable[[], None], count: int, device: torch.device) -> float:
     return (time.perf_counter() - start) / count
 
 
-def worker(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
+def join(rank: int, size: int, port: int, args: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
+    """Be this rank; its device, and the first figures."""
     torch.set_num_threads(1)
     device = torch.device(args.device)
     if device.type == "cpu":
@@ -185,7 +186,20 @@ def worker(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
     backend = "cpu:gloo,cuda:nccl" if args.nccl else "gloo"
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     fleet.init()
-    figures: dict[str, Any] = {"ranks": size, "backend": backend}
+    return device, {"ranks": size, "backend": backend}
+
+
+def start(worker: Callable[..., None], args: argparse.Namespace) -> None:
+    """Two gloo ranks, or one of NCCL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    size = 1 if args.nccl else 2
+    mp.spawn(worker, args=(size, port, args), nprocs=size)
+
+
+def worker(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
+    device, figures = join(rank, size, port, args)
     for name in args.cases.split(","):
         make, shape, rows = CASES[name]
         torch.manual_seed(rank)
@@ -217,11 +231,7 @@ def main() -> int:
     args = parser.parse_args()
     args.device = "cuda" if args.nccl else args.device
     args.name = args.name or ("overhead_nccl" if args.nccl else f"overhead_{args.device}" if args.device != "cpu" else "overhead")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    size = 1 if args.nccl else 2
-    mp.spawn(worker, args=(size, port, args), nprocs=size)
+    start(worker, args)
     return 0
 
 

@@ -87,20 +87,15 @@ def check_model(model: nn.Module, state: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"the checkpoint is of another model. Not in it: {_listed(missing)}; not in this model: {_listed(unexpected)}."
             )
-        wrong = [
-            f"{name} {tuple(there[name].shape)} instead of {tuple(here[name].shape)}"
-            for name in here
-            if isinstance(here[name], Tensor) and isinstance(there[name], Tensor) and here[name].shape != there[name].shape
-        ]
-        if wrong:
-            raise CheckpointError(f"the checkpoint is of a model with other shapes: {_listed(wrong)}.")
-        types = [
-            f"{name} {there[name].dtype} instead of {here[name].dtype}"
-            for name in here
-            if isinstance(here[name], Tensor) and isinstance(there[name], Tensor) and here[name].dtype != there[name].dtype
-        ]
-        if types:
-            raise CheckpointError(f"the checkpoint is of a model with other number types: {_listed(types)}.")
+        both = [(name, here[name], there[name]) for name in here if isinstance(here[name], Tensor)]
+        for what, told in (("shapes", lambda t: tuple(t.shape)), ("number types", lambda t: t.dtype)):
+            wrong = [
+                f"{name} {told(saved_one)} instead of {told(mine_one)}"
+                for name, mine_one, saved_one in both
+                if isinstance(saved_one, Tensor) and told(mine_one) != told(saved_one)
+            ]
+            if wrong:
+                raise CheckpointError(f"the checkpoint is of a model with other {what}: {_listed(wrong)}.")
 
 
 @torch.no_grad()
