@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fleet.init()
     yield
     world.close_world()
+
+
+def pytest_configure() -> None:
+    """A shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP; fleetrun keeps to that, and tests send both."""
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
