@@ -21,7 +21,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """A shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP; fleetrun keeps to that, and tests send both."""
+    """Jobs in the background have SIGINT ignored, and under nohup SIGHUP; fleetrun keeps to that, and tests send both."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
