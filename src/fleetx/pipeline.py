@@ -20,6 +20,7 @@ from . import progress, stopping
 from .alarms import AlarmReader
 from .bucket import Bucket
 from .buckets import Buckets, global_norm
+from .calls import require_loss, require_weight
 from .comm import Comm, Pending
 from .errors import ConfigError, FleetError
 from .first_look import FirstLook
@@ -386,27 +387,11 @@ class Pipeline:
             )
 
     def _check_call(self, loss: Any, weight: float | None) -> None:
-        if not isinstance(loss, Tensor):
-            advice = (
-                "Call the loss first: optimizer.minimize(model.loss(batch))."
-                if callable(loss)
-                else "Give the loss itself, before .item() or float()."
-            )
-            raise ConfigError(f"minimize/backward was given {type(loss).__name__}, not a tensor. {advice}")
-        if loss.numel() != 1 or not loss.requires_grad:
-            what = f"has shape {tuple(loss.shape)}" if loss.numel() != 1 else "does not require a gradient"
-            raise ConfigError(f"the loss {what}; it must be one number that depends on the model's trainable parameters.")
+        require_loss(loss)
         self._refuse_broken()
         if self.window.closed:
             raise FleetError("this window is already reduced. Call optimizer.step() before the next backward.")
-        if weight is not None and not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(
-                f"weight is {weight!r}; it must be a finite number of at least 0 (tokens or samples in this micro-batch)."
-            )
-        if weight is not None and not self.stages.merge.mean:
-            raise ConfigError(
-                'weight= asks for a weighted mean, gradient_merge_configs["avg"] = False for a sum. Keep one of them.'
-            )
+        require_weight(weight, mean=self.stages.merge.mean)
         weighted = bool(self.window.weights) if self.window.micro_steps else self._weighted
         if weighted is not None and weighted != (weight is not None):
             raise ConfigError("some calls of minimize/backward pass weight= and some do not; every call must, or none.")
