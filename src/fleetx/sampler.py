@@ -67,10 +67,11 @@ class _Pass:
     begun: bool = False
     drawn: int = 0
     seen: int | None = None
+    whole: bool = False  # all indices were handed out at once, so that drawing them says nothing about their use
 
     @property
     def drawn_out(self) -> bool:
-        return self.begun and self.drawn >= self.count
+        return self.used_up if self.whole else self.begun and self.drawn >= self.count
 
     @property
     def used(self) -> int:
@@ -201,20 +202,35 @@ class FleetSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         # Not a generator itself: the pass begins at iter(), before the first index is asked for.
+        current, action = self._begin()
+        return self._draw(current, action)
+
+    def take_pass(self) -> tuple[int, Indices]:
+        """Begin the coming pass, and have its epoch and all of its indices at once. Only `seen` moves the position in it."""
+        current, action = self._begin()
+        current.whole, current.drawn, current.seen = True, current.count, 0
+        if action is not None:
+            action()
+        return current.epoch, self._indices(current)
+
+    def _begin(self) -> tuple[_Pass, Callable[[], None] | None]:
         action, self._when_resumed = self._when_resumed, None
         if not self._pass.loaded or self._pass.begun:
             action = None
         self._pass = self._coming()
         self._pass.begun = True
-        return self._draw(self._pass, action)
+        return self._pass, action
 
     def _draw(self, current: _Pass, first_of_all: Callable[[], None] | None) -> Iterator[int]:
         if first_of_all is not None:
             first_of_all()  # not at iter(): without batches a DataLoader calls that before it draws
-        order = epoch_order(self.length, seed=self.seed, epoch=current.epoch, shuffle=self.shuffle)
-        for index in shard(order, rank=self.rank, size=self.size, start=current.start, tail=self._tail):
+        for index in self._indices(current):
             current.drawn += 1  # before the yield: the caller of next() holds the index when it asks for the position
             yield int(index)
+
+    def _indices(self, current: _Pass) -> Indices:
+        order = epoch_order(self.length, seed=self.seed, epoch=current.epoch, shuffle=self.shuffle)
+        return shard(order, rank=self.rank, size=self.size, start=current.start, tail=self._tail)
 
     @property
     def _tail(self) -> Tail:

@@ -16,6 +16,9 @@ class Source(Protocol):
     reads_files: ClassVar[bool]
     """Reading is slow enough to deserve processes of its own; arrays in memory are not."""
 
+    plans_batches: bool
+    """A "sample" of it is a whole batch already, such as one of at most so many tokens."""
+
     def __len__(self) -> int: ...
 
     def batch(self, epoch: int, indices: Indices) -> tuple[Any, list[str]]:

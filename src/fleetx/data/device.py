@@ -1,0 +1,67 @@
+"""Batches onto the device, one ahead of the loop on a GPU: the copy of the next one runs beside the step on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..trees import map_tensors
+
+
+class Fetched(NamedTuple):
+    """What a worker hands over. A tuple, so that torch's pinning thread finds the tensors in it."""
+
+    batch: Any
+    complaints: list[str]
+    failure: str | None
+    samples: int
+
+
+def on_device(fetched: Iterator[Fetched], device: torch.device, finish: Callable[[Any], Any]) -> Iterator[Fetched]:
+    """The same batches, moved and finished. A failure stays in its place in the row."""
+    if device.type == "cuda":
+        yield from _one_ahead(fetched, device, finish)
+    else:
+        for item in fetched:
+            yield item if item.failure else item._replace(batch=finish(moved(item.batch, device)))
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _one_ahead(fetched: Iterator[Fetched], device: torch.device, finish: Callable[[Any], Any]) -> Iterator[Fetched]:
+    # Waiting here for the next batch before this one is handed out costs nothing: the workers read while the step runs, and a
+    # loop that is faster than they are waits for the same reading one batch later.
+    stream = torch.cuda.Stream(device)
+    ahead: tuple[Fetched, torch.cuda.Event] | None = None
+    for item in fetched:
+        ready, ahead = ahead, _send(item, device, stream, finish)
+        if ready is not None:
+            yield _receive(*ready, device)
+    if ahead is not None:
+        yield _receive(*ahead, device)
+
+
+def _send(
+    item: Fetched, device: torch.device, stream: torch.cuda.Stream, finish: Callable[[Any], Any]
+) -> tuple[Fetched, torch.cuda.Event]:
+    with torch.cuda.stream(stream):
+        sent = item if item.failure else item._replace(batch=finish(moved(item.batch, device)))
+        return sent, stream.record_event()
+
+
+def _receive(item: Fetched, sent: torch.cuda.Event, device: torch.device) -> Fetched:
+    """From here on the loop's own stream uses the tensors; were that not recorded, their memory could be reused under it."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(sent)
+
+    def record(tensor: Tensor) -> Tensor:
+        tensor.record_stream(current)
+        return tensor
+
+    map_tensors(record, item.batch)
+    return item
