@@ -1,0 +1,82 @@
+"""Evaluation over all ranks: the sums are added up, so that shards of unequal length count by their samples."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import fleet
+from ..errors import DataError
+from ..trees import map_tensors
+
+COUNTS = ("count", "pairs")
+"""Entries of a tally that count; every other entry is a sum over what the nearest one before it counted."""
+
+
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """Each sum over its count, NaN where nothing was counted; the counts themselves stay."""
+    found: dict[str, float] = {}
+    count = math.nan
+    for name, value in sums.items():
+        count = value if name in COUNTS else count
+        found[name] = value if name in COUNTS else value / (count or math.nan)
+    return found
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each module is as it was (a frozen BatchNorm stays in evaluation)."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def evaluate(model: Any, loader: Iterable[Any]) -> dict[str, float]:
+    """What `model.tally` sums, as means over the whole of the data. Every rank calls it, with its own shard, empty or not."""
+    sums: dict[str, Tensor] = {}
+    failure: Exception | None = None
+    try:
+        sums = _local_sums(model, loader)
+    except Exception as error:  # told to the others first: they would wait for this rank for ever
+        failure = error
+    names = _agreed_names(list(sums), failure)
+    device = next(iter(sums.values())).device if sums else fleet.device()
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    totals = fleet.util.all_reduce(torch.stack([sums.get(name, zero) for name in names]))
+    return means(dict(zip(names, totals.tolist(), strict=True)))
+
+
+def _local_sums(model: Any, loader: Iterable[Any]) -> dict[str, Tensor]:
+    """Added up on the device, which is waited for once, at the end."""
+    device = next((p.device for p in model.parameters()), fleet.device())
+    sums: dict[str, Tensor] = {}
+    with eval_mode(model), torch.no_grad():
+        for batch in loader:
+            tally = model.tally(map_tensors(lambda t: t.to(device, non_blocking=True), batch))
+            sums = {name: sums.get(name, 0) + value.double() for name, value in tally.items()}
+    return sums
+
+
+def _agreed_names(names: list[str], failure: Exception | None) -> list[str]:
+    """The entries of the tally, also for a rank that had no batch; a failure of one rank is raised on all."""
+    ranks = fleet.util.all_gather({"names": names, "failure": f"{type(failure).__name__}: {failure}" if failure else None})
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(ranks):
+        if other["failure"] is not None:
+            raise DataError(f"the evaluation failed on rank {rank}: {other['failure']}")
+    filled = [other["names"] for other in ranks if other["names"]]
+    if not filled:
+        raise DataError("the evaluation found no batch on any rank; give it a loader with data.")
+    if any(other != filled[0] for other in filled):
+        raise DataError(f"the ranks tally different things: {filled}. Give every rank the same model and kind of data.")
+    return list(filled[0])

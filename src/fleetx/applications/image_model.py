@@ -1,0 +1,133 @@
+"""What every image classifier shares: its loss, top-1 and top-5 accuracy, and the sums an evaluation adds up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import DataError
+from ..keys import boolean, integer, number
+
+COLOURS = 3
+LARGE_IMAGE = 64
+"""From this size on a network may halve the image five times; below, its first layers keep the resolution."""
+
+# torch skips samples labelled -100 unless told otherwise: on a GPU, where labels are not looked at, a stray one would be lost.
+_IGNORE_NOTHING = torch.iinfo(torch.int32).min
+
+
+def topk_correct(logits: Tensor, labels: Tensor, ks: Sequence[int]) -> tuple[Tensor, ...]:
+    """For each k, how many rows have their label among the k largest logits (k classes at most).
+
+    The rank of the label is counted, instead of calling `topk`: equal logits go to the lower class on every device, so that
+    a network that says the same of all classes is right once in C and not always, and NaN is never right.
+    """
+    for k in ks:
+        integer(1).check("k of topk_correct", k)
+    own = logits.gather(1, labels.unsqueeze(1))
+    ahead = (logits <= own).logical_not_()  # true where either one is NaN
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    ahead |= (logits == own) & (classes < labels.unsqueeze(1))
+    rank = ahead.sum(1)
+    return tuple((rank < min(k, logits.shape[1])).sum() for k in ks)
+
+
+def initialise_convolutions(model: nn.Module) -> None:
+    """Normal weights whose variance keeps the gradients' size through a ReLU (He et al. 2015, arXiv 1502.01852), zero biases."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+class ImageModel(nn.Module, ABC):
+    """A classifier of images [N, 3, H, W]; a batch is the pair (images, labels)."""
+
+    def __init__(
+        self, num_classes: int, *, image_size: int, smallest_size: int, channels_last: bool, label_smoothing: float
+    ) -> None:
+        super().__init__()
+        model = type(self).__name__
+        self.num_classes: int = integer(1).check(f"num_classes of {model}", num_classes)
+        self.image_size: int = integer(smallest_size).check(f"image_size of {model}", image_size)
+        self.channels_last: bool = boolean().check(f"channels_last of {model}", channels_last)
+        self.label_smoothing: float = number(0, below=1).check(f"label_smoothing of {model}", label_smoothing)
+
+    @property
+    @abstractmethod
+    def checkpoints(self) -> list[str]:
+        """Names of the modules worth recomputing, in the order in which they run."""
+
+    @abstractmethod
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [N, num_classes]."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """Mean cross-entropy, with the model's label smoothing, in float32 (float64 stays)."""
+        images, labels = self._pair(batch)
+        if len(labels) == 0:
+            raise DataError(f"{type(self).__name__}.loss was given a batch of no samples; their mean loss is not defined.")
+        return self._cross_entropy(self(images), labels, "mean")
+
+    def tally(self, batch: Any) -> dict[str, Tensor]:
+        """Sums over the batch: `count`, `loss`, `acc1`, `acc5` in float64. Call `eval()` first; the device is not waited for."""
+        images, labels = self._pair(batch)
+        with torch.no_grad():
+            logits = self(images)
+            losses = self._cross_entropy(logits, labels, "none")
+            correct = topk_correct(logits, labels, (1, 5))
+            count = torch.full((), len(labels), dtype=torch.float64, device=logits.device)
+            return {"count": count, "loss": losses.double().sum(), "acc1": correct[0].double(), "acc5": correct[1].double()}
+
+    def accuracy(self, batch: Any) -> dict[str, Tensor]:
+        """Share of the batch whose label comes first (`acc1`), and among the first five (`acc5`)."""
+        sums = self.tally(batch)
+        return {name: sums[name] / sums["count"] for name in ("acc1", "acc5")}
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(
+            wide, labels, ignore_index=_IGNORE_NOTHING, reduction=reduction, label_smoothing=self.label_smoothing
+        )
+
+    def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Images and int64 labels, or a `DataError`. Labels on a GPU are not read: that would wait for the device."""
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
+            raise DataError(f"{type(self).__name__} was given {_shown(batch)}; a batch is a pair (images, labels) of tensors.")
+        images, labels = batch
+        if images.dim() != 4 or images.shape[1] != COLOURS or not images.is_floating_point():
+            raise DataError(f"the images are {_shown(images)}; they must be normalised floats of shape [N, {COLOURS}, H, W].")
+        integral = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+        if labels.shape != images.shape[:1] or not integral:
+            raise DataError(
+                f"the labels are {_shown(labels)}; they must be integers of shape [{len(images)}], one for each image."
+            )
+        labels = labels.long()
+        if labels.device.type == "cpu":
+            self._require_in_range(labels)
+        return images, labels
+
+    def _require_in_range(self, labels: Tensor) -> None:
+        outside = (labels < 0) | (labels >= self.num_classes)
+        if outside.any():
+            row = int(outside.nonzero()[0])
+            raise DataError(
+                f"sample {row} of the batch has label {int(labels[row])}; labels must be from 0 to {self.num_classes - 1}. "
+                f"Correct the data, or build the model with `{type(self).__name__}(num_classes=...)` for them."
+            )
+
+    # --- data: loaders from files
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
