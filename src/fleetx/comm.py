@@ -7,10 +7,11 @@ all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import progress
-from .errors import ConfigError
+from .errors import ConfigError, DataError
 from .progress import Phase
 
 # torch 2.13 renamed it, and warns of the old name; 2.11 has only the old one.
@@ -40,7 +41,7 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None:
-            with progress.during(Phase.WAIT):
+            with progress.during(Phase.WAIT), _or_the_word_left():
                 self._work.wait()
         if self._finish is not None:
             self._finish()
@@ -76,6 +77,14 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         """The member of a partition of all ranks that holds this one. Every rank calls it with the same partition."""
+
+    def leave_word(self, text: str) -> None:
+        """Say why this rank is about to stop. No collective: the others read it when they look, or when a connection breaks."""
+        return None
+
+    def word_left(self) -> str | None:
+        """What the first rank to stop left behind, if any has."""
+        return None
 
     def background(self) -> Comm:
         """The same ranks over connections of their own, for CPU tensors: another thread may use it beside this one.
@@ -128,9 +137,39 @@ class SoloComm(Comm):
         return self
 
 
+LAST_WORD = "fleetx/last_word"
+
+
+def _word_left() -> str | None:
+    store = dist.distributed_c10d._get_default_store()
+    return store.get(LAST_WORD).decode() if store.check([LAST_WORD]) else None
+
+
+@contextlib.contextmanager
+def _or_the_word_left() -> Iterator[None]:
+    """A connection that broke because a rank stopped for a reason it told is that reason, on every rank."""
+    try:
+        yield
+    except RuntimeError as broken:
+        try:
+            word = _word_left()
+        except RuntimeError:  # the store went with the rank that kept it
+            word = None
+        if word is None:
+            raise
+        raise DataError(word) from broken
+
+
 @final
 class TorchComm(Comm):
     """Ranks of a torch.distributed process group (gloo, NCCL, or both)."""
+
+    def leave_word(self, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # without a store there is nobody left to tell
+            dist.distributed_c10d._get_default_store().compare_set(LAST_WORD, "", text)
+
+    def word_left(self) -> str | None:
+        return _word_left()
 
     def background(self) -> Comm:
         return TorchComm(dist.new_group(backend="gloo"))

@@ -21,6 +21,7 @@ from ..errors import ConfigError, DataError, FleetWarning
 from ..sampler import FleetSampler
 from .device import Fetched, on_device
 from .source import Indices, Source
+from .trouble import Watch, fail_everywhere
 
 MOST_WORKERS = 16
 
@@ -67,7 +68,7 @@ class Loader:
         self._sampler, self._device = sampler, device
         self._batches: DataLoader[Fetched] | None = None
         self._keys = _Keys()
-        self._passes = 0
+        self._passes, self._watch = 0, Watch()
 
     @property
     def sampler(self) -> FleetSampler:
@@ -118,19 +119,21 @@ class Loader:
                     "this loader was iterated again before an earlier pass over it had ended; its workers serve one pass at a "
                     "time. Make a second loader for the inner loop."
                 )
+            self._watch.look()
             if item.failure:
-                raise DataError(item.failure)
+                fail_everywhere(item.failure)
             bad += self._count_bad(item.complaints, bad=bad, samples=samples)
             # The last batch takes the tail that drop_last left over with it: saved after it, the position is the next epoch.
             used = samples - given if number == batches else item.samples
             self.sampler.seen(used)
             given += used
             yield item.batch
+        self._watch.look(now=True)
 
     def _count_bad(self, complaints: list[str], *, bad: int, samples: int) -> int:
         for number, complaint in enumerate(complaints, start=bad + 1):
             if number > self.max_bad_share * samples:
-                raise DataError(
+                fail_everywhere(
                     f"{complaint} It is bad sample {number} of the {samples} of this pass; allowed is a share of "
                     f"{self.max_bad_share:g}. Mend the files named, or allow a larger share."
                 )

@@ -1,0 +1,99 @@
+"""The loader in a job: shares, a resume on another number of ranks, and one rank's bad file on all of them."""
+
+import numpy as np
+import torch
+from harness import raised, run_ranks
+
+from fleetx import fleet
+from fleetx.data.loader import Loader
+from fleetx.errors import DataError
+
+
+class Rows:
+    """Sample i is four times the number i; `bad` samples cannot be read."""
+
+    reads_files, plans_batches = True, False
+
+    def __init__(self, length, bad=()):
+        self.length, self.bad = length, set(bad)
+
+    def __len__(self):
+        return self.length
+
+    def batch(self, epoch, indices):
+        for index in indices:
+            if int(index) in self.bad:
+                raise DataError(f"train.txt, line {index + 1}: a.jpg is empty.")
+        return torch.from_numpy(np.repeat(indices[:, None], 4, axis=1)), []
+
+    def finish(self, batch):
+        return batch.float()
+
+
+def read_and_save(rank, folder, batches):
+    loader = Loader(Rows(48), 4, shuffle=True, workers=0)
+    passes = iter(loader)
+    read = [next(passes)[:, 0].tolist() for _ in range(batches)]
+    fleet.save_checkpoint(folder, step=batches, loader=loader)
+    return read
+
+
+def load_and_read(rank, folder):
+    loader = Loader(Rows(48), 4, shuffle=True, workers=0)
+    fleet.load_checkpoint(folder, new_world_size=True, loader=loader)
+    return [batch[:, 0].tolist() for batch in loader]
+
+
+def in_order(ranks):
+    """Rank r holds every N-th sample of each global batch."""
+    return [sample for step in zip(*ranks, strict=True) for row in zip(*step, strict=True) for sample in row]
+
+
+def test_a_checkpoint_with_the_loader_in_it_goes_on_with_the_same_samples_on_other_ranks(tmp_path):
+    before = run_ranks(read_and_save, 2, str(tmp_path), 3)
+    whole = in_order(run_ranks(read_and_save, 1, str(tmp_path / "other"), 12))
+    for size in (1, 3):
+        after = run_ranks(load_and_read, size, str(tmp_path))
+        assert in_order(before) + in_order(after) == whole
+
+
+def train_on(rank, bad):
+    loader = Loader(Rows(24, bad=bad), 4, shuffle=True, workers=0)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    done = []
+
+    def loop():
+        for batch in loader:
+            optimizer.minimize(model(batch).mean())
+            done.append(1)
+
+    return raised(loop), len(done)
+
+
+def test_a_file_that_one_worker_cannot_read_is_the_same_error_on_all_of_them():
+    errors = run_ranks(train_on, 3, [17])
+    told = {message for message, _ in errors}
+    assert len(told) == 1
+    (message,) = told
+    assert message.startswith("DataError: train.txt, line 18: a.jpg is empty. (Worker ")
+
+
+def only_read(rank, bad, batch_size):
+    loader = Loader(Rows(24, bad=bad), batch_size, shuffle=False, workers=0)
+
+    def late():
+        if rank == 0:
+            fleet.barrier_worker()  # reads after worker 1 has met the file
+        return list(loader)
+
+    try:
+        return raised(late)
+    finally:
+        if rank == 1:
+            fleet.barrier_worker()
+
+
+def test_a_worker_that_only_reads_is_told_at_its_next_batch():
+    first, second = run_ranks(only_read, 2, [1], 4)
+    assert first == second == "DataError: train.txt, line 2: a.jpg is empty. (Worker 1 met it.)"
