@@ -6,21 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import errors, fleet
+    from . import applications, errors, fleet, utils
     from .strategy import DistributedStrategy
+    from .train_configs import parse_train_configs
 
 __version__ = "0.1.0"
-__all__ = ["DistributedStrategy", "__version__", "errors", "fleet"]
+__all__ = ["DistributedStrategy", "__version__", "applications", "errors", "fleet", "parse_train_configs", "utils"]
 
-_MODULES = ("errors", "fleet")
+_MODULES = ("applications", "errors", "fleet", "utils")
+_HOMES = {"DistributedStrategy": ".strategy", "parse_train_configs": ".train_configs"}
 
 
 def __getattr__(name: str) -> Any:
     """Names are imported when first used: fleetrun must answer Ctrl-C and --help before torch's seconds of importing."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name == "DistributedStrategy":
-        return importlib.import_module(".strategy", __name__).DistributedStrategy
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

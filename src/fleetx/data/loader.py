@@ -43,8 +43,8 @@ class Loader:
     sampler what was handed out, so that the position is exact with workers too. The share of this rank is settled at the first
     use, not when the loader is made: `fleet.init()` may come in between.
 
-    In training (`shuffle=True`) every rank gets equally many batches, by default full ones (`drop_last`); in evaluation every
-    sample comes once. A pass left by `break` begins again where it began.
+    In training (`train`, by default the same as `shuffle`) every rank gets equally many batches, by default full ones
+    (`drop_last`); in evaluation every sample comes once. A pass left by `break` begins again where it began.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Loader:
         batch_size: int,
         *,
         shuffle: bool,
+        train: bool | None = None,
         seed: int = 0,
         drop_last: bool | None = None,
         workers: int | None = None,
@@ -61,8 +62,9 @@ class Loader:
         device: torch.device | None = None,
     ) -> None:
         self.source, self.shuffle, self.seed = source, shuffle, seed
+        self.train = shuffle if train is None else train
         self.batch_size = 1 if source.plans_batches else _whole("batch_size", batch_size, at_least=1)
-        self.drop_last = (shuffle if drop_last is None else drop_last) and not source.plans_batches
+        self.drop_last = (self.train if drop_last is None else drop_last) and not source.plans_batches
         self.workers = None if workers is None else _whole("workers", workers, at_least=0)
         self.max_bad_share = _share(max_bad_share)
         self._sampler, self._device = sampler, device
@@ -76,7 +78,9 @@ class Loader:
         if self._sampler is None:
             from .. import fleet  # here, not above: data stands below fleet
 
-            self._sampler = fleet.sampler(len(self.source), shuffle=self.shuffle, seed=self.seed)
+            # In order, a sampler gives every sample once, and some ranks one more than others: in training that would hang.
+            in_order = self.train and not self.shuffle
+            self._sampler = fleet.sampler(len(self.source), shuffle=self.shuffle, seed=self.seed, drop_last=in_order)
         return self._sampler
 
     @property
@@ -145,7 +149,7 @@ class Loader:
         # less than a batch, and evaluation may leave a rank without any: those are no mistakes.
         sampler = self.sampler
         whole = math.ceil(sampler.length / sampler.size)
-        if self.shuffle and count_batches(whole, self.batch_size, drop_last=self.drop_last) == 0:
+        if self.train and count_batches(whole, self.batch_size, drop_last=self.drop_last) == 0:
             raise DataError(
                 f"{sampler.length} samples on {sampler.size} workers are {whole} for each: not one full batch of "
                 f"{self.batch_size}. Use a smaller batch_size, more samples, or drop_last=False."
