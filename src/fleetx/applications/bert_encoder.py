@@ -1,0 +1,201 @@
+"""BERT's encoder: embeddings, layers, pooler. Parameters are named as in transformers, so that public weights load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import ConfigError
+
+LAYER_NORM_EPSILON = 1e-12
+INITIAL_DEVIATION = 0.02
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """The size of a BERT, and its dropout."""
+
+    vocab_size: int = 30522
+    hidden: int = 768
+    layers: int = 12
+    heads: int = 12
+    feed_forward: int | None = None  # None: four times `hidden`
+    max_position: int = 512
+    sentence_types: int = 2
+    padding_id: int = 0
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.feed_forward is None and type(self.hidden) is int:
+            object.__setattr__(self, "feed_forward", 4 * self.hidden)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("dropout"):
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
+                    raise ConfigError(f"{field.name} is {value!r}; it must be a number of at least 0 and below 1.")
+            elif type(value) is not int or value < (field.name != "padding_id"):
+                raise ConfigError(f"{field.name} is {value!r}; it must be a whole number of at least 1 (padding_id: of 0).")
+        if self.hidden % self.heads:
+            raise ConfigError(f"hidden is {self.hidden} and heads is {self.heads}; heads must divide hidden.")
+        if self.padding_id >= self.vocab_size:
+            raise ConfigError(f"padding_id is {self.padding_id}; it must be below vocab_size, {self.vocab_size}.")
+
+
+def initialise(module: nn.Module) -> None:
+    """As BERT does: weights normal, biases zero. LayerNorm is made so; padding has no vector of its own."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
+
+
+def in_matmul_dtype(hidden: Tensor) -> Tensor:
+    """What autocast would turn it into for a linear layer. Said once where several layers read it: autocast casts for each."""
+    kind = hidden.device.type
+    if hidden.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return hidden.to(torch.get_autocast_dtype(kind))
+    return hidden
+
+
+@final
+class BertEmbeddings(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden, padding_idx=config.padding_id)
+        self.position_embeddings = nn.Embedding(config.max_position, config.hidden)
+        self.token_type_embeddings = nn.Embedding(config.sentence_types, config.hidden)
+        self.LayerNorm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        if position_ids is None:
+            positions = self.position_embeddings.weight[: input_ids.shape[1]]
+        else:
+            positions = self.position_embeddings(position_ids)
+        if token_type_ids is None:
+            types = self.token_type_embeddings.weight[0]
+        else:
+            types = self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.LayerNorm(self.word_embeddings(input_ids) + types + positions))  # type: ignore[no-any-return]
+
+
+@final
+class BertSelfAttention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.heads, self.dropout = config.heads, config.attention_dropout
+        self.query = nn.Linear(config.hidden, config.hidden)
+        self.key = nn.Linear(config.hidden, config.hidden)
+        self.value = nn.Linear(config.hidden, config.hidden)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        hidden = in_matmul_dtype(hidden)
+        query, key, value = (
+            projection(hidden).unflatten(2, (self.heads, -1)).transpose(1, 2) for projection in (self.query, self.key, self.value)
+        )
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout).transpose(1, 2).flatten(2)
+
+
+@final
+class BertResidual(nn.Module):
+    """Post-norm: LayerNorm(before + dropout(linear(hidden)))."""
+
+    def __init__(self, inputs: int, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, config.hidden)
+        self.LayerNorm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        return self.LayerNorm(before + self.dropout(self.dense(hidden)))  # type: ignore[no-any-return]
+
+
+@final
+class BertAttention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config)
+        self.output = BertResidual(config.hidden, config)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        return self.output(self.self(hidden, mask), hidden)  # type: ignore[no-any-return]
+
+
+@final
+class GeluLinear(nn.Module):
+    """The exact GELU of a linear layer."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, outputs)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.gelu(self.dense(hidden))
+
+
+@final
+class BertLayer(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width = config.feed_forward or 4 * config.hidden
+        self.attention = BertAttention(config)
+        self.intermediate = GeluLinear(config.hidden, width)
+        self.output = BertResidual(width, config)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        attended = self.attention(hidden, mask)
+        return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
+
+
+@final
+class BertEncoder(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        for layer in self.layer:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+@final
+class BertPooler(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden, config.hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.dense(hidden[:, 0]))
+
+
+@final
+class BertBody(nn.Module):
+    """Everything below the heads: `bert.` in the state dict."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = BertEncoder(config)
+        self.pooler = BertPooler(config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The last layer's hidden states. `attention_mask` None says that no token is padding: then flash attention runs."""
+        mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        return self.encoder(self.embeddings(input_ids, token_type_ids, position_ids), mask)  # type: ignore[no-any-return]

@@ -1,0 +1,121 @@
+"""Cross-entropy of a large vocabulary, a few rows at a time: the [rows, vocabulary] logits never exist whole.
+
+Once the logits of some rows are known, so is their gradient (softmax minus the one-hot label). It is used at once, for the
+gradients of hidden, weight and bias, and dropped; the backward has only to scale those. In 16 bits the products are summed
+and kept in float32, so that a loss scale that is not known yet in the forward has nothing to rescue.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+IGNORED = -100
+LOGITS_BYTES = 2**28  # of one chunk in float32; more rows at once are hardly faster on a GPU, and cost memory
+_COLUMNS_MULTIPLE = 64  # matrix products in 16 bits are much slower when rows are not aligned, and 30522 is not
+_HALF_SCALE = 256.0  # a probability of 1/30522 is below float16's normal numbers
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def rows_per_chunk(rows: int, columns: int) -> int:
+    """Chunks of equal size, as few as the bytes of their logits allow."""
+    most = max(1, LOGITS_BYTES // (4 * columns))
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right. Of 16-bit factors the result is float32, never rounded to 16 bits in between."""
+    if left.dtype not in _HALF_TYPES:
+        return left @ right
+    if left.is_cuda and left.numel():
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def padded(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both as the products need them. In 16 bits, where a copy is made anyway, with columns added that have probability 0."""
+    if dtype not in _HALF_TYPES:
+        return weight.to(dtype), bias.to(dtype)
+    extra = -weight.shape[0] % _COLUMNS_MULTIPLE
+    return F.pad(weight.to(dtype), (0, 0, 0, extra)), F.pad(bias.float(), (0, extra), value=-torch.inf)
+
+
+def probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax, each row's loss, and which rows have their label on top."""
+    best, winner = logits.max(dim=1)
+    probability = logits.softmax(dim=1)
+    # From the largest probability, at least 1/columns, and not from the label's, which may be 0 in floating point.
+    normaliser = best - probability.gather(1, winner[:, None]).squeeze(1).log()
+    return probability, normaliser - logits.gather(1, labels[:, None]).squeeze(1), winner == labels
+
+
+def chunk_gradients(
+    probability: Tensor, counted: Tensor, targets: Tensor, inputs: Tensor, weights: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the summed loss, times `scale`: for the inputs, the weights and the biases. Overwrites `probability`."""
+    probability.scatter_add_(1, targets[:, None], probability.new_full((len(targets), 1), -1.0))
+    factors = (counted.to(probability.dtype) * scale)[:, None]
+    slope = torch.mul(probability, factors, out=torch.empty_like(probability, dtype=inputs.dtype))
+    return product(slope, weights), product(slope.t(), inputs), slope.sum(dim=0, dtype=probability.dtype)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, wants_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        inputs = hidden.to(dtype)
+        weights, biases = padded(weight, bias, dtype)
+        scale = _HALF_SCALE if dtype == torch.float16 else 1.0
+        loss, correct = biases.new_zeros(()), labels.new_zeros(())
+        grad_hidden, grad_weight, grad_bias = [], None, None
+        # At least once, so that no rows at all give gradients of zero, not none.
+        for first in range(0, max(1, hidden.shape[0]), rows):
+            some = slice(first, first + rows)
+            counted = labels[some] != IGNORED
+            targets = labels[some].where(counted, 0)
+            probability, losses, hits = probabilities(product(inputs[some], weights.t()).add_(biases), targets)
+            loss += losses.where(counted, 0.0).sum()
+            correct += (hits & counted).sum()
+            if wants_grad:
+                for_hidden, for_weight, for_bias = chunk_gradients(probability, counted, targets, inputs[some], weights, scale)
+                grad_hidden.append(for_hidden)
+                grad_weight = for_weight if grad_weight is None else grad_weight.add_(for_weight)
+                grad_bias = for_bias if grad_bias is None else grad_bias.add_(for_bias)
+        if grad_weight is not None and grad_bias is not None:
+            vocabulary = weight.shape[0]
+            ctx.save_for_backward(torch.cat(grad_hidden), grad_weight[:vocabulary], grad_bias[:vocabulary])
+        ctx.dtypes, ctx.scale = (hidden.dtype, weight.dtype, bias.dtype), scale
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        factor = grad_loss / ctx.scale
+        # Not in place: a graph that is kept may come this way again.
+        grads = [(grad * factor).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return *grads, None, None, None, None
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of `hidden @ weight.T + bias`, and how many labels are on top; labels of -100 are left out.
+
+    Under autocast the products are in its type, all else in float32. `rows` (at a time) is chosen by size unless given.
+    """
+    kind = hidden.device.type
+    casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+    rows = rows or rows_per_chunk(hidden.shape[0], weight.shape[0])
+    wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad or bias.requires_grad)
+    with torch.autocast(kind, enabled=False):
+        loss, correct = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, rows, dtype, wants_grad)  # type: ignore[no-untyped-call]
+    return loss, correct
