@@ -1,0 +1,78 @@
+"""Which part of an image is shown: pure functions of its size and of uniform draws in [0, 1).
+
+A box is (left, top, right, bottom) in pixels of the image. Scaling it to the model's input is one resampling of that box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""Height, width, 3."""
+Box: TypeAlias = tuple[float, float, float, float]
+
+CROP_TRIES = 10
+CROP_DRAWS = 2 * CROP_TRIES + 2
+"""Area and shape of each try, then the place."""
+
+
+def resized_crop_box(
+    width: int,
+    height: int,
+    draws: Sequence[float],
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Box:
+    """A box of random area (a share of the image's) and shape (log-uniform); the largest central one if ten tries do not fit."""
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for number in range(CROP_TRIES):
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * draws[2 * number])
+        shape = math.exp(low + (high - low) * draws[2 * number + 1])
+        across, down = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < across <= width and 0 < down <= height:
+            left = whole_below(width - across + 1, draws[-2])
+            top = whole_below(height - down + 1, draws[-1])
+            return left, top, left + across, top + down
+    return central_box(width, height, ratio)
+
+
+def central_box(width: int, height: int, ratio: tuple[float, float]) -> Box:
+    """The largest central box whose width / height lies within `ratio`."""
+    across = min(width, max(1, round(height * ratio[1])))
+    down = min(height, max(1, round(width / ratio[0])))
+    left, top = (width - across) // 2, (height - down) // 2
+    return left, top, left + across, top + down
+
+
+def evaluation_box(width: int, height: int, image_size: int, margin: float = 256 / 224) -> Box:
+    """What is seen of "short side to `margin * image_size`, then the central square": that square, in the image's own pixels."""
+    short = round(image_size * margin)
+    long = int(short * max(width, height) / min(width, height))
+    across, down = (short, long) if width <= height else (long, short)
+    left, top = round((across - image_size) / 2), round((down - image_size) / 2)
+    x, y = width / across, height / down
+    return left * x, top * y, (left + image_size) * x, (top + image_size) * y
+
+
+def padded_crop_offset(draw: float, pad: int) -> int:
+    """Where a crop of the image's own size begins in the image padded on both sides: -pad to pad."""
+    return whole_below(2 * pad + 1, draw) - pad
+
+
+def shift_into(out: Pixels, pixels: Pixels, across: int, down: int) -> None:
+    """Fill `out` with the image seen through a window moved by so many pixels; black where the window leaves the image."""
+    height, width = pixels.shape[:2]
+    out.fill(0)
+    out[max(-down, 0) : height - max(down, 0), max(-across, 0) : width - max(across, 0)] = pixels[
+        max(down, 0) : height + min(down, 0), max(across, 0) : width + min(across, 0)
+    ]
+
+
+def whole_below(limit: int, draw: float) -> int:
+    """A whole number from 0 to limit - 1, each equally likely. The product may round up to the limit itself."""
+    return min(int(limit * draw), limit - 1)

@@ -1,0 +1,149 @@
+"""A list of labelled images, one `relative/path label` per line, checked as a whole before anything is trained on it.
+
+    train/cat/0001.jpg 3
+    train/two words.png 7        the last field is the label: names may contain spaces
+
+Sample number i is line i + 1: there are no comments and no empty lines, so that every message can name the line.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetx.errors import DataError
+from fleetx.keys import integer
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+LABEL_LIMIT = 2**31
+"""Labels are below this when the number of classes is not given."""
+MAX_LIST_BYTES = 2 * 2**30
+_MAX_PATH_BYTES = 4096
+_LABEL_DIGITS = 18
+_SHOWN_FAULTS = 5
+_COUNTED_FAULTS = 1000
+_FORM = "`relative/path label`"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageList:
+    """Paths and labels in three large objects: forked readers touch no reference count per path, so memory stays shared."""
+
+    name: str
+    text: bytes
+    offsets: Numbers
+    labels: Numbers
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> bytes:
+        """The path of one image, relative and without `..`."""
+        return self.text[self.offsets[index] : self.offsets[index + 1]]
+
+    def name_of(self, index: int) -> str:
+        """The path as a message shows it."""
+        return repr(self.path(index).decode("utf-8"))[1:-1]
+
+    def place(self, index: int) -> str:
+        """Where a message about this sample sends the reader: `train.txt, line 17`."""
+        return _line(self.name, index + 1)
+
+
+def parse_line(line: bytes, label_limit: int) -> tuple[bytes, int]:
+    """Path and label of one line; a `ValueError` says what is wrong with it."""
+    fields = line.rsplit(None, 1)
+    if len(fields) != 2:
+        raise ValueError(f"expected {_FORM}, got {quoted(line)}{'' if line.strip() else ', an empty line: remove it'}")
+    path, digits = fields
+    if not digits.isdigit() or len(digits) > _LABEL_DIGITS or (label := int(digits)) >= label_limit:
+        raise ValueError(f"the label must be an integer from 0 to {label_limit - 1}, got {quoted(digits)} in {quoted(line)}")
+    if b"/" in path or b"." in path[:2]:
+        path = _plain_path(path)
+    if path[0] <= 32 or len(path) > _MAX_PATH_BYTES:
+        raise ValueError(f"the path must not begin with a space nor exceed {_MAX_PATH_BYTES} bytes, got {quoted(line)}")
+    return path, label
+
+
+def parse_image_list(text: bytes, name: str, *, num_classes: int | None = None) -> ImageList:
+    """The list in `text`. `name` is how messages call it; labels must be below `num_classes`."""
+    label_limit: int = integer(1, LABEL_LIMIT).check("num_classes", LABEL_LIMIT if num_classes is None else num_classes)
+    _refuse_odd_bytes(text, name)
+    lines = text.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise DataError(f"{name} is empty: expected one line {_FORM} for each image")
+    paths: list[bytes] = []
+    labels: list[int] = []
+    faults: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            path, label = parse_line(line, label_limit)
+        except ValueError as fault:
+            faults.append((number, str(fault)))
+            if len(faults) > _COUNTED_FAULTS:
+                break
+            continue
+        paths.append(path)
+        labels.append(label)
+    if faults:
+        raise DataError(_all_faults(name, faults))
+    offsets = np.zeros(len(paths) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, paths), dtype=np.int64, count=len(paths)), out=offsets[1:])
+    return ImageList(name, b"".join(paths), offsets, np.array(labels, dtype=np.int64))
+
+
+def quoted(text: bytes, limit: int = 80) -> str:
+    """What was received, fit for one line of a message: escaped, and cut where it is long."""
+    shown = text[:limit].decode("utf-8", "backslashreplace")
+    return repr(shown) + (f"... ({len(text)} bytes)" if len(text) > limit else "")
+
+
+def _plain_path(path: bytes) -> bytes:
+    if path.startswith(b"/"):
+        raise ValueError(f"the path must be relative to the images' folder, got the absolute {quoted(path)}")
+    if b".." in path and b".." in path.split(b"/"):
+        raise ValueError(f"the path must stay inside the images' folder, got `..` in {quoted(path)}")
+    return posixpath.normpath(path) if b"./" in path or b"//" in path else path
+
+
+def _refuse_odd_bytes(text: bytes, name: str) -> None:
+    """Bytes that editors hide and that would end up in a file name."""
+    if text.startswith(b"\xef\xbb\xbf"):
+        fix = f"remove it with `sed -i '1s/^\\xEF\\xBB\\xBF//' {name}`"
+        raise DataError(f"{_line(name, 1)}: begins with a byte order mark; {fix}")
+    for byte, what in ((b"\0", "a NUL byte: this is no text file"), (b"\r", "a carriage return (Windows line ends)")):
+        found = text.find(byte)
+        if found >= 0:
+            fix = f"; convert with `sed -i 's/\\r$//' {name}`" if byte == b"\r" else f"; expected lines {_FORM}"
+            raise DataError(f"{_line_at(text, found, name)}: contains {what}{fix}")
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = _line_at(text, error.start, name)
+        bad = quoted(text[error.start : error.start + 1])
+        raise DataError(f"{place}: the byte {bad} is not UTF-8; convert with `iconv -f LATIN1 -t UTF-8 {name}`") from None
+
+
+def _all_faults(name: str, faults: list[tuple[int, str]]) -> str:
+    number, reason = faults[0]
+    rest = faults[1:]
+    if not rest:
+        return f"{_line(name, number)}: {reason}"
+    count = f"more than {_COUNTED_FAULTS - 1}" if len(faults) > _COUNTED_FAULTS else str(len(rest))
+    lines = ", ".join(str(other) for other, _ in rest[:_SHOWN_FAULTS]) + (", ..." if len(rest) > _SHOWN_FAULTS else "")
+    return f"{_line(name, number)}: {reason}. Wrong lines besides this one: {count} ({lines})"
+
+
+def _line(name: str, number: int) -> str:
+    return f"{name}, line {number}"
+
+
+def _line_at(text: bytes, position: int, name: str) -> str:
+    return _line(name, text.count(b"\n", 0, position) + 1)

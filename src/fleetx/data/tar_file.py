@@ -1,0 +1,160 @@
+"""Files inside an uncompressed `.tar`, read in place: headers are indexed once, then each read is one `pread` at an offset.
+
+`pread` has no position of its own, so that forked readers share one descriptor without a lock. Nothing is ever unpacked.
+An archive is not trusted: only plain files are read, and of two members of one name the last counts, as when unpacking.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+import tarfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, cast
+
+from fleetx.errors import DataError
+
+from .image_list import quoted
+
+_PACKED = {
+    b"\x1f\x8b": "gunzip -k",
+    b"BZh": "bunzip2 -k",
+    b"\xfd7zXZ\x00": "unxz -k",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+}
+_MAX_HEADER_BYTES = 2**20
+_BLOCK_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where a member's bytes lie; `refused` says why they are never read, if so."""
+
+    offset: int
+    size: int
+    refused: str = ""
+
+
+class Archive:
+    """An open archive and the index of its names, each without a leading `./`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.bytes = ArchiveBytes(path)
+        self.members = _index(self.bytes)
+
+    def read(self, name: bytes) -> bytes:
+        """A member's bytes; a `DataError` names the archive and the member."""
+        member = self.members.get(name, Member(0, 0, "no such member"))
+        try:
+            return self.bytes.read(member)
+        except DataError as error:
+            raise DataError(f"{self.path}: {quoted(name)}: {error}") from None
+
+
+class ArchiveBytes:
+    """The open file. Readers keep this and not the index, which is large."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            # O_NONBLOCK: opening a FIFO would otherwise wait for ever for somebody to write to it.
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; expected a folder or an uncompressed .tar") from None
+        weakref.finalize(self, os.close, self.descriptor)
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path} is not a regular file; expected a folder or an uncompressed .tar")
+        self.size = status.st_size
+
+    def read(self, member: Member) -> bytes:
+        """A member's bytes; a `DataError` with the reason alone where they cannot be read."""
+        if member.refused:
+            raise DataError(member.refused)
+        data = b""
+        while len(data) < member.size:
+            part = os.pread(self.descriptor, member.size - len(data), member.offset + len(data))
+            if not part:
+                raise DataError(f"{self.path} now ends in the middle of this member")
+            data = data + part if data else part
+        return data
+
+
+def _index(file: ArchiveBytes) -> dict[bytes, Member]:
+    _refuse_packed(file)
+    try:
+        with tarfile.TarFile(fileobj=cast(IO[bytes], _Headers(file)), encoding="utf-8", errors="surrogateescape") as archive:
+            members = dict(_headers(archive, file))
+            _refuse_early_end(archive.offset, file)
+            return members
+    except DataError:
+        raise
+    except Exception as error:  # hostile headers make tarfile raise nearly anything
+        raise DataError(f"{file.path} is not a complete, uncompressed .tar: {error or type(error).__name__}") from None
+
+
+def _headers(archive: tarfile.TarFile, file: ArchiveBytes) -> Iterator[tuple[bytes, Member]]:
+    last = 0
+    while (info := archive.next()) is not None:
+        if archive.offset <= last:  # a negative size: following it would never end
+            raise DataError(f"{file.path}: the header at byte {info.offset} leads backwards; the archive is damaged")
+        last = archive.offset
+        name, member = _member(info)
+        if not 0 <= member.size <= file.size - member.offset:
+            raise DataError(
+                f"{file.path}: {quoted(name)} claims {member.size} bytes from byte {member.offset} on, but the archive has "
+                f"only {file.size}: it is damaged or was not copied whole; copy it again"
+            )
+        yield name, member
+        archive.members.clear()  # type: ignore[attr-defined]  # it keeps a kilobyte for each: a million would be a gigabyte
+
+
+def _refuse_packed(file: ArchiveBytes) -> None:
+    start = os.pread(file.descriptor, 8, 0)
+    for magic, command in _PACKED.items():
+        if start.startswith(magic):
+            raise DataError(f"{file.path} is compressed, and files in it cannot be read in place; run `{command} {file.path}`")
+
+
+def _refuse_early_end(offset: int, file: ArchiveBytes) -> None:
+    # tarfile takes a damaged header for the end of the archive; the true end is a block of zeros, or of the file.
+    if any(os.pread(file.descriptor, _BLOCK_BYTES, offset)):
+        raise DataError(f"{file.path}: the header at byte {offset} is damaged; copy the archive again")
+
+
+def _member(info: tarfile.TarInfo) -> tuple[bytes, Member]:
+    name = info.name.encode("utf-8", "surrogateescape")
+    if b".." not in name and (b"./" in name or b"//" in name):
+        name = posixpath.normpath(name)
+    if info.isreg() and not info.issparse():
+        return name, Member(info.offset_data, info.size)
+    kinds = {"folder": info.isdir(), "link": info.issym() or info.islnk(), "sparse file": info.issparse()}
+    kind = next((kind for kind, is_one in kinds.items() if is_one), "device or other special member")
+    return name, Member(0, 0, f"a {kind} in the archive, and only plain files are read from one")
+
+
+class _Headers:
+    """The archive as tarfile reads it, header by header: no read may be large or of unknown length, whatever a header claims."""
+
+    mode, name = "rb", ""
+
+    def __init__(self, file: ArchiveBytes) -> None:
+        self._descriptor, self._position = file.descriptor, 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> int:
+        self._position = position
+        return position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes at byte {self._position}")
+        data = os.pread(self._descriptor, size, self._position)
+        self._position += len(data)
+        return data
