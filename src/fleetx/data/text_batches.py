@@ -1,0 +1,130 @@
+"""Text for BERT: batches of masked sentence pairs, from Fleet's lines of numbers or from raw text files.
+
+input_ids, token_type_ids, attention_mask     [B, S]; the mask is None where nothing is padded
+mlm_positions, mlm_labels                     [M] which places of the flattened batch to guess, and what was there
+next_sentence_label                           [B] as in transformers: 0 where B follows A, 1 where it does not (Fleet: 1 and 0)
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, FleetWarning
+from .batch_plan import padded_width, plan_batches
+from .masking import mask_tokens
+from .pairs import Pairs, Spans
+from .source import Indices
+from .vocabulary import Vocabulary
+
+
+class TextSource:
+    """Samples of a corpus, or, with `tokens_per_batch`, whole batches planned once for it."""
+
+    reads_files: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        vocabulary: Vocabulary,
+        *,
+        vocabulary_file: Path,
+        max_seq_len: int,
+        seed: int,
+        train: bool,
+        masked_share: float = 0.15,
+        tokens_per_batch: int | None = None,
+    ) -> None:
+        self.pairs, self.vocabulary, self.vocabulary_file = pairs, vocabulary, vocabulary_file
+        self.max_seq_len, self.seed, self.train, self.masked_share = max_seq_len, seed, train, masked_share
+        self._tokens = np.asarray(pairs.tokens)  # the same mapped pages, without the cost of memmap's own slicing
+        self._structural, self._ordinary = vocabulary.is_structural(), vocabulary.ordinary()
+        self._dtype = np.int16 if vocabulary.size <= 2**15 else np.int32
+        self._plan: list[Indices] | None = None
+        if tokens_per_batch is not None:
+            self._plan = plan_batches(pairs.lengths, tokens=tokens_per_batch, max_seq_len=max_seq_len, seed=seed)
+
+    @property
+    def plans_batches(self) -> bool:
+        return self._plan is not None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocabulary.size
+
+    def __len__(self) -> int:
+        return len(self.pairs.lengths) if self._plan is None else len(self._plan)
+
+    def batch(self, epoch: int, indices: Indices) -> tuple[dict[str, Tensor | None], list[str]]:
+        if self._plan is not None:
+            if len(indices) != 1:
+                raise ConfigError(f"{len(indices)} planned batches were asked for at once; ask for one.")
+            indices = self._plan[indices[0]]
+        indices = np.asarray(indices, dtype=np.int64)
+        epoch = epoch if self.train else 0  # what a model is judged by does not change
+        spans = self.pairs.spans(self.seed, epoch, indices)
+        ids, splits, lengths = self._assemble(spans)
+        masked = mask_tokens(
+            ids,
+            ~self._structural[ids],
+            seed=self.seed,
+            epoch=epoch,
+            indices=indices,
+            mask_id=self.vocabulary.ids["[MASK]"],
+            replacements=self._ordinary,
+            share=self.masked_share,
+        )
+        columns = np.arange(ids.shape[1])
+        inside = columns < lengths[:, None]
+        batch = {
+            "input_ids": torch.from_numpy(masked.ids),
+            "token_type_ids": torch.from_numpy((inside & (columns >= splits[:, None])).astype(np.uint8)),
+            "attention_mask": None if inside.all() else torch.from_numpy(inside),
+            "mlm_positions": torch.from_numpy(masked.positions.astype(np.int32)),
+            "mlm_labels": torch.from_numpy(masked.labels),
+            "next_sentence_label": torch.from_numpy((~spans.follows).astype(np.uint8)),
+        }
+        return batch, []
+
+    def finish(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        return {name: value.long() if value is not None and value.dtype != torch.bool else value for name, value in batch.items()}
+
+    def _assemble(self, spans: Spans) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Padded rows of tokens, where B (with what precedes it) begins, and the lengths."""
+        wrap = int(self.pairs.wrapped)
+        splits = spans.a_length + 2 * wrap
+        lengths = splits + spans.b_length + wrap
+        ids_of = self.vocabulary.ids
+        shape = (len(lengths), padded_width(int(lengths.max()), self.max_seq_len))
+        ids = np.full(shape, ids_of["[PAD]"], dtype=self._dtype)
+        rows = zip(
+            ids, spans.a_start.tolist(), spans.a_length.tolist(), spans.b_start.tolist(), spans.b_length.tolist(), strict=True
+        )
+        for row, a, a_length, b, b_length in rows:
+            row[wrap : wrap + a_length] = self._tokens[a : a + a_length]
+            row[a_length + 2 * wrap : a_length + 2 * wrap + b_length] = self._tokens[b : b + b_length]
+        each = np.arange(len(lengths))
+        if wrap:
+            ids[:, 0] = ids_of["[CLS]"]
+            ids[each, splits - 1] = ids_of["[SEP]"]
+            ids[each, lengths - 1] = ids_of["[SEP]"]
+        else:
+            ids[each, lengths - 1] = self._tokens[spans.last]  # a B that was cut short ends like the whole one
+        return ids, splits, lengths
+
+
+def warn_of_labels(following: int, lines: int, *, name: str) -> None:
+    """One class only, and no way to make the other."""
+    if following in (0, lines):
+        warnings.warn(
+            f"{name}: every line has the label {int(following > 0)}, and other pairs cannot be made from these lines: the model "
+            f"learns nothing about next sentences.",
+            FleetWarning,
+            stacklevel=4,
+        )

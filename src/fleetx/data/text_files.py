@@ -1,0 +1,152 @@
+"""Which files of a folder are the corpus: those that a `train.txt` lists, or all of them; and whether they hold lines of numbers.
+
+Nothing outside the folder is read, through `..` or through links, and nothing that is not a regular file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ..errors import DataError
+from .text_lines import first_line, line_blocks
+
+Kind: TypeAlias = Literal["auto", "digital", "raw"]
+
+_TRAIN_LISTS, _TEST_LISTS = ("train.txt",), ("val.txt", "test.txt")
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file of the corpus, as it was when it was found."""
+
+    path: Path
+    name: str  # as messages call it
+    size: int
+    mtime_ns: int
+
+
+def require_unchanged(file: TextFile) -> None:
+    """After reading: a file that was written meanwhile may have been read half old, half new."""
+    now = file.path.stat()
+    if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise DataError(f"{file.name}: changed while it was read. Start again when it is complete.")
+
+
+def find_files(
+    data_dir: Path, *, train: bool, kind: Kind, suffixes: Sequence[str] | None, leave_out: Path | None
+) -> list[TextFile]:
+    """The corpus in a fixed order. A folder with a list means what is listed; a file means itself."""
+    if data_dir.is_file():
+        return [text_file(data_dir, str(data_dir))]
+    if not data_dir.is_dir():
+        raise DataError(f"{data_dir}: there is no such folder. Give the folder that holds the text files.")
+    if kind != "raw" and (listed := _list_file(data_dir, train=train)) is not None:
+        return read_list(listed, data_dir)
+    found = walk(data_dir, suffixes=suffixes, leave_out=leave_out)
+    if not found:
+        wanted = f" with the endings {', '.join(suffixes)}" if suffixes else ""
+        raise DataError(f"{data_dir}: no text files{wanted} in this folder.")
+    return found
+
+
+def _list_file(data_dir: Path, *, train: bool) -> Path | None:
+    """train.txt, or val.txt or test.txt, unless it holds data itself."""
+    present = [name for name in (*_TRAIN_LISTS, *_TEST_LISTS) if (data_dir / name).is_file()]
+    lists = [name for name in present if not _looks_digital(first_line(data_dir / name, name=str(data_dir / name)))]
+    for name in _TRAIN_LISTS if train else _TEST_LISTS:
+        if name in lists:
+            return data_dir / name
+    if lists:
+        wanted = " or ".join(_TRAIN_LISTS if train else _TEST_LISTS)
+        raise DataError(
+            f"{data_dir}: has {' and '.join(lists)}, but no list {wanted} for {'training' if train else 'evaluation'}."
+        )
+    return None
+
+
+def read_list(list_path: Path, root: Path) -> list[TextFile]:
+    """One file name per line, relative to the root, each once."""
+    files: dict[str, TextFile] = {}
+    for first, block in line_blocks(list_path, name=str(list_path), max_bytes=2**28, max_line_bytes=2**14):
+        for number, line in enumerate(block[:-1].split(b"\n"), start=first):
+            where = f"{list_path}, line {number}:"
+            name = _listed_name(line, where)
+            if name in files:
+                raise DataError(f"{where} {name!r} is listed twice.")
+            path = root / name
+            if not path.exists():
+                raise DataError(
+                    f'{where} there is no file {path}. If {list_path.name} is itself text to train on, say kind="raw".'
+                )
+            if not path.resolve().is_relative_to(root.resolve()):
+                raise DataError(f"{where} {name!r} is a link that leads out of {root}. List files inside it.")
+            files[name] = text_file(path, str(path))
+    if not files:
+        raise DataError(f"{list_path}, line 1: the list is empty. Write one file name per line.")
+    return list(files.values())
+
+
+def _listed_name(line: bytes, where: str) -> str:
+    if line.startswith(_BOM):
+        raise DataError(f"{where} begins with a byte order mark. Save the list as UTF-8 without one.")
+    if line.endswith(b"\r"):
+        raise DataError(f"{where} has a Windows line end. Convert the list with `sed -i 's/\\r$//' FILE`.")
+    try:
+        name = line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} byte {line[error.start]:#04x} in column {error.start + 1} is not UTF-8.") from None
+    if not name.strip() or "\0" in name:
+        raise DataError(f"{where} {name!r} is no file name. Write one file name per line, and no empty lines.")
+    if os.path.isabs(name) or ".." in Path(name).parts:
+        raise DataError(f"{where} {name!r} leads out of the folder. Names are relative to it, without `..`.")
+    return name
+
+
+def walk(root: Path, *, suffixes: Sequence[str] | None, leave_out: Path | None = None) -> list[TextFile]:
+    """All files below, sorted by name, but hidden ones and `__pycache__`. A link that leads out is refused, one inside skipped."""
+    real_root, skipped = root.resolve(), leave_out.resolve() if leave_out else None
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        for name in sorted((*names, *folders)):
+            path = Path(folder, name)
+            if path.is_symlink():
+                if not path.resolve().is_relative_to(real_root):
+                    raise DataError(f"{path}: a link that leads out of {root}. Copy what it points to, or remove it.")
+                continue
+            wanted = name in names and not name.startswith(".") and (suffixes is None or path.suffix in suffixes)
+            if wanted and path.resolve() != skipped:
+                found.append(text_file(path, str(path)))
+    return sorted(found, key=lambda file: file.path.relative_to(root).parts)
+
+
+def text_file(path: Path, name: str) -> TextFile:
+    try:
+        entry = path.stat()
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror or error}).") from error
+    if not stat.S_ISREG(entry.st_mode):
+        raise DataError(f"{name}: not a regular file.")
+    return TextFile(path, name, entry.st_size, entry.st_mtime_ns)
+
+
+def is_digital(files: Sequence[TextFile]) -> bool:
+    """Whether these are Fleet's lines of numbers, judged by the first line of the first file that is not empty."""
+    for file in files:
+        if file.size:
+            return file.path.suffix == ".gz" or _looks_digital(first_line(file.path, name=file.name))
+    raise DataError(
+        f"{files[0].name}, line 1: the file is empty, and so are the other {len(files) - 1}. There is nothing to train on."
+    )
+
+
+def _looks_digital(line: bytes) -> bool:
+    """Mostly numbers: also of a damaged line, so that it is reported as one and not trained on as prose."""
+    words = line.removeprefix(_BOM).replace(b";", b" ").split()
+    return 2 * sum(word.lstrip(b"-").isdigit() for word in words) > len(words)

@@ -1,0 +1,195 @@
+"""`text_source`: from a folder and a vocabulary to batches for BERT, by way of token arrays that are made once per node."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, DataError, FleetWarning, did_you_mean
+from . import stdlib_corpus
+from .digital import write_lines
+from .pairs import DocumentPairs, LinePairs, Pairs
+from .raw_text import SAMPLE_BYTES, sample_texts, write_documents
+from .text_batches import TextSource, warn_of_labels
+from .text_files import Kind, TextFile, find_files, is_digital
+from .token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
+from .vocabulary import Vocabulary, import_tokenizers, read_vocabulary, text_vocabulary, train_vocabulary
+
+FORMAT = 1  # of the cached arrays: raise it when they, or what is made into them, change
+MOST_UNKNOWN = 0.2
+
+
+def text_source(
+    data_dir: str | os.PathLike[str],
+    vocab_path: str | os.PathLike[str] | None = None,
+    *,
+    max_seq_len: int,
+    seed: int = 0,
+    train: bool = True,
+    tokens_per_batch: int | None = None,
+    kind: Kind = "auto",
+    vocab_size: int = 8192,
+    masked_share: float = 0.15,
+    suffixes: Sequence[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    max_file_bytes: int = 2**32,
+) -> TextSource:
+    """Batches of masked sentence pairs from a folder (or one file), or from "stdlib", Python's own sources.
+
+    Fleet's lines of numbers need a vocabulary. Raw text gets one of `vocab_size` tokens when none is given; evaluation (`train`
+    False) then has to name the one of training, `source.vocabulary_file`. A folder with `train.txt`, `val.txt` or `test.txt`
+    means the files listed there; without such lists all its files are read, also for evaluation. `tokens_per_batch` plans whole
+    batches of at most so many tokens, padding included.
+    """
+    _check(max_seq_len, seed, tokens_per_batch, vocab_size, masked_share, max_file_bytes, kind, suffixes)
+    folder = cache_folder(cache_dir)
+    is_stdlib = str(data_dir) == stdlib_corpus.NAME and not Path(data_dir).exists()
+    vocabulary_file = None if vocab_path is None else Path(vocab_path)
+    vocabulary = None if vocabulary_file is None else read_vocabulary(vocabulary_file)
+    if is_stdlib:
+        files, digital = stdlib_corpus.stdlib_files(train=train), False
+        training = files if train else stdlib_corpus.stdlib_files(train=True)
+    else:
+        training = files = find_files(Path(data_dir), train=train, kind=kind, suffixes=suffixes, leave_out=vocabulary_file)
+        digital = kind == "digital" or (kind == "auto" and is_digital(files))
+        _require_vocabulary(data_dir, vocabulary, digital=digital, train=train)
+    if vocabulary is None or vocabulary_file is None:
+        vocabulary_file = trained_vocabulary(training, folder, size=vocab_size, max_file_bytes=max_file_bytes)
+        vocabulary = read_vocabulary(vocabulary_file)
+    arrays = token_arrays(files, vocabulary, folder, digital=digital, max_file_bytes=max_file_bytes)
+    name = str(data_dir)
+    pairs = _line_pairs(arrays, max_seq_len, name) if digital else _document_pairs(arrays, max_seq_len, name)
+    return TextSource(
+        pairs,
+        vocabulary,
+        max_seq_len=max_seq_len,
+        seed=seed,
+        train=train,
+        masked_share=masked_share,
+        tokens_per_batch=tokens_per_batch,
+        vocabulary_file=vocabulary_file,
+    )
+
+
+def token_arrays(
+    files: Sequence[TextFile], vocabulary: Vocabulary, folder: Path, *, digital: bool, max_file_bytes: int
+) -> Cached:
+    """The corpus as arrays, from the cache or made now."""
+    key = cache_key(format=FORMAT, digital=digital, files=_identity(files), vocabulary=vocabulary.digest)
+
+    def build(writer: ArrayWriter) -> dict[str, Any]:
+        write = write_lines if digital else write_documents
+        return dict(write(writer, files, vocabulary, max_file_bytes=max_file_bytes))
+
+    return cached(folder, key, build, what=f"the tokens of {len(files)} text files")
+
+
+def trained_vocabulary(files: Sequence[TextFile], folder: Path, *, size: int, max_file_bytes: int) -> Path:
+    """A vocab.txt trained on a part of these files, from the cache or made now."""
+    import_tokenizers()
+    key = cache_key(format=FORMAT, size=size, files=_identity(files), sample=SAMPLE_BYTES)
+
+    def build(writer: ArrayWriter) -> dict[str, Any]:
+        texts = sample_texts(files, sample_bytes=SAMPLE_BYTES, max_file_bytes=max_file_bytes)
+        text = text_vocabulary(train_vocabulary(texts, size=size).tokens)
+        writer.append("vocab", np.frombuffer(text.encode(), dtype=np.uint8))
+        return {}
+
+    return cached(folder, key, build, what=f"a vocabulary of {len(files)} text files").folder / "vocab.bin"
+
+
+def _identity(files: Sequence[TextFile]) -> list[Any]:
+    return [[str(file.path.resolve()), file.size, file.mtime_ns] for file in files]
+
+
+def _line_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
+    ends, facts = arrays.arrays["ends"], arrays.facts
+    lengths = np.diff(ends, prepend=0)
+    kept = np.flatnonzero(lengths <= max_seq_len)
+    left_out = len(lengths) - len(kept)
+    if len(kept) == 0:
+        raise DataError(
+            f"{name}: all {left_out} lines are longer than max_seq_len = {max_seq_len}; the shortest has {lengths.min()}."
+        )
+    if left_out:
+        warnings.warn(
+            f"{name}: {left_out} of {len(lengths)} lines are longer than max_seq_len = {max_seq_len} and are left out.",
+            FleetWarning,
+            stacklevel=3,
+        )
+    repair = facts["following"] == facts["pairs"] == facts["lines"] and len(kept) > 1
+    if not repair:
+        warn_of_labels(facts["following"], facts["lines"], name=name)
+    stored = arrays.arrays
+    return LinePairs(stored["tokens"], ends, stored["splits"], stored["follows"], kept=kept, repair=repair)
+
+
+def _document_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
+    if short := arrays.facts["short_documents"]:
+        warnings.warn(
+            f"{name}: {short} of {arrays.facts['documents']} files hold no two tokens, and make no pair.",
+            FleetWarning,
+            stacklevel=3,
+        )
+    if (share := arrays.facts["unknown_share"]) > MOST_UNKNOWN:
+        warnings.warn(
+            f"{name}: {share:.0%} of the tokens are [UNK]. The vocabulary is of another language or script.",
+            FleetWarning,
+            stacklevel=3,
+        )
+    stored = arrays.arrays
+    return DocumentPairs(stored["tokens"], stored["sentence_ends"], stored["document_ends"], max_seq_len=max_seq_len, name=name)
+
+
+def _require_vocabulary(data_dir: Any, vocabulary: Vocabulary | None, *, digital: bool, train: bool) -> None:
+    if vocabulary is None and digital:
+        raise ConfigError(
+            f"{data_dir} holds lines of token ids: give the vocabulary they were made with, vocab_path='vocab.txt'."
+        )
+    if vocabulary is None and not train:
+        raise ConfigError(
+            "evaluation needs the vocabulary of training: vocab_path=SOURCE.vocabulary_file of the training source."
+        )
+
+
+def _check(
+    max_seq_len: int,
+    seed: int,
+    tokens: int | None,
+    vocab_size: int,
+    masked_share: float,
+    max_file_bytes: int,
+    kind: str,
+    suffixes: Any,
+) -> None:
+    _whole("max_seq_len", max_seq_len, 5, 2**16)  # [CLS] a [SEP] b [SEP]
+    _whole("seed", seed, 0, 2**64 - 1)
+    _whole("vocab_size", vocab_size, 8, 2**24)
+    _whole("max_file_bytes", max_file_bytes, 1, 2**63)
+    if tokens is not None:
+        _whole("tokens_per_batch", tokens, 1, 2**31)
+        if tokens < max_seq_len:
+            raise ConfigError(
+                f"{tokens} tokens per batch are fewer than one sequence of max_seq_len = {max_seq_len} has. With in_tokens=True "
+                f"batch_size counts tokens, padding included: use {max_seq_len} or more."
+            )
+    if isinstance(masked_share, bool) or not isinstance(masked_share, int | float) or not 0 < masked_share <= 1:
+        raise ConfigError(f"masked_share = {masked_share!r}; allowed is a number above 0, up to 1.")
+    if kind not in ("auto", "digital", "raw"):
+        raise ConfigError(
+            f'kind = {kind!r}; allowed are "auto", "digital" and "raw".{did_you_mean(str(kind), ("digital", "raw"))}'
+        )
+    if suffixes is not None and (
+        isinstance(suffixes, str) or not all(isinstance(s, str) and s.startswith(".") for s in suffixes)
+    ):
+        raise ConfigError(f'suffixes = {suffixes!r}; allowed is a sequence of endings such as (".txt", ".md").')
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise ConfigError(f"{name} = {value!r}; allowed is a whole number from {low} to {high}.")
