@@ -189,7 +189,7 @@ def saved_bytes(model: ImageModel, batch: Any) -> tuple[int, Tensor]:
     return sum(kept.values()), loss
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [VGG16, Resnet20])
 def test_recomputing_the_checkpoints_keeps_the_gradients_and_less_than_half_of_the_memory(make: Any) -> None:
     torch.manual_seed(0)
     model = make(5, image_size=32)

@@ -129,3 +129,19 @@ def test_twenty_steps_on_digits_lower_the_loss_of_resnet20_to_less_than_a_half()
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_tally_never_wait_for_the_gpu(smoothing: float) -> None:
+    model = Resnet20(image_size=8, label_smoothing=smoothing).cuda()
+    batch = images(8).float().cuda(), torch.arange(8, device="cuda")
+    model.loss(batch).backward()  # the first call may wait, while libraries load
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.loss(batch).backward()
+        sums = model.eval().tally(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(sums["count"]) == 8
