@@ -1,0 +1,7 @@
+"""Helpers around a training script."""
+
+from __future__ import annotations
+
+from .downloader import Downloader
+
+__all__ = ["Downloader"]

@@ -1,0 +1,219 @@
+"""One file from an address into a folder: received as NAME.part, taken up again after a break, and renamed once it is verified.
+
+open at the byte we have -> read, hash, write -> right size and SHA-256? -> fsync -> rename
+            ^                     | broken: wait, longer each time
+            +---------------------+
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fleetx.errors import DataError
+
+from .address import Address
+from .folder import open_to_read, open_to_write
+from .manifest import PART, Entry
+from .transport import Broken, open_at
+
+T = TypeVar("T")
+CHUNK_BYTES = 2**20
+PROGRESS_BYTES = 2**20
+"""An attempt that brought as much was worth it: the count of failures begins anew."""
+SLOWEST_BYTES_PER_S = 1024
+LONGEST_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    retries: int
+    timeout_seconds: float
+    backoff_seconds: float
+
+    def pause_seconds(self, failures: int, wished: float) -> float:
+        """Doubles with each failure; spread, so that many nodes do not come back at the same moment."""
+        doubled = self.backoff_seconds * 2.0 ** min(failures - 1, 30) * random.uniform(0.75, 1.25)
+        return min(max(doubled, wished), LONGEST_PAUSE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told what happens."""
+
+    line: Callable[[str], None]
+    received: Callable[[int], None]
+    """So many bytes of this file are there now."""
+
+
+def persist(
+    attempt: Callable[[], T], patience: Patience, what: str, line: Callable[[str], None], received: Callable[[], int]
+) -> T:
+    """Call it until it works, or has failed too often in a row without bringing anything."""
+    failures, mark = 0, received()
+    while True:
+        try:
+            return attempt()
+        except Broken as broken:
+            failures = 1 if received() - mark >= PROGRESS_BYTES else failures + 1
+            mark = received()
+            if failures > patience.retries:
+                tries = "once" if failures == 1 else f"{failures} times"
+                raise DataError(f"{what}: {broken}. Tried {tries}; run it again to go on from byte {mark}.") from None
+            pause = patience.pause_seconds(failures, broken.wait_seconds)
+            line(f"{what}: {broken}; again in {pause:.1f} s (try {failures + 1} of {patience.retries + 1})")
+            time.sleep(pause)
+
+
+def fetch_small(address: Address, limit_bytes: int, patience: Patience, line: Callable[[str], None]) -> bytes:
+    """All bytes of a manifest, in memory."""
+
+    def attempt() -> bytes:
+        data = bytearray()
+        with open_at(address, 0, None, patience.timeout_seconds) as body:
+            pace = _Pace(patience.timeout_seconds)
+            while chunk := body.read(min(CHUNK_BYTES, limit_bytes + 1 - len(data))):
+                data += chunk
+                pace.check(len(chunk))
+                if len(data) > limit_bytes:
+                    raise DataError(f"{address} is larger than {limit_bytes} bytes; that is not a manifest.")
+        if body.total is not None and len(data) < body.total:
+            raise Broken(f"the connection ended after {len(data)} of {body.total} bytes")
+        return bytes(data)
+
+    return persist(attempt, patience, str(address), line, lambda: 0)
+
+
+def fetch(entry: Entry, folder: int, patience: Patience, listener: Listener) -> None:
+    """`folder` holds the entry's file, verified, or else it raises and nothing is there under that name that was not before."""
+    name = entry.parts[-1]
+    with _Part.opened(folder, name + PART, entry.size) as part:
+        listener.received(part.received)
+        for is_second in (False, True):
+            what = f"{entry.path} from {entry.address}"
+            persist(lambda: _receive(entry, part, patience, listener), patience, what, listener.line, lambda: part.received)
+            digest = part.hasher.hexdigest()
+            if digest == entry.sha256:
+                break
+            was_resumed = part.was_resumed
+            part.restart()
+            if is_second or not was_resumed:
+                os.unlink(name + PART, dir_fd=folder)
+                raise DataError(
+                    f"{entry.path}: {entry.address} sent other bytes than the manifest promises: "
+                    f"SHA-256 {digest}, expected {entry.sha256}. Nothing of it was kept."
+                )
+            # Pieces of two versions may have been joined. Whole, from one answer, the file may well be right.
+            listener.line(f"{entry.path}: the resumed file has another SHA-256; once more from its first byte")
+        os.fsync(part.handle)
+        os.rename(name + PART, name, src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)
+
+
+def holds(folder: int, entry: Entry, begin: Callable[[], None], received: Callable[[int], None]) -> bool:
+    """Is the file already there, byte for byte? Its size is asked first: that costs nothing."""
+    handle = open_to_read(folder, entry.parts[-1])
+    if handle is None:
+        return False
+    with open(handle, "rb", buffering=0) as file:
+        if os.fstat(handle).st_size != entry.size:
+            return False
+        begin()
+        hasher, done = hashlib.sha256(), 0
+        while chunk := file.read(CHUNK_BYTES):
+            hasher.update(chunk)
+            done += len(chunk)
+            received(done)
+    return hasher.hexdigest() == entry.sha256
+
+
+def _receive(entry: Entry, part: _Part, patience: Patience, listener: Listener) -> None:
+    """One attempt to bring what is missing."""
+    if part.received == entry.size:
+        return
+    try:
+        with open_at(entry.address, part.received, part.etag, patience.timeout_seconds) as body:
+            if body.total is not None and body.total != entry.size:
+                raise DataError(
+                    f"{entry.path}: {entry.address} has {body.total} bytes, the manifest says {entry.size}: "
+                    "one of them is out of date."
+                )
+            if part.received and body.start and part.etag and body.etag and part.etag != body.etag:
+                raise Broken("the file changed on the server", start_anew=True)
+            if body.start != part.received:
+                part.restart()
+            part.etag, part.was_resumed = body.etag, part.received > 0
+            pace = _Pace(patience.timeout_seconds)
+            while part.received < entry.size:
+                chunk = body.read(min(CHUNK_BYTES, entry.size - part.received))
+                if not chunk:
+                    raise Broken(f"the connection ended after {part.received} of {entry.size} bytes")
+                part.append(chunk)
+                listener.received(part.received)
+                pace.check(len(chunk))
+    except Broken as broken:
+        if broken.start_anew:
+            part.restart()
+        raise
+
+
+class _Pace:
+    """A server that sends a byte now and then never times out, and never ends."""
+
+    def __init__(self, window_seconds: float) -> None:
+        self._window_seconds, self._since, self._count = window_seconds, time.monotonic(), 0
+
+    def check(self, count: int) -> None:
+        self._count += count
+        seconds = time.monotonic() - self._since
+        if seconds >= self._window_seconds:
+            if self._count < SLOWEST_BYTES_PER_S * seconds:
+                raise Broken(f"only {self._count} bytes came in {seconds:.0f} s")
+            self._since, self._count = time.monotonic(), 0
+
+
+class _Part:
+    """The unfinished file, with the hash of what it holds."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.received, self.hasher = handle, 0, hashlib.sha256()
+        self.etag: str | None = None
+        self.was_resumed = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, folder: int, name: str, size: int) -> Iterator[_Part]:
+        handle = open_to_write(folder, name)
+        try:
+            part = cls(handle)
+            part._take_up(size)
+            yield part
+        finally:
+            os.close(handle)
+
+    def _take_up(self, size: int) -> None:
+        if os.fstat(self.handle).st_size > size:
+            os.ftruncate(self.handle, 0)
+        while chunk := os.read(self.handle, CHUNK_BYTES):
+            self.hasher.update(chunk)
+            self.received += len(chunk)
+        self.was_resumed = self.received > 0
+
+    def append(self, chunk: bytes) -> None:
+        """Straight to the file, without a buffer of ours: what a killed process had received is kept."""
+        self.hasher.update(chunk)
+        view = memoryview(chunk)
+        while view:
+            count = os.pwrite(self.handle, view, self.received)
+            self.received += count
+            view = view[count:]
+
+    def restart(self) -> None:
+        os.ftruncate(self.handle, 0)
+        self.received, self.hasher, self.etag, self.was_resumed = 0, hashlib.sha256(), None, False

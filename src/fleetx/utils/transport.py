@@ -1,0 +1,177 @@
+"""Bytes of an address from a given place on: what a server answers, made plain. One attempt; patience is elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http
+import http.client
+import os
+import re
+import ssl
+import stat
+import string
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote, urljoin, urlsplit
+
+from fleetx.errors import DataError
+
+from .address import Address, BadAddress, Remote, check_step, parse_address
+
+MAX_REDIRECTS = 10
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
+_NUMBER = re.compile(r"\d{1,19}")
+
+
+class Broken(Exception):
+    """An attempt that failed in a way that may pass."""
+
+    def __init__(self, reason: str, *, wait_seconds: float = 0.0, start_anew: bool = False) -> None:
+        super().__init__(reason)
+        self.wait_seconds, self.start_anew = wait_seconds, start_anew
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    read: Callable[[int], bytes]
+    """At most so many bytes, as soon as some are there; none at the end. Raises Broken."""
+    start: int
+    """Where in the file they begin: 0 when the server could not start elsewhere."""
+    total: int | None
+    """Bytes of the whole file, if known."""
+    etag: str | None = None
+
+
+@contextlib.contextmanager
+def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: float) -> Iterator[Body]:
+    if isinstance(address, Path):
+        with _open_local(address) as file:
+            file.seek(offset)
+            yield Body(file.read, offset, os.fstat(file.fileno()).st_size)
+        return
+    with contextlib.closing(_answer(address, offset, etag, timeout_seconds)) as response:
+        yield _body(response, offset)
+
+
+def _open_local(path: Path) -> IO[bytes]:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block for ever
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    file = open(handle, "rb")
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return file
+    file.close()
+    raise DataError(f"{path} is not a plain file.")
+
+
+def _opener(address: Remote) -> urllib.request.OpenerDirector:
+    """Made by hand: the ready-made one also opens ftp:, data: and file: addresses, and follows redirects to them."""
+    opener = urllib.request.OpenerDirector()
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor()]
+    if address.is_plain:  # from this machine itself, where no proxy has a way to
+        handlers += [urllib.request.HTTPHandler()]
+    else:
+        handlers += [urllib.request.ProxyHandler(), urllib.request.HTTPSHandler(context=ssl.create_default_context())]
+    for handler in handlers:
+        opener.add_handler(handler)
+    return opener
+
+
+def _answer(address: Remote, offset: int, etag: str | None, timeout_seconds: float) -> http.client.HTTPResponse:
+    here = address
+    for _ in range(MAX_REDIRECTS + 1):
+        try:
+            return _ask(here, offset, etag, timeout_seconds)
+        except urllib.error.HTTPError as error:
+            with contextlib.closing(error):
+                location = error.headers.get("Location")
+                if error.code not in _REDIRECTS or location is None:
+                    raise _refusal(here, error, offset) from None
+                here = redirected(here, location)
+        except (OSError, http.client.HTTPException) as error:
+            if _is_untrusted(error):
+                raise DataError(f"{here}: the server's certificate is not trusted: {_why(error)}.") from None
+            raise Broken(_why(error)) from None
+    raise DataError(f"{address} leads on to other addresses more than {MAX_REDIRECTS} times.")
+
+
+def _ask(address: Remote, offset: int, etag: str | None, timeout_seconds: float) -> http.client.HTTPResponse:
+    request = urllib.request.Request(address.url, headers={"User-Agent": "fleetx", "Accept-Encoding": "identity"})
+    if address.login is not None:
+        request.add_header("Authorization", "Basic " + base64.b64encode(address.login.encode()).decode())
+    if offset:
+        request.add_header("Range", f"bytes={offset}-")
+        if etag is not None and not etag.startswith("W/"):
+            request.add_header("If-Range", etag)
+    response: http.client.HTTPResponse = _opener(address).open(request, timeout=timeout_seconds)
+    return response
+
+
+def redirected(before: Remote, location: str) -> Remote:
+    """Only to a place at least as safe. A login stays with the host it was given for."""
+    try:
+        after = parse_address(urljoin(before.url, quote(location, safe=string.punctuation)))
+        check_step(before, after)
+    except BadAddress as error:
+        raise DataError(f"{before}: refused a redirect: {error}") from None
+    except ValueError:
+        raise DataError(f"{before}: refused a redirect to something that is not an address.") from None
+    if isinstance(after, Path):
+        raise DataError(f"{before}: refused a redirect to a local file.")
+    same_host = urlsplit(before.url)[:2] == urlsplit(after.url)[:2]
+    return Remote(after.url, before.login if same_host else None)
+
+
+def _refusal(address: Remote, error: urllib.error.HTTPError, offset: int) -> Exception:
+    known = {status.value: status.phrase for status in http.HTTPStatus}  # the server's own words may hold anything
+    answer = f"the server answered {error.code} {known.get(error.code, '')}".rstrip()
+    if error.code == 416 and offset:
+        return Broken(f"{answer}: it has no byte {offset}", start_anew=True)
+    if error.code in _AGAIN:
+        wait = _NUMBER.fullmatch(error.headers.get("Retry-After", "").strip())
+        return Broken(answer, wait_seconds=float(wait[0]) if wait else 0.0)
+    return DataError(f"{address}: {answer}.")
+
+
+def _body(response: http.client.HTTPResponse, offset: int) -> Body:
+    def read(count: int) -> bytes:
+        try:
+            return response.read1(count)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Broken(_why(error)) from None
+
+    etag, length = response.headers.get("ETag"), response.headers.get("Content-Length", "").strip()
+    if response.status == 206:
+        found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+        if found is None or int(found[1]) != offset:
+            raise Broken("the server sent another range than the one asked for", start_anew=True)
+        return Body(read, offset, None if found[2] == "*" else int(found[2]), etag)
+    if response.status != 200:
+        raise DataError(f"the server answered {response.status}; 200 with the file was expected.")
+    return Body(read, 0, int(length) if _NUMBER.fullmatch(length) else None, etag)
+
+
+def _is_untrusted(error: BaseException) -> bool:
+    reason = getattr(error, "reason", None)
+    return isinstance(error, ssl.SSLCertVerificationError) or isinstance(reason, ssl.SSLCertVerificationError)
+
+
+def _why(error: BaseException) -> str:
+    """Few and harmless words. Texts of the http library can hold the address, password and all, or whatever a server sent."""
+    reason = getattr(error, "reason", None)
+    cause = reason if isinstance(reason, BaseException) else error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return cause.verify_message
+    if isinstance(cause, TimeoutError):
+        return "nothing came for too long"
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return f"the connection broke ({type(cause).__name__})"
