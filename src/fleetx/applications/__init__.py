@@ -1,0 +1,13 @@
+"""Models to try a strategy on before touching one's own code: plain modules that know nothing of strategies, and their data.
+
+model = X.applications.Resnet50(num_classes=10, image_size=32)
+for batch in model.get_train_dataloader("digits", batch_size=64):
+    loss = model.loss(batch)
+"""
+
+from .bert import Bert, Bert_base, Bert_large
+from .evaluate import evaluate
+from .resnet import Resnet20, Resnet50
+from .vgg import VGG16
+
+__all__ = ["Bert", "Bert_base", "Bert_large", "Resnet20", "Resnet50", "VGG16", "evaluate"]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import DataError
 from ..keys import boolean, integer, number
+from .image_loading import LoadsImages
 
 COLOURS = 3
 LARGE_IMAGE = 64
@@ -46,7 +47,7 @@ def initialise_convolutions(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
-class ImageModel(nn.Module, ABC):
+class ImageModel(LoadsImages, nn.Module, ABC):
     """A classifier of images [N, 3, H, W]; a batch is the pair (images, labels)."""
 
     def __init__(
@@ -54,9 +55,9 @@ class ImageModel(nn.Module, ABC):
     ) -> None:
         super().__init__()
         model = type(self).__name__
-        self.num_classes: int = integer(1).check(f"num_classes of {model}", num_classes)
-        self.image_size: int = integer(smallest_size).check(f"image_size of {model}", image_size)
-        self.channels_last: bool = boolean().check(f"channels_last of {model}", channels_last)
+        self.num_classes = integer(1).check(f"num_classes of {model}", num_classes)
+        self.image_size = integer(smallest_size).check(f"image_size of {model}", image_size)
+        self.channels_last = boolean().check(f"channels_last of {model}", channels_last)
         self.label_smoothing: float = number(0, below=1).check(f"label_smoothing of {model}", label_smoothing)
 
     @property
@@ -121,8 +122,6 @@ class ImageModel(nn.Module, ABC):
                 f"sample {row} of the batch has label {int(labels[row])}; labels must be from 0 to {self.num_classes - 1}. "
                 f"Correct the data, or build the model with `{type(self).__name__}(num_classes=...)` for them."
             )
-
-    # --- data: loaders from files
 
 
 def _shown(value: Any) -> str:

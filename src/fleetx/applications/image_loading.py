@@ -1,0 +1,133 @@
+"""The loaders of an image model: from a list, from a folder or a .tar with lists, or from built-in data by its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+
+from ..data.builtin import BUILTIN, builtin_images
+from ..data.images import image_folder_source, image_list_source
+from ..data.loader import Loader
+from ..data.source import Source
+from ..errors import ConfigError, did_you_mean
+from ..keys import boolean, choice
+
+Path: TypeAlias = str | os.PathLike[str]
+OnBadSample: TypeAlias = Literal["raise", "skip"] | float
+
+SKIP_SHARE = 0.01
+"""Of the samples of a pass: what `on_bad_sample="skip"` allows."""
+
+
+class ImageOptions(TypedDict, total=False):
+    """What every loader of images takes by keyword."""
+
+    seed: int
+    """Of order and augmentation."""
+    workers: int
+    """Reading processes of this rank. By default its part of the cores; the data are the same with any number."""
+    drop_last: bool
+    """Leave out the last, smaller batch: by default in training."""
+    on_bad_sample: OnBadSample
+    """An image that cannot be read: "raise", or "skip" up to 1 % of a pass, or up to another share, such as 0.05."""
+    flip: bool
+    """Mirror every second image, in training."""
+    mean: Sequence[float]
+    std: Sequence[float]
+    """Of red, green and blue, on a scale of 0 to 1; by default ImageNet's."""
+    max_pixels: int
+    """Larger images are refused before they are decoded."""
+
+
+OF_LOADER = ("seed", "workers", "drop_last")
+OF_FILES = ("seed", "flip", "mean", "std", "max_pixels")
+OF_BUILTIN = ("seed",)
+
+
+class LoadsImages:
+    """Mixed into every image model: batches are (images, labels) on `fleet.device()`, at the model's own image size."""
+
+    num_classes: int
+    image_size: int
+    channels_last: bool
+
+    def load_imagenet_from_file(
+        self,
+        filelist: Path,
+        batch_size: int = 32,
+        phase: str = "train",
+        shuffle: bool | None = None,
+        *,
+        root: Path | None = None,
+        **options: Unpack[ImageOptions],
+    ) -> Loader:
+        """Lines `relative/path label`; images beside the list, under `train/` beside it, or in `root`, a folder or a .tar."""
+        train = choice("train", "val", "test").check("phase", phase) == "train"
+        source = image_list_source(filelist, root, train=train, **self._about_files(options))
+        return _loader(source, batch_size, train, shuffle, options)
+
+    def get_train_dataloader(
+        self, data: Path, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
+    ) -> Loader:
+        """`data`: a folder or a .tar with `train.txt` in it; or "digits", "fashion_mnist" (a folder of that name: "./digits")."""
+        return _loader(self._source(data, "train", options), batch_size, True, shuffle, options)
+
+    def get_val_dataloader(
+        self, data: Path, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
+    ) -> Loader:
+        """The same with `val.txt`, or `test.txt` where there is none: every sample once, not augmented."""
+        return _loader(self._source(data, "val", options), batch_size, False, shuffle, options)
+
+    def _source(self, data: Path, split: Literal["train", "val"], options: Mapping[str, Any]) -> Source:
+        if not (isinstance(data, str) and data in BUILTIN):
+            return image_folder_source(data, split, **self._about_files(options))
+        kept = _chosen(options, OF_BUILTIN, f'the built-in data "{data}"')
+        source = builtin_images(
+            data, "train" if split == "train" else "test", image_size=self.image_size, channels_last=self.channels_last, **kept
+        )
+        if source.num_classes > self.num_classes:
+            raise ConfigError(
+                f'"{data}" has {source.num_classes} classes, the model {self.num_classes}. '
+                f"Write {type(self).__name__}(num_classes={source.num_classes}, ...)."
+            )
+        return source
+
+    def _about_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        share = bad_share(options.get("on_bad_sample", "raise"))
+        return _chosen(options, OF_FILES, "a loader of images") | {
+            "num_classes": self.num_classes,
+            "image_size": self.image_size,
+            "channels_last": self.channels_last,
+            "on_bad_sample": "skip" if share else "raise",
+        }
+
+
+def bad_share(on_bad_sample: OnBadSample) -> float:
+    """The share of unreadable samples that is allowed: none, the usual one, or the one given."""
+    if on_bad_sample == "raise":
+        return 0.0
+    if on_bad_sample == "skip":
+        return SKIP_SHARE
+    if isinstance(on_bad_sample, float) and 0.0 < on_bad_sample < 1.0:
+        return on_bad_sample
+    raise ConfigError(
+        f'on_bad_sample is {on_bad_sample!r}; it must be "raise", "skip" (up to {SKIP_SHARE:.0%} of the samples of a pass), '
+        "or another share between 0 and 1, such as 0.05."
+    )
+
+
+def _chosen(options: Mapping[str, Any], wanted: Collection[str], who: str) -> dict[str, Any]:
+    """The options a source takes. One that nobody takes is an error, never ignored."""
+    known = dict.fromkeys([*wanted, *OF_LOADER, "on_bad_sample"])
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{who} has no option `{name}`.{did_you_mean(name, known)} Its options are: {', '.join(known)}.")
+    return {name: options[name] for name in wanted if name in options}
+
+
+def _loader(source: Source, batch_size: int, train: bool, shuffle: bool | None, options: Mapping[str, Any]) -> Loader:
+    shuffle = train if shuffle is None else boolean().check("shuffle", shuffle)
+    share = bad_share(options.get("on_bad_sample", "raise"))
+    kept = {name: options[name] for name in OF_LOADER if name in options}
+    return Loader(source, batch_size, shuffle=shuffle, train=train, max_bad_share=share, **kept)
