@@ -1,0 +1,35 @@
+"""LARS / LAMB: very large batches that still converge (seed: LARS / LAMB for very large batches).
+
+fleetrun examples/resnet50_lars.py --steps 20
+fleetrun examples/resnet50_lars.py --steps 20 --lars false --lamb --lr 0.001
+"""
+
+import torch
+
+import fleetx as X
+from fleetx import fleet
+from seed_loop import own_flags, train
+
+strategy = fleet.DistributedStrategy()
+strategy.lars = True
+strategy.lars_configs = {
+    "lars_coeff": 0.001,
+    "lars_weight_decay": 0.0005,
+    "exclude_from_weight_decay": ["batch_norm", ".b_0"],
+}
+
+configs = X.parse_train_configs(defaults={"lr": 0.01, "data": "digits", "strategy": strategy})
+steps = own_flags().parse_args(configs.rest).steps
+fleet.init()
+
+model = X.applications.Resnet50(num_classes=10, image_size=32)
+loader = model.get_train_dataloader(configs.data, batch_size=configs.batch_size)
+
+if configs.strategy.lamb:
+    betas = (configs.beta1, configs.beta2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=configs.lr, betas=betas, eps=configs.epsilon)
+else:
+    optimizer = torch.optim.SGD(model.parameters(), lr=configs.lr, momentum=configs.momentum)
+model, optimizer = fleet.distribute(model, optimizer, configs.strategy)
+
+train(model, optimizer, loader, configs, steps)
