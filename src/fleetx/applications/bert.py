@@ -20,6 +20,7 @@ from .bert_batch import KEYS, check_inputs, require_batch
 from .bert_encoder import LAYER_NORM_EPSILON, BertBody, BertConfig, initialise
 from .bert_weights import before_loading, tie
 from .chunked_loss import IGNORED, chunked_cross_entropy
+from .text_loading import LoadsText
 
 
 class BertOutput(NamedTuple):
@@ -87,7 +88,7 @@ class PretrainingHeads(nn.Module):
 
 
 @final
-class Bert(nn.Module):
+class Bert(LoadsText, nn.Module):
     """A BERT with its two pre-training heads. `.loss(batch)` is what a step minimises; `.checkpoints` names the layers."""
 
     def __init__(self, config: BertConfig) -> None:

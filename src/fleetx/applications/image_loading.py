@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from ..data.builtin import BUILTIN, builtin_images
 from ..data.images import image_folder_source, image_list_source
 from ..data.loader import Loader
 from ..data.source import Source
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
 from ..keys import boolean, choice
+from .loader_options import OF_LOADER, refuse_unknown, taken
 
 Path: TypeAlias = str | os.PathLike[str]
 OnBadSample: TypeAlias = Literal["raise", "skip"] | float
@@ -40,7 +41,6 @@ class ImageOptions(TypedDict, total=False):
     """Larger images are refused before they are decoded."""
 
 
-OF_LOADER = ("seed", "workers", "drop_last")
 OF_FILES = ("seed", "flip", "mean", "std", "max_pixels")
 OF_BUILTIN = ("seed",)
 
@@ -82,9 +82,13 @@ class LoadsImages:
     def _source(self, data: Path, split: Literal["train", "val"], options: Mapping[str, Any]) -> Source:
         if not (isinstance(data, str) and data in BUILTIN):
             return image_folder_source(data, split, **self._about_files(options))
-        kept = _chosen(options, OF_BUILTIN, f'the built-in data "{data}"')
+        refuse_unknown(options, (*OF_BUILTIN, *OF_LOADER, "on_bad_sample"), f'the built-in data "{data}"')
         source = builtin_images(
-            data, "train" if split == "train" else "test", image_size=self.image_size, channels_last=self.channels_last, **kept
+            data,
+            "train" if split == "train" else "test",
+            image_size=self.image_size,
+            channels_last=self.channels_last,
+            **taken(options, OF_BUILTIN),
         )
         if source.num_classes > self.num_classes:
             raise ConfigError(
@@ -95,7 +99,8 @@ class LoadsImages:
 
     def _about_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
         share = bad_share(options.get("on_bad_sample", "raise"))
-        return _chosen(options, OF_FILES, "a loader of images") | {
+        refuse_unknown(options, (*OF_FILES, *OF_LOADER, "on_bad_sample"), "a loader of images")
+        return taken(options, OF_FILES) | {
             "num_classes": self.num_classes,
             "image_size": self.image_size,
             "channels_last": self.channels_last,
@@ -117,17 +122,7 @@ def bad_share(on_bad_sample: OnBadSample) -> float:
     )
 
 
-def _chosen(options: Mapping[str, Any], wanted: Collection[str], who: str) -> dict[str, Any]:
-    """The options a source takes. One that nobody takes is an error, never ignored."""
-    known = dict.fromkeys([*wanted, *OF_LOADER, "on_bad_sample"])
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{who} has no option `{name}`.{did_you_mean(name, known)} Its options are: {', '.join(known)}.")
-    return {name: options[name] for name in wanted if name in options}
-
-
 def _loader(source: Source, batch_size: int, train: bool, shuffle: bool | None, options: Mapping[str, Any]) -> Loader:
     shuffle = train if shuffle is None else boolean().check("shuffle", shuffle)
     share = bad_share(options.get("on_bad_sample", "raise"))
-    kept = {name: options[name] for name in OF_LOADER if name in options}
-    return Loader(source, batch_size, shuffle=shuffle, train=train, max_bad_share=share, **kept)
+    return Loader(source, batch_size, shuffle=shuffle, train=train, max_bad_share=share, **taken(options, OF_LOADER))

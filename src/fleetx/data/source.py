@@ -16,8 +16,9 @@ class Source(Protocol):
     reads_files: ClassVar[bool]
     """Reading is slow enough to deserve processes of its own; arrays in memory are not."""
 
-    plans_batches: bool
-    """A "sample" of it is a whole batch already, such as one of at most so many tokens."""
+    @property
+    def plans_batches(self) -> bool:
+        """A "sample" of it is a whole batch already, such as one of at most so many tokens."""
 
     def __len__(self) -> int: ...
 

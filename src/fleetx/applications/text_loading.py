@@ -1,0 +1,136 @@
+"""The loaders of BERT: Fleet's lines of token ids, raw text, or Python's own sources where there is nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, TypedDict, Unpack
+
+from ..data.loader import Loader
+from ..data.text_source import text_source
+from ..errors import ConfigError
+from ..keys import boolean, choice, integer
+from .bert_encoder import BertConfig
+from .loader_options import OF_LOADER, refuse_unknown, taken
+
+Path: TypeAlias = str | os.PathLike[str]
+
+VOCABULARY = "vocab.txt"
+TRAINED_VOCABULARY_SIZE = 8192
+
+
+class TextOptions(TypedDict, total=False):
+    """What every loader of text takes by keyword."""
+
+    seed: int
+    """Of order, pairs and masks."""
+    workers: int
+    """Reading processes of this rank. By default its part of the cores; the data are the same with any number."""
+    drop_last: bool
+    """Leave out the last, smaller batch: by default in training."""
+    masked_share: float
+    """Of the tokens that carry text; 0.15 as in BERT."""
+    kind: Literal["auto", "digital", "raw"]
+    """Lines of token ids, or text; by default the files are looked at."""
+    suffixes: Sequence[str]
+    """Which files of a folder of text are read."""
+    vocab_size: int
+    """Of a vocabulary that is trained because none was given."""
+    cache_dir: Path
+    """Where token arrays are kept; by default below ~/.cache/fleetx."""
+
+
+OF_SOURCE = ("seed", "masked_share", "kind", "suffixes", "vocab_size", "cache_dir")
+
+
+class LoadsText:
+    """Mixed into BERT: batches are dicts of tensors on `fleet.device()`, as `loss` takes them."""
+
+    config: BertConfig
+
+    def load_digital_dataset_from_file(
+        self,
+        data_dir: Path,
+        vocab_path: Path | None = None,
+        max_seq_len: int = 512,
+        batch_size: int = 32,
+        in_tokens: bool = False,
+        *,
+        phase: str = "train",
+        shuffle: bool | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Loader:
+        """Lines `token_ids;sent_ids;pos_ids;label`, plain or gzip, or raw text files; those that `train.txt` lists, or all.
+
+        `batch_size` counts sequences, or with `in_tokens` tokens, padding included. Without `vocab_path`, raw text gets a
+        vocabulary of its own; `loader.source.vocabulary_file` is where it lies.
+        """
+        train = choice("train", "val", "test").check("phase", phase) == "train"
+        shuffle = train if shuffle is None else boolean().check("shuffle", shuffle)
+        planned = batch_size if boolean().check("in_tokens", in_tokens) else None
+        refuse_unknown(options, (*OF_SOURCE, *OF_LOADER), "a loader of text")
+        source = text_source(
+            data_dir,
+            vocab_path,
+            max_seq_len=integer(5, self.config.max_position).check("max_seq_len", max_seq_len),
+            train=train,
+            tokens_per_batch=planned,
+            **{"vocab_size": min(TRAINED_VOCABULARY_SIZE, self.config.vocab_size)} | taken(options, OF_SOURCE),
+        )
+        if source.vocab_size > self.config.vocab_size:
+            raise ConfigError(
+                f"the vocabulary has {source.vocab_size} tokens, the model {self.config.vocab_size}. "
+                f"Build it with vocab_size={source.vocab_size}."
+            )
+        return Loader(source, batch_size, shuffle=shuffle, train=train, **taken(options, OF_LOADER))
+
+    def get_train_dataloader(
+        self,
+        data: Path,
+        batch_size: int = 32,
+        shuffle: bool | None = None,
+        *,
+        max_seq_len: int | None = None,
+        vocab_path: Path | None = None,
+        in_tokens: bool = False,
+        **options: Unpack[TextOptions],
+    ) -> Loader:
+        """A folder, with its own `vocab.txt` where it has one; or "stdlib", Python's own sources (a folder: "./stdlib")."""
+        return self._from_place(data, "train", batch_size, shuffle, max_seq_len, vocab_path, in_tokens, options)
+
+    def get_val_dataloader(
+        self,
+        data: Path,
+        batch_size: int = 32,
+        shuffle: bool | None = None,
+        *,
+        max_seq_len: int | None = None,
+        vocab_path: Path | None = None,
+        in_tokens: bool = False,
+        **options: Unpack[TextOptions],
+    ) -> Loader:
+        """The same for evaluation, by `val.txt` or `test.txt` where the folder has one: the same masks in every pass."""
+        return self._from_place(data, "val", batch_size, shuffle, max_seq_len, vocab_path, in_tokens, options)
+
+    def _from_place(
+        self,
+        data: Path,
+        phase: str,
+        batch_size: int,
+        shuffle: bool | None,
+        max_seq_len: int | None,
+        vocab_path: Path | None,
+        in_tokens: bool,
+        options: TextOptions,
+    ) -> Loader:
+        own = os.path.join(data, VOCABULARY)
+        return self.load_digital_dataset_from_file(
+            data,
+            own if vocab_path is None and os.path.isfile(own) else vocab_path,
+            self.config.max_position if max_seq_len is None else max_seq_len,
+            batch_size,
+            in_tokens,
+            phase=phase,
+            shuffle=shuffle,
+            **options,
+        )
