@@ -1,32 +1,16 @@
 """Decoding: Pillow's own pixels, less work for large JPEGs, and a reason for everything refused."""
 
 import io
-import struct
-import subprocess
-import sys
-import zlib
+import warnings
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
+from bad_images import REFUSED, WHOLE_JPEG, WHOLE_PNG, animated, encoded, photo
 from fleetx.data.augment import evaluation_box
 from fleetx.data.decode import open_image, scaled, whole
 from fleetx.errors import DataError
-
-
-def photo(width=80, height=60, mode="RGB"):
-    """Smooth, so that JPEG and scaling change little."""
-    y, x = np.mgrid[0:height, 0:width]
-    waves = [127 + 120 * np.sin(x / (20 + 7 * c) + c) * np.cos(y / (23 + 5 * c)) for c in range(3)]
-    return Image.fromarray(np.stack(waves, axis=2).astype(np.uint8)).convert(mode)
-
-
-def encoded(image, format, **options):
-    stream = io.BytesIO()
-    image.save(stream, format, **options)
-    return stream.getvalue()
-
 
 MODES = {"JPEG": ["RGB", "L"], "PNG": ["RGB", "L", "LA", "P", "1", "RGBA"], "WEBP": ["RGB"], "BMP": ["RGB"], "GIF": ["P"]}
 
@@ -78,49 +62,6 @@ def test_a_large_jpeg_is_decoded_at_the_coarsest_scale_that_still_has_the_pixels
     assert np.abs(ours.astype(int) - exact.astype(int)).mean() < 1.5
 
 
-def png_header(width, height, depth=8):
-    """A PNG with a true header and no pixels to speak of."""
-    data = bytearray(encoded(Image.new("RGB", (1, 1)), "PNG"))
-    data[16:26] = struct.pack(">IIBB", width, height, depth, 2)
-    data[29:33] = struct.pack(">I", zlib.crc32(bytes(data[12:29])))
-    return bytes(data)
-
-
-def jpeg_header(width, height):
-    data = bytearray(encoded(Image.new("RGB", (8, 8)), "JPEG"))
-    at = data.index(b"\xff\xc0") + 5
-    data[at : at + 4] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
-    return bytes(data)
-
-
-def animated(format):
-    frames = [photo(mode="P"), Image.new("P", (80, 60), 3)]
-    return encoded(frames[0], format, save_all=True, append_images=frames[1:])
-
-
-WHOLE_JPEG, WHOLE_PNG = encoded(photo(), "JPEG"), encoded(photo(), "PNG")
-REFUSED = {
-    "no image": (b"GET / HTTP/1.1", "not an image of a known format .* it begins with 'GET / HT'"),
-    "an unlisted format": (encoded(photo(), "TIFF"), "not an image of a known format"),
-    "truncated JPEG": (WHOLE_JPEG[:-200], "truncated"),
-    "JPEG cut in its header": (WHOLE_JPEG[:300], "cannot be decoded: "),
-    "three bytes of a JPEG": (WHOLE_JPEG[:3], "cannot be decoded: "),
-    "truncated PNG": (WHOLE_PNG[: len(WHOLE_PNG) // 2], "truncated"),
-    "PNG cut in its header": (WHOLE_PNG[:20], "cannot be decoded: |not an image"),
-    "damaged PNG": (WHOLE_PNG[:60] + bytes(200) + WHOLE_PNG[260:], "cannot be decoded: "),
-    "CMYK": (encoded(photo(mode="CMYK"), "JPEG"), "CMYK colours"),
-    "16-bit grey": (encoded(Image.new("I;16", (4, 4)), "PNG"), "allowed are 8 bits per channel"),
-    "16-bit colour": (png_header(4, 4, depth=16), "a PNG of 16 bits per channel"),
-    "animated GIF": (animated("GIF"), "animated GIF; allowed is one frame"),
-    "animated PNG": (animated("PNG"), "animated PNG; allowed is one frame"),
-    "animated WebP": (animated("WEBP"), "animated WEBP; allowed is one frame"),
-    "PNG bomb": (png_header(9000, 9000), "9000 x 9000 are 81000000 pixels, more than the 64000000 allowed"),
-    "PNG bomb that Pillow warns of": (png_header(12_000, 10_000), "120000000 pixels, more than the 64000000"),
-    "PNG bomb that Pillow refuses": (png_header(100_000, 100_000), "more pixels than allowed"),
-    "JPEG bomb": (jpeg_header(65_000, 65_000), "65000 x 65000 are 4225000000 pixels"),
-}
-
-
 @pytest.mark.parametrize("data,reason", REFUSED.values(), ids=REFUSED)
 def test_a_file_that_cannot_be_used_is_refused_with_the_reason(data, reason):
     with pytest.raises(DataError, match=reason):
@@ -159,11 +100,9 @@ def test_random_damage_ends_in_pixels_or_in_a_data_error():
 
 
 def test_pillows_global_settings_stay_as_they_are():
-    script = """
-from PIL import Image, ImageFile
-before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
-import warnings; filters = list(warnings.filters)
-import fleetx.data.images
-assert before == (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES) and before[1] is False
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+    before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, list(warnings.filters)
+    for data, _ in REFUSED.values():
+        with pytest.raises(DataError):
+            whole(open_image(data))
+    assert (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, list(warnings.filters)) == before
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
