@@ -170,8 +170,6 @@ class Bert(LoadsText, nn.Module):
             shares["nsp_acc"] = mean(tally["nsp_acc"], tally["pairs"])
         return shares
 
-    # --- data: loaders from files
-
 
 def sentence_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Does the second sentence follow the first? The mean over the pairs, and the sums it is made of."""
