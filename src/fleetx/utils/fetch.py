@@ -104,7 +104,6 @@ def fetch(entry: Entry, folder: int, patience: Patience, listener: Listener) -> 
             was_resumed = part.was_resumed
             part.restart()
             if is_second or not was_resumed:
-                os.unlink(name + PART, dir_fd=folder)
                 raise DataError(
                     f"{entry.path}: {entry.address} sent other bytes than the manifest promises: "
                     f"SHA-256 {digest}, expected {entry.sha256}. Nothing of it was kept."
@@ -190,10 +189,15 @@ class _Part:
     @contextlib.contextmanager
     def opened(cls, folder: int, name: str, size: int) -> Iterator[_Part]:
         handle = open_to_write(folder, name)
+        part = cls(handle)
         try:
-            part = cls(handle)
             part._take_up(size)
             yield part
+        except BaseException:
+            if part.received == 0:  # nothing to take up, or wrong from end to end
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+            raise
         finally:
             os.close(handle)
 

@@ -28,6 +28,7 @@ from .names import BadName, parts_of
 MAX_BYTES = 16 * 2**20
 NAMES = ("manifest.yaml", "manifest.yml", "manifest.json")
 ARCHIVES = {".tar": "tar", ".tar.gz": "tar.gz", ".tgz": "tar.gz", ".tar.xz": "tar.xz", ".txz": "tar.xz", ".zip": "zip"}
+MAX_DEPTH = 16
 KEYS = ("path", "size", "sha256", "url", "unpack")
 PART = ".part"
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -72,7 +73,7 @@ def _read(raw: bytes, origin: Address) -> Any:
     try:
         text = raw.decode("utf-8-sig")
         is_json = str(origin).endswith(".json") or (not str(origin).endswith((".yaml", ".yml")) and text.lstrip()[:1] == "{")
-        return json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, _Loader)
+        return json.loads(text, object_pairs_hook=_unique) if is_json else _read_yaml(text)
     except UnicodeDecodeError as error:
         raise DataError(f"{origin} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}.") from None
     except yaml.MarkedYAMLError as error:
@@ -86,6 +87,16 @@ def _read(raw: bytes, origin: Address) -> Any:
         raise DataError(f"{origin}, line {error.lineno} is not JSON: {error.msg}.") from None
     except ValueError as error:  # a number of thousands of digits, a date of the 13th month, a key given twice
         raise DataError(f"{origin} cannot be read: {error}.") from None
+
+
+def _read_yaml(text: str) -> Any:
+    """The C loader dies of deep nesting instead of raising, so the depth is looked at first, event by event."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise RecursionError
+    return yaml.load(text, _Loader)
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

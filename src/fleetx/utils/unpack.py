@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Collection, Iterator
 
@@ -45,7 +46,8 @@ def unpack(root: int, root_path: str, entry: Entry, limits: Limits, kept: Collec
             raise DataError(f"{entry.path}{text if text.startswith(':') else ' ' + text}. Nothing of it was unpacked.") from None
         with below(root, (name,)) as aside:
             names = sorted(os.listdir(aside))[:KEPT_NAMES]
-            _move_in(aside, folder, "/".join(entry.parts[:-1]))
+            _check_way(aside, folder, entry.path, entry.parts[:-1])
+            _move_in(aside, folder)
         os.sync()  # one for all: a million single fsyncs take hours
         return Unpacked(writer.files, writer.bytes, names)
 
@@ -60,19 +62,35 @@ def _fresh_folder(root: int) -> Iterator[str]:
         shutil.rmtree(name, dir_fd=root)
 
 
-def _move_in(source: int, target: int, place: str) -> None:
+def _check_way(source: int, target: int, archive: str, place: tuple[str, ...]) -> None:
+    """What cannot be moved in is found before the first is moved."""
+    for name in os.listdir(source):
+        try:
+            there = os.stat(name, dir_fd=target, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            continue
+        mine = os.stat(name, dir_fd=source, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mine) != stat.S_ISDIR(there):
+            kind = "a folder, but a file or link" if stat.S_ISDIR(there) else "not a folder, but one"
+            where = "/".join((*place, name))
+            raise DataError(
+                f"{where} in the target is {kind} in {archive}. Nothing of it was unpacked; remove what is in the way."
+            )
+        if stat.S_ISDIR(mine):
+            with _deeper(source, name) as inner, _deeper(target, name) as outer:
+                _check_way(inner, outer, archive, (*place, name))
+
+
+def _move_in(source: int, target: int) -> None:
     """Folders that are there already are joined; files are replaced. rename follows no link, and neither do we."""
     for name in os.listdir(source):
-        where = f"{place}/{name}".lstrip("/")
         try:
             os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise DataError(
-                    f"{where} in the target cannot be replaced by the archive's: {error.strerror}. Remove it."
-                ) from None
+                raise
             with _deeper(source, name) as inner, _deeper(target, name) as outer:
-                _move_in(inner, outer, where)
+                _move_in(inner, outer)
 
 
 @contextlib.contextmanager

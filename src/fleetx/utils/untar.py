@@ -31,6 +31,8 @@ def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> 
                 tar.members.clear()  # it would keep every header of a million files
         if stream.last != bytes(BLOCK_BYTES):
             raise BadMember("breaks off: its end mark is missing, or it is damaged in the middle")
+        while stream.read(CHUNK_BYTES):  # to the very end, where gzip and xz keep their checksums
+            pass
         writer.finish()
     except READ_ERRORS as error:
         where = f" after {shown(member.name)}" if member is not None else ""

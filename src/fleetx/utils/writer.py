@@ -105,15 +105,16 @@ class Writer:
             try:
                 os.symlink(target, f"{self._folder}/{place}")
             except FileExistsError:
-                raise BadMember(f"{shown(place)} is there twice, once as a link") from None
+                raise BadMember(f": the member {shown(place)} is there twice, once as a link") from None
         for place, target in self._links:
+            link = f": the member {shown(place)} is a link to {shown(target)}"
             try:
                 os.stat(f"{self._folder}/{place}")  # first: the kernel gives up on a chain of 40, Python would follow millions
                 end = os.path.realpath(f"{self._folder}/{place}", strict=True)
             except OSError:
-                raise BadMember(f"{shown(place)} is a link to {shown(target)}, which is not in the archive") from None
+                raise BadMember(f"{link}, which is not in the archive") from None
             if os.path.commonpath([end, self._folder]) != self._folder:
-                raise BadMember(f"{shown(place)} is a link to {shown(target)}; links must stay inside the archive")
+                raise BadMember(f"{link}; links must stay inside the archive")
 
     def _parts(self, name: str) -> tuple[str, ...]:
         try:
