@@ -57,9 +57,7 @@ def fault(line: bytes, *, vocab_size: int, structural: npt.NDArray[np.bool_]) ->
     for name, field in zip(_FIELDS, fields, strict=True):
         for word in field.split(" "):
             if not _NUMBER.fullmatch(word):
-                return (
-                    f"{name} holds {word[:40]!r}; allowed are whole numbers from 0 of at most 9 digits, one space between them."
-                )
+                return f"{name} holds {word[:40]!r}; allowed are whole numbers from 0 of at most 9 digits, one space between."
     tokens, sentences, positions, label = ([int(word) for word in field.split(" ")] for field in fields)
     return _meaning_fault(tokens, sentences, positions, label, vocab_size=vocab_size, structural=structural)
 

@@ -106,7 +106,7 @@ class DocumentPairs:
         begin, size, document = self._starts[piece], self._sizes[piece], self._document[piece]
         place = np.where(start_draw < 0.5, begin, self._boundary(begin, size, 2 * (start_draw % 0.5)))
         document_start = np.where(document > 0, self._document_ends[np.maximum(document - 1, 0)], 0)
-        return np.maximum(document_start, np.minimum(place, self._document_ends[document] - room))
+        return np.asarray(np.maximum(document_start, np.minimum(place, self._document_ends[document] - room)))
 
     def _document_end_of(self, place: Array) -> Array:
         return np.asarray(self._document_ends[np.searchsorted(self._document_ends, place, side="right")])

@@ -67,23 +67,26 @@ def sample_texts(files: Sequence[TextFile], *, sample_bytes: int, max_file_bytes
     """Enough text to train a vocabulary on: files in the order of their names' hashes, and of a large one only the beginning."""
     left = sample_bytes
     for file in sorted(files, key=lambda file: hashlib.sha256(file.path.name.encode()).digest()):
-        share = max(sample_bytes // 16, 2**16)
-        for text in read_texts(file, max_file_bytes=max_file_bytes):
-            for line in text.splitlines(keepends=True):
-                if share <= 0 or left <= 0:
-                    break
-                yield line
-                share -= len(line)
-                left -= len(line)
-            if share <= 0 or left <= 0:
+        share = min(left, max(sample_bytes // 16, 2**16))
+        for line in _lines(file, max_file_bytes):
+            yield line
+            share -= len(line)
+            left -= len(line)
+            if share <= 0:
                 break
+        if left <= 0:
+            return
+
+
+def _lines(file: TextFile, max_file_bytes: int) -> Iterator[str]:
+    for text in read_texts(file, max_file_bytes=max_file_bytes):
+        yield from (line for line in text.split("\n") if line and not line.isspace())
 
 
 def _jobs(file: TextFile, max_file_bytes: int) -> Iterator[list[str]]:
-    for text in read_texts(file, max_file_bytes=max_file_bytes):
-        lines = [line for line in text.split("\n") if line and not line.isspace()]
-        for start in range(0, len(lines), _JOB_LINES):
-            yield lines[start : start + _JOB_LINES]
+    lines = _lines(file, max_file_bytes)
+    while job := list(itertools.islice(lines, _JOB_LINES)):
+        yield job
 
 
 class _Encoder:

@@ -35,6 +35,7 @@ class TextSource:
         vocabulary: Vocabulary,
         *,
         vocabulary_file: Path,
+        digest: str,
         max_seq_len: int,
         seed: int,
         train: bool,
@@ -42,6 +43,7 @@ class TextSource:
         tokens_per_batch: int | None = None,
     ) -> None:
         self.pairs, self.vocabulary, self.vocabulary_file = pairs, vocabulary, vocabulary_file
+        self.digest = digest  # equal on nodes that read the same corpus in the same way
         self.max_seq_len, self.seed, self.train, self.masked_share = max_seq_len, seed, train, masked_share
         self._tokens = np.asarray(pairs.tokens)  # the same mapped pages, without the cost of memmap's own slicing
         self._structural, self._ordinary = vocabulary.is_structural(), vocabulary.ordinary()

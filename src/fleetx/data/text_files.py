@@ -109,7 +109,7 @@ def _listed_name(line: bytes, where: str) -> str:
 
 
 def walk(root: Path, *, suffixes: Sequence[str] | None, leave_out: Path | None = None) -> list[TextFile]:
-    """All files below, sorted by name, but hidden ones and `__pycache__`. A link that leads out is refused, one inside skipped."""
+    """All files below, sorted by name, but for hidden ones and `__pycache__`. A link that leads out is refused."""
     real_root, skipped = root.resolve(), leave_out.resolve() if leave_out else None
     found = []
     for folder, folders, names in os.walk(root):

@@ -75,15 +75,16 @@ def first_line(path: Path, *, name: str, max_bytes: int = 2**16) -> bytes:
 
 
 @contextlib.contextmanager
-def open_text(path: Path, *, name: str) -> Iterator[io.BufferedReader]:
+def open_text(path: Path, *, name: str) -> Iterator[io.BufferedIOBase]:
     """A regular file, unpacked if it is gzip. A pipe or a device would hang or never end."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(f"{name}: cannot be opened ({error.strerror or error}).") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DataError(f"{name}: not a regular file.")
     with open(handle, "rb") as raw:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise DataError(f"{name}: not a regular file.")
         packed = raw.peek(2)[:2] == GZIP_MAGIC
         if path.suffix == ".gz" and not packed and raw.peek(1):
             raise DataError(f"{name}: named like a gzip file, but it is none.")
@@ -91,4 +92,4 @@ def open_text(path: Path, *, name: str) -> Iterator[io.BufferedReader]:
             yield raw
             return
         with gzip.GzipFile(fileobj=raw, mode="rb") as unpacked:
-            yield io.BufferedReader(unpacked)
+            yield unpacked

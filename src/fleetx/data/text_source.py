@@ -38,6 +38,7 @@ def text_source(
     suffixes: Sequence[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 2**32,
+    stdlib_bytes: int | None = None,
 ) -> TextSource:
     """Batches of masked sentence pairs from a folder (or one file), or from "stdlib", Python's own sources.
 
@@ -46,33 +47,36 @@ def text_source(
     means the files listed there; without such lists all its files are read, also for evaluation. `tokens_per_batch` plans whole
     batches of at most so many tokens, padding included.
     """
-    _check(max_seq_len, seed, tokens_per_batch, vocab_size, masked_share, max_file_bytes, kind, suffixes)
-    folder = cache_folder(cache_dir)
-    is_stdlib = str(data_dir) == stdlib_corpus.NAME and not Path(data_dir).exists()
+    _check_numbers(max_seq_len, seed, tokens_per_batch, vocab_size, max_file_bytes, stdlib_bytes)
+    _check_choices(masked_share, kind, suffixes, train)
+    folder, name = cache_folder(cache_dir), str(data_dir)
     vocabulary_file = None if vocab_path is None else Path(vocab_path)
     vocabulary = None if vocabulary_file is None else read_vocabulary(vocabulary_file)
-    if is_stdlib:
-        files, digital = stdlib_corpus.stdlib_files(train=train), False
-        training = files if train else stdlib_corpus.stdlib_files(train=True)
+    if name == stdlib_corpus.NAME and not Path(name).exists():
+        files = stdlib_corpus.stdlib_files(train=train, max_bytes=stdlib_bytes)
+        digital, teaching = False, files if train else stdlib_corpus.stdlib_files(train=True, max_bytes=stdlib_bytes)
     else:
-        training = files = find_files(Path(data_dir), train=train, kind=kind, suffixes=suffixes, leave_out=vocabulary_file)
-        digital = kind == "digital" or (kind == "auto" and is_digital(files))
-        _require_vocabulary(data_dir, vocabulary, digital=digital, train=train)
+        if stdlib_bytes is not None:
+            raise ConfigError(f'stdlib_bytes = {stdlib_bytes} limits the corpus "stdlib"; {name} is another. Leave it out.')
+        files = find_files(Path(data_dir), train=train, kind=kind, suffixes=suffixes, leave_out=vocabulary_file)
+        digital, teaching = kind == "digital" or (kind == "auto" and is_digital(files)), files
+        _require_vocabulary(name, vocabulary, digital=digital, train=train)
     if vocabulary is None or vocabulary_file is None:
-        vocabulary_file = trained_vocabulary(training, folder, size=vocab_size, max_file_bytes=max_file_bytes)
+        vocabulary_file = trained_vocabulary(teaching, folder, size=vocab_size, max_file_bytes=max_file_bytes)
         vocabulary = read_vocabulary(vocabulary_file)
     arrays = token_arrays(files, vocabulary, folder, digital=digital, max_file_bytes=max_file_bytes)
-    name = str(data_dir)
-    pairs = _line_pairs(arrays, max_seq_len, name) if digital else _document_pairs(arrays, max_seq_len, name)
     return TextSource(
-        pairs,
+        _line_pairs(arrays, max_seq_len, name) if digital else _document_pairs(arrays, max_seq_len, name),
         vocabulary,
+        vocabulary_file=vocabulary_file,
+        digest=cache_key(
+            vocabulary=vocabulary.digest, tokens=arrays.digest, options=[max_seq_len, seed, tokens_per_batch, masked_share]
+        ),
         max_seq_len=max_seq_len,
         seed=seed,
         train=train,
         masked_share=masked_share,
         tokens_per_batch=tokens_per_batch,
-        vocabulary_file=vocabulary_file,
     )
 
 
@@ -97,10 +101,10 @@ def trained_vocabulary(files: Sequence[TextFile], folder: Path, *, size: int, ma
     def build(writer: ArrayWriter) -> dict[str, Any]:
         texts = sample_texts(files, sample_bytes=SAMPLE_BYTES, max_file_bytes=max_file_bytes)
         text = text_vocabulary(train_vocabulary(texts, size=size).tokens)
-        writer.append("vocab", np.frombuffer(text.encode(), dtype=np.uint8))
+        writer.append("vocab.txt", np.frombuffer(text.encode(), dtype=np.uint8))
         return {}
 
-    return cached(folder, key, build, what=f"a vocabulary of {len(files)} text files").folder / "vocab.bin"
+    return cached(folder, key, build, what=f"a vocabulary of {len(files)} text files").folder / "vocab.txt"
 
 
 def _identity(files: Sequence[TextFile]) -> list[Any]:
@@ -157,20 +161,15 @@ def _require_vocabulary(data_dir: Any, vocabulary: Vocabulary | None, *, digital
         )
 
 
-def _check(
-    max_seq_len: int,
-    seed: int,
-    tokens: int | None,
-    vocab_size: int,
-    masked_share: float,
-    max_file_bytes: int,
-    kind: str,
-    suffixes: Any,
+def _check_numbers(
+    max_seq_len: int, seed: int, tokens: int | None, vocab_size: int, max_file_bytes: int, stdlib_bytes: int | None
 ) -> None:
-    _whole("max_seq_len", max_seq_len, 5, 2**16)  # [CLS] a [SEP] b [SEP]
+    _whole("max_seq_len", max_seq_len, 5, 2**16)  # [CLS] a [SEP] b [SEP]; masking ranks positions of 16 bits
     _whole("seed", seed, 0, 2**64 - 1)
     _whole("vocab_size", vocab_size, 8, 2**24)
     _whole("max_file_bytes", max_file_bytes, 1, 2**63)
+    if stdlib_bytes is not None:
+        _whole("stdlib_bytes", stdlib_bytes, 1, 2**63)
     if tokens is not None:
         _whole("tokens_per_batch", tokens, 1, 2**31)
         if tokens < max_seq_len:
@@ -178,6 +177,9 @@ def _check(
                 f"{tokens} tokens per batch are fewer than one sequence of max_seq_len = {max_seq_len} has. With in_tokens=True "
                 f"batch_size counts tokens, padding included: use {max_seq_len} or more."
             )
+
+
+def _check_choices(masked_share: float, kind: str, suffixes: Any, train: bool) -> None:
     if isinstance(masked_share, bool) or not isinstance(masked_share, int | float) or not 0 < masked_share <= 1:
         raise ConfigError(f"masked_share = {masked_share!r}; allowed is a number above 0, up to 1.")
     if kind not in ("auto", "digital", "raw"):
@@ -188,6 +190,8 @@ def _check(
         isinstance(suffixes, str) or not all(isinstance(s, str) and s.startswith(".") for s in suffixes)
     ):
         raise ConfigError(f'suffixes = {suffixes!r}; allowed is a sequence of endings such as (".txt", ".md").')
+    if not isinstance(train, bool):
+        raise ConfigError(f"train = {train!r}; allowed are True and False.")
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:

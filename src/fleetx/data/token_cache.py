@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import uuid
 import warnings
@@ -42,6 +43,7 @@ class Cached:
     folder: Path
     arrays: dict[str, Array]
     facts: dict[str, Any]
+    digest: str  # of all that
 
 
 class ArrayWriter:
@@ -55,7 +57,7 @@ class ArrayWriter:
 
     def append(self, name: str, values: Array) -> None:
         if name not in self._handles:
-            self._handles[name] = self._files.enter_context(open(self.folder / f"{name}.bin", "xb"))
+            self._handles[name] = self._files.enter_context(open(self.folder / _file(name), "xb"))
             self._dtypes[name] = values.dtype
         self._handles[name].write(np.ascontiguousarray(values, dtype=self._dtypes[name]).data)
 
@@ -66,7 +68,7 @@ class ArrayWriter:
             os.fsync(handle.fileno())
         self._files.close()
         return {
-            name: {"dtype": dtype.str, "mark": _fingerprint(self.folder / f"{name}.bin")} for name, dtype in self._dtypes.items()
+            name: {"dtype": dtype.str, "mark": _fingerprint(self.folder / _file(name))} for name, dtype in self._dtypes.items()
         }
 
     def abandon(self) -> None:
@@ -93,7 +95,7 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
     if (reason := _unusable(folder)) is None:
         return folder
     spare = Path(tempfile.gettempdir()) / f"fleetx-{os.getuid()}" / "text"
-    if (spare_reason := _unusable(spare, private=True)) is not None:
+    if (spare_reason := _foreign(spare.parent) or _unusable(spare)) is not None:
         raise ConfigError(
             f"neither {folder} ({reason}) nor {spare} ({spare_reason}) can hold token arrays. Pass cache_dir=FOLDER."
         )
@@ -161,12 +163,16 @@ def _open(home: Path, *, complain: bool = False) -> Cached | None:
         body = header["body"]
         if header["sha256"] != _hash_of(body):
             raise ValueError("its header is not what was written")
-        arrays = {name: _map(home / f"{name}.bin", **described) for name, described in body["arrays"].items()}
-        return Cached(home, arrays, body["facts"])
+        arrays = {name: _map(home / _file(name), **described) for name, described in body["arrays"].items()}
+        return Cached(home, arrays, body["facts"], header["sha256"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if complain:
             warnings.warn(f"the cached arrays in {home} are damaged ({error}): they are built again.", FleetWarning, stacklevel=4)
         return None
+
+
+def _file(name: str) -> str:
+    return name if "." in name else f"{name}.bin"
 
 
 def _map(path: Path, *, dtype: str, mark: str) -> Array:
@@ -196,20 +202,26 @@ def _home_cache() -> Path:
     return Path(wished) if os.path.isabs(wished) else Path(os.path.expanduser("~")) / ".cache"
 
 
-def _unusable(folder: Path, *, private: bool = False) -> str | None:
+def _unusable(folder: Path) -> str | None:
     """Why nothing can be written there, found by writing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if private:
-            # /tmp is everybody's: a folder that another user made first would let them choose our data.
-            owner = folder.parent.lstat()
-            if owner.st_uid != os.getuid() or not folder.parent.is_dir() or folder.parent.is_symlink():
-                return "it belongs to somebody else"
-            os.chmod(folder.parent, 0o700)
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
         return error.strerror or str(error)
+
+
+def _foreign(folder: Path) -> str | None:
+    """/tmp is everybody's: a folder that another user made there first would let them choose our data."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        entry = folder.lstat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.getuid() and not entry.st_mode & 0o077:
+        return None
+    return "it belongs to somebody else, or is open to others"
 
 
 def _sync_folder(path: Path) -> None:

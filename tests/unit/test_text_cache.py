@@ -1,0 +1,177 @@
+"""The cache of token arrays: built once per node, whole or not at all, never trusted when damaged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetx.data.token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
+from fleetx.errors import ConfigError, DataError, FleetWarning
+
+KEY = cache_key(test=1)
+VALUES = np.arange(1000, dtype=np.uint16)
+
+
+def build(writer: ArrayWriter) -> dict[str, Any]:
+    writer.append("tokens", VALUES[:300])
+    writer.append("tokens", VALUES[300:])
+    writer.append("ends", np.array([300, 1000], dtype=np.int64))
+    writer.append("empty", np.zeros(0, dtype=np.int32))
+    return {"lines": 2}
+
+
+def refuse(writer: ArrayWriter) -> dict[str, Any]:
+    raise AssertionError("built again")
+
+
+def check(found: Cached) -> None:
+    np.testing.assert_array_equal(found.arrays["tokens"], VALUES)
+    assert found.arrays["ends"].tolist() == [300, 1000] and len(found.arrays["empty"]) == 0
+    assert found.facts == {"lines": 2}
+
+
+def test_arrays_are_written_once_and_mapped_afterwards(tmp_path: Path) -> None:
+    check(cached(tmp_path, KEY, build, what="arrays"))
+    found = cached(tmp_path, KEY, refuse, what="arrays")
+    check(found)
+    assert isinstance(found.arrays["tokens"], np.memmap) and found.arrays["tokens"].dtype == np.uint16
+    with pytest.raises(ValueError, match="read-only"):
+        found.arrays["tokens"][0] = 1
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(writer: ArrayWriter) -> dict[str, Any]:
+        writer.append("tokens", VALUES)
+        raise DataError("part-0, line 3: bad")
+
+    with pytest.raises(DataError, match="line 3"):
+        cached(tmp_path, KEY, fail, what="arrays")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.lock"]
+    check(cached(tmp_path, KEY, build, what="arrays"))
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_shorten, _flip, Path.unlink], ids=["shortened", "one bit", "gone"])
+@pytest.mark.parametrize("name", ["tokens.bin", "header.json"])
+def test_a_damaged_cache_is_built_again_with_a_warning(tmp_path: Path, name: str, damage: Any) -> None:
+    home = cached(tmp_path, KEY, build, what="arrays").folder
+    damage(home / name)
+    with pytest.warns(FleetWarning, match="are damaged .* built again"):
+        check(cached(tmp_path, KEY, build, what="arrays"))
+    check(cached(tmp_path, KEY, refuse, what="arrays"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([KEY, f"{KEY}.lock"])
+
+
+@pytest.mark.parametrize("header", ["", "[]", "{}", '{"body": 3, "sha256": "x"}', '{"body": {"arrays": {"../x": {}}}}'])
+def test_a_header_that_means_nothing_is_damage_too(tmp_path: Path, header: str) -> None:
+    home = cached(tmp_path, KEY, build, what="arrays").folder
+    (home / "header.json").write_text(header)
+    with pytest.warns(FleetWarning, match="built again"):
+        check(cached(tmp_path, KEY, build, what="arrays"))
+
+
+def test_a_process_that_maps_the_old_arrays_keeps_them_while_they_are_replaced(tmp_path: Path) -> None:
+    old = cached(tmp_path, KEY, build, what="arrays")
+    (old.folder / "header.json").unlink()
+    with pytest.warns(FleetWarning):
+        cached(tmp_path, KEY, build, what="arrays")
+    check(old)
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from fleetx.data.token_cache import cached
+
+folder, key = Path(sys.argv[1]), sys.argv[2]
+
+def build(writer):
+    with open(folder / "builds", "a") as file:
+        file.write("one\\n")
+    print("building", flush=True)
+    time.sleep(float(sys.argv[3]))
+    writer.append("tokens", np.arange(1000, dtype=np.uint16))
+    writer.append("ends", np.array([300, 1000], dtype=np.int64))
+    writer.append("empty", np.zeros(0, dtype=np.int32))
+    return {"lines": 2}
+
+print(int(cached(folder, key, build, what="the arrays of a test").arrays["tokens"].sum()), flush=True)
+"""
+
+
+def racer(folder: Path, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RACER, str(folder), KEY, str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_of_racing_processes_one_builds_and_the_others_wait_aloud(tmp_path: Path) -> None:
+    racers = [racer(tmp_path, 3.5) for _ in range(2)]
+    outcomes = [process.communicate(timeout=120) for process in racers]
+    assert [out.split()[-1] for out, _ in outcomes] == ["499500", "499500"]
+    assert (tmp_path / "builds").read_text() == "one\n"
+    assert sum("waiting for the arrays of a test" in errors for _, errors in outcomes) == 1
+
+
+def test_a_builder_that_is_killed_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+    first = racer(tmp_path, 600)
+    assert first.stdout is not None and first.stdout.readline() == "building\n"
+    first.kill()
+    first.communicate(timeout=60)
+    check(cached(tmp_path, KEY, build, what="arrays"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([KEY, f"{KEY}.lock", "builds"])
+
+
+def test_the_default_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder(None) == tmp_path / "xdg" / "fleetx" / "text"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder(None) == tmp_path / "home" / ".cache" / "fleetx" / "text"
+    assert cache_folder(tmp_path / "mine") == tmp_path / "mine"
+
+
+def test_where_the_users_cache_cannot_be_written_a_temporary_folder_is_used_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # as unwritable for root as for anyone
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(FleetWarning, match="cannot be written .* Pass cache_dir=FOLDER"):
+        folder = cache_folder(None)
+    assert folder == tmp_path / f"fleetx-{os.getuid()}" / "text"
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="cache_dir = .* cannot be written"):
+        cache_folder(tmp_path / "file")
+
+
+def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / f"fleetx-{os.getuid()}").symlink_to(tmp_path / "theirs")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match="belongs to somebody else"):
+        cache_folder(None)
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_the_key_depends_on_every_part() -> None:
+    assert cache_key(a=1, b=[2, 3]) == cache_key(b=[2, 3], a=1)
+    assert len({cache_key(a=1), cache_key(a=2), cache_key(b=1), cache_key(a="1"), cache_key(a=1, b=1)}) == 5
