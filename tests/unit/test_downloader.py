@@ -148,7 +148,7 @@ def test_a_cut_connection_is_taken_up_where_it_broke(server: Server, tmp_path: P
 def test_a_second_call_takes_up_what_a_first_one_left(server: Server, tmp_path: Path) -> None:
     manifest = server.publish(a_bin=DATA)
     server.faults["/a.bin"] = [100_000]
-    assert "the connection ended after 100000 of 300000 bytes. Tried once; run it again" in failure(manifest, tmp_path, retries=0)
+    assert "the connection ended after 100000 of 300000 bytes. Tried once. Run it again" in failure(manifest, tmp_path, retries=0)
     assert snapshot(tmp_path) == {"a.bin.part": DATA[:100_000]}
     downloader().download(manifest, tmp_path)
     assert server.ranges("a.bin")[1:] == ["bytes=100000-"]
@@ -402,7 +402,8 @@ def test_pipes_and_folders_in_the_way_are_named_and_nobody_hangs(server: Server,
     assert "a.bin.part in the target is a link or not a plain file" in failure(manifest, tmp_path)
     (tmp_path / "a.bin.part").unlink()
     (tmp_path / "a.bin").mkdir()
-    assert "a.bin" in failure(manifest, tmp_path)
+    assert "a.bin is a folder in the target, but a file in the manifest" in failure(manifest, tmp_path)
+    assert server.count("a.bin") == 0
     os.mkfifo(tmp_path / "manifest.yaml")
     assert "is not a plain file" in failure(tmp_path / "manifest.yaml", tmp_path)
 

@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fleetx.errors import ConfigError, DataError
 
 from .address import Address, BadAddress, parse_address
 from .complete import is_there, is_unpacked, read_records, record_of, write_records
-from .fetch import Listener, Patience, fetch, fetch_small, holds
+from .fetch import Listener, Patience, fetch, fetch_small, holds, refuse_folder
 from .folder import below, opened
 from .manifest import MAX_BYTES, NAMES, PART, Entry, parse_manifest
 from .reporter import Reporter, readable, reporting
@@ -59,9 +59,9 @@ class Downloader:
         """
         origin = _origin(manifest)
         path = os.path.expanduser(_text("local_path", local_path))
-        request = hashlib.sha256(f"{_key(origin)} {self._limits}".encode()).hexdigest()
+        request = hashlib.sha256(f"{_key(origin)} {self._limits}".encode("utf-8", "surrogateescape")).hexdigest()
         with reporting() as reporter, _errors_named(path):
-            os.makedirs(path, exist_ok=True)
+            _make_folder(path)
             with opened(path) as root:
                 work = _Work(root, os.path.realpath(path), origin, self._patience, self._limits, reporter)
                 try:
@@ -137,32 +137,38 @@ class _Work:
             )
 
     def _bytes_to_come(self, entry: Entry) -> int:
-        for name in (entry.path, entry.path + PART):
-            with contextlib.suppress(OSError, DataError), below(self._root, entry.parts[:-1]) as folder:
-                found = os.stat(os.path.basename(name), dir_fd=folder)
-                if found.st_size == entry.size or name.endswith(PART):
-                    return max(0, entry.size - found.st_size)
+        name = entry.parts[-1]
+        with contextlib.suppress(OSError, DataError), below(self._root, entry.parts[:-1]) as folder:
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(name, dir_fd=folder).st_size == entry.size:
+                    return 0
+            return max(0, entry.size - os.stat(name + PART, dir_fd=folder).st_size)
         return entry.size
 
     def _bring(self, entry: Entry, folder: int, turn: Turn) -> None:
         if is_there(self._root, entry, self._records.get(entry.path)):
             return
         self._records.pop(entry.path, None)
-
-        def received(count: int) -> None:
-            self._reporter.received(count)
-            turn.tell(f"{entry.path}: {readable(count)} of {readable(entry.size)}")
-
+        refuse_folder(folder, entry)
+        received = self._received(entry, turn)
         if not holds(folder, entry, lambda: self._reporter.begin(f"checking {entry.path}", entry.size), received):
             self._reporter.begin(f"downloading {entry.path}", entry.size)
             fetch(entry, folder, self._patience, Listener(self._reporter.line, received))
         self._records[entry.path] = record_of(folder, entry)
 
     def _unpack(self, entry: Entry, folder: int, turn: Turn, kept: set[str]) -> None:
-        turn.tell(f"unpacking {entry.path}")
-        self._reporter.line(f"unpacking {entry.path}")
-        unpacked = unpack(self._root, self._root_path, entry, self._limits, kept)
+        self._reporter.begin(f"unpacking {entry.path}", entry.size)
+        unpacked = unpack(self._root, self._root_path, entry, self._limits, kept, self._received(entry, turn))
         self._records[entry.path] = record_of(folder, entry, unpacked)
+
+    def _received(self, entry: Entry, turn: Turn) -> Callable[[int], None]:
+        """Tells the user, and the processes that wait."""
+
+        def received(count: int) -> None:
+            self._reporter.received(count)
+            turn.tell(f"{entry.path}: {readable(count)} of {readable(entry.size)}")
+
+        return received
 
     def _record_now_and_then(self) -> None:
         """Not after each file: with a hundred thousand of them that would be most of the work."""
@@ -189,7 +195,14 @@ def _origin(manifest: str | os.PathLike[str]) -> Address:
 
 
 def _key(origin: Address) -> str:
-    return os.path.realpath(origin) if isinstance(origin, Path) else f"{origin.url} {origin.login}"
+    return os.path.realpath(origin) if isinstance(origin, Path) else origin.url
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"local_path is {path!r}, where there is a file; name a folder.") from None
 
 
 @contextlib.contextmanager
@@ -197,8 +210,6 @@ def _errors_named(path: str) -> Iterator[None]:
     """Of what the disk may answer (full, read-only, no right), a message that says where."""
     try:
         yield
-    except (FileExistsError, NotADirectoryError):
-        raise ConfigError(f"local_path is {path!r}, where there is a file; name a folder.") from None
     except OSError as error:
         name = f" ({error.filename})" if isinstance(error.filename, str) else ""
         raise DataError(f"{path} cannot be written to{name}: {error.strerror or error}.") from error

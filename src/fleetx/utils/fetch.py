@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import random
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ def persist(
             mark = received()
             if failures > patience.retries:
                 tries = "once" if failures == 1 else f"{failures} times"
-                raise DataError(f"{what}: {broken}. Tried {tries}; run it again to go on from byte {mark}.") from None
+                more = f" Run it again to go on from byte {mark}." if mark else ""
+                raise DataError(f"{what}: {broken}. Tried {tries}.{more}") from None
             pause = patience.pause_seconds(failures, broken.wait_seconds)
             line(f"{what}: {broken}; again in {pause:.1f} s (try {failures + 1} of {patience.retries + 1})")
             time.sleep(pause)
@@ -113,6 +115,13 @@ def fetch(entry: Entry, folder: int, patience: Patience, listener: Listener) -> 
         os.fsync(part.handle)
         os.rename(name + PART, name, src_dir_fd=folder, dst_dir_fd=folder)
     os.fsync(folder)
+
+
+def refuse_folder(folder: int, entry: Entry) -> None:
+    """Before the download, not after it."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(entry.parts[-1], dir_fd=folder, follow_symlinks=False).st_mode):
+            raise DataError(f"{entry.path} is a folder in the target, but a file in the manifest. Remove it first.")
 
 
 def holds(folder: int, entry: Entry, begin: Callable[[], None], received: Callable[[int], None]) -> bool:

@@ -27,6 +27,7 @@ MAX_REDIRECTS = 10
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
+_STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e]*"')
 _NUMBER = re.compile(r"\d{1,19}")
 
 
@@ -54,7 +55,7 @@ def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: fl
     if isinstance(address, Path):
         with _open_local(address) as file:
             file.seek(offset)
-            yield Body(file.read, offset, os.fstat(file.fileno()).st_size)
+            yield Body(lambda count: _read_local(file, count, address), offset, os.fstat(file.fileno()).st_size)
         return
     with contextlib.closing(_answer(address, offset, etag, timeout_seconds)) as response:
         yield _body(response, offset)
@@ -70,6 +71,13 @@ def _open_local(path: Path) -> IO[bytes]:
         return file
     file.close()
     raise DataError(f"{path} is not a plain file.")
+
+
+def _read_local(file: IO[bytes], count: int, path: Path) -> bytes:
+    try:
+        return file.read(count)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def _opener(address: Remote) -> urllib.request.OpenerDirector:
@@ -109,7 +117,7 @@ def _ask(address: Remote, offset: int, etag: str | None, timeout_seconds: float)
         request.add_header("Authorization", "Basic " + base64.b64encode(address.login.encode()).decode())
     if offset:
         request.add_header("Range", f"bytes={offset}-")
-        if etag is not None and not etag.startswith("W/"):
+        if etag is not None and _STRONG_ETAG.fullmatch(etag):
             request.add_header("If-Range", etag)
     response: http.client.HTTPResponse = _opener(address).open(request, timeout=timeout_seconds)
     return response

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from fleetx.errors import DataError
 
@@ -27,15 +27,17 @@ from .writer import BadMember, Limits, Writer
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def unpack(root: int, root_path: str, entry: Entry, limits: Limits, kept: Collection[str]) -> Unpacked:
-    """`kept` are the paths of the manifest: no archive may replace one of them."""
+def unpack(
+    root: int, root_path: str, entry: Entry, limits: Limits, kept: Collection[str], received: Callable[[int], None]
+) -> Unpacked:
+    """`kept` are the paths of the manifest: no archive may replace one of them. `received` is told the place in the archive."""
     with below(root, entry.parts[:-1]) as folder, _fresh_folder(root) as name:
-        writer = Writer(f"{root_path}/{name}", limits, kept, entry.parts[:-1])
         archive = open_to_read(folder, entry.parts[-1])
         if archive is None:
             raise DataError(f"{entry.path} has vanished from the target while it was to be unpacked.")
         try:
             with open(archive, "rb") as file:
+                writer = Writer(f"{root_path}/{name}", limits, kept, entry.parts[:-1], lambda: received(file.tell()))
                 max_stream_bytes = limits.stream_bytes(os.fstat(archive).st_size)
                 if entry.archive_kind == "zip":
                     unzip(file, max_stream_bytes, writer)

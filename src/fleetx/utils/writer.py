@@ -37,8 +37,11 @@ class BadMember(Exception):
 class Writer:
     """The members of one archive, below one fresh folder."""
 
-    def __init__(self, folder: str, limits: Limits, kept: Collection[str], below: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: str, limits: Limits, kept: Collection[str], below: tuple[str, ...], wrote: Callable[[], None]
+    ) -> None:
         self.files = self.bytes = 0
+        self._wrote = wrote
         self._folder, self._limits, self._kept, self._below = os.path.realpath(folder), limits, kept, below
         self._entries = 0
         self._folders: set[str] = {""}
@@ -73,6 +76,7 @@ class Writer:
                 raise BadMember(f"ends after {size - left} of {size} bytes")
             left -= len(chunk)
             self.bytes += len(chunk)
+            self._wrote()
             view = memoryview(chunk)
             while view:
                 view = view[write(view) or 0 :]
