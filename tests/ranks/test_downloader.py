@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -80,6 +81,21 @@ def size_of(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
+
+
+def test_on_a_terminal_a_bar_shows_the_file_by_its_very_name(server: Server, tmp_path: Path) -> None:
+    server.files["/%5Bred%5Da.bin"] = DATA
+    manifest, server.pause_seconds = server.publish(row("[red]a.bin", DATA)), 0.002
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", SCRIPT, manifest, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "100"}):
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while piece := os.read(ours, 2**16):
+                shown += piece
+    os.close(ours)
+    assert b"downloading [red]a.bin" in shown and b"8.0/8.0 MB" in shown
 
 
 def test_of_four_processes_one_downloads_and_all_return_the_folder(

@@ -131,6 +131,7 @@ def test_two_files_never_want_the_same_place(paths: list[str], words: str) -> No
         (b"a\x00b", "not YAML"),
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         (b"files: 2020-13-99", "cannot be read"),
+        (b"files: !!timestamp x", "cannot be read"),
         (b"a: &a [x,x,x]\nb: &b [*a,*a,*a]\nc: &c [*b,*b,*b]\nfiles: [*c, *c]", "the key 'a' is not known"),
     ],
 )
@@ -154,6 +155,11 @@ def test_a_bomb_of_aliases_makes_a_short_message() -> None:
 )
 def test_text_that_is_not_json_is_refused(raw: bytes, words: str) -> None:
     assert words in refusal(raw, Path("/data/manifest.json"))
+
+
+@pytest.mark.parametrize("path", ["a\ud800", "a\udc80"])
+def test_half_of_a_character_is_no_name(path: str) -> None:
+    assert "is not Unicode text" in refusal({"files": [GOOD | {"path": path}]}, Path("/data/manifest.json"))
 
 
 def test_a_remote_manifest_names_no_local_file_and_no_plain_http() -> None:

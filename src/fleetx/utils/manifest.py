@@ -87,6 +87,8 @@ def _read(raw: bytes, origin: Address) -> Any:
         raise DataError(f"{origin}, line {error.lineno} is not JSON: {error.msg}.") from None
     except ValueError as error:  # a number of thousands of digits, a date of the 13th month, a key given twice
         raise DataError(f"{origin} cannot be read: {error}.") from None
+    except (AttributeError, TypeError, KeyError, IndexError, ArithmeticError):  # how PyYAML meets `!!timestamp x` and the like
+        raise DataError(f"{origin} cannot be read: it gives a value a kind (with !!) that it does not have.") from None
 
 
 def _read_yaml(text: str) -> Any:

@@ -34,6 +34,10 @@ def parts_of(name: str) -> tuple[str, ...]:
         raise BadName("contains ..; only names below the target are allowed")
     if len(parts) > MAX_DEPTH:
         raise BadName(f"is {len(parts)} folders deep; at most {MAX_DEPTH} are allowed")
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise BadName("is not Unicode text") from None
     for part in parts:
         if len(part.encode("utf-8", "surrogateescape")) > MAX_COMPONENT_BYTES:
             raise BadName(f"has a part longer than {MAX_COMPONENT_BYTES} bytes")
