@@ -40,7 +40,7 @@ def write(folder: Path, text: str | bytes, name: str = "part-0") -> None:
 
 def original(source: TextSource, index: int) -> tuple[list[int], list[int], int]:
     """A sample with its masked tokens put back."""
-    batch, _ = source.batch(0, np.array([index]))
+    batch = source.finish(source.batch(0, np.array([index]))[0])
     ids, types, labels = batch["input_ids"], batch["token_type_ids"], batch["next_sentence_label"]
     positions, hidden = batch["mlm_positions"], batch["mlm_labels"]
     assert ids is not None and types is not None and labels is not None and positions is not None and hidden is not None
@@ -94,7 +94,7 @@ def test_if_every_label_is_1_half_of_the_pairs_get_the_b_of_another_line(folder:
     lines = [f"2 {5 + i} 3 {10 + i} 3;0 0 0 1 1;0 1 2 3 4;1\n" for i in range(5)]
     write(folder, "".join(lines * 40))
     source = load(folder)
-    batch, _ = source.batch(3, np.arange(200))
+    batch = source.finish(source.batch(3, np.arange(200))[0])
     labels = batch["next_sentence_label"]
     assert labels is not None and 70 <= int(labels.sum()) <= 130
     for index in range(50):
@@ -108,7 +108,7 @@ def test_a_b_taken_from_elsewhere_is_cut_to_the_place_it_gets_and_keeps_its_last
     source = load(folder)
     seen = set()
     for epoch in range(20):
-        batch, _ = source.batch(epoch, np.array([0]))
+        batch = source.finish(source.batch(epoch, np.array([0]))[0])
         ids, positions, hidden = batch["input_ids"], batch["mlm_positions"], batch["mlm_labels"]
         assert ids is not None and positions is not None and hidden is not None
         ids.view(-1)[positions.long()] = hidden

@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
 from fleetx.data.loader import Loader
+from fleetx.data.packed_batch import pack, unpack
 from fleetx.data.stdlib_corpus import is_test_file, stdlib_files
 from fleetx.data.text_batches import TextSource
 from fleetx.data.text_source import text_source
@@ -48,8 +50,10 @@ def unmasked(batch: dict[str, Tensor | None]) -> Tensor:
     return ids
 
 
-def one(source: TextSource, epoch: int, index: int) -> dict[str, Tensor]:
-    return tensors(source.batch(epoch, np.array([index]))[0])
+def read(source: TextSource, epoch: int, indices: npt.ArrayLike) -> dict[str, Tensor | None]:
+    packed, complaints = source.batch(epoch, np.atleast_1d(indices))
+    assert complaints == []
+    return source.finish(packed)
 
 
 # --- what a batch is
@@ -60,7 +64,7 @@ def test_a_sample_is_cls_a_sep_b_sep_of_text_that_stands_in_the_files(corpus: Pa
     texts = [" ".join(path.read_text().replace(".", " .").split()) for path in sorted((corpus / "data").rglob("*.txt"))]
     tokens = source.vocabulary.tokens
     for index in range(len(source)):
-        batch, _ = source.batch(0, np.array([index]))
+        batch = read(source, 0, index)
         length = int(tensors(batch)["attention_mask"].sum()) if batch["attention_mask"] is not None else 40
         words = [tokens[number] for number in unmasked(batch)[0, :length].tolist()]
         assert words[0] == "[CLS]" and words[-1] == "[SEP]" and words.count("[SEP]") == 2
@@ -76,9 +80,8 @@ def test_a_sample_is_cls_a_sep_b_sep_of_text_that_stands_in_the_files(corpus: Pa
 
 def test_masked_places_and_labels_fit_and_special_tokens_are_never_masked(corpus: Path) -> None:
     source = load(corpus)
-    batch, complaints = source.batch(0, np.arange(30))
-    found = tensors(source.finish(batch))
-    assert complaints == []
+    batch = read(source, 0, np.arange(30))
+    found = tensors(batch)
     assert {name: value.dtype for name, value in found.items()} == {
         "input_ids": torch.int64,
         "token_type_ids": torch.int64,
@@ -99,7 +102,7 @@ def test_full_batches_have_no_mask_and_others_are_padded_to_a_multiple_of_eight(
     source = load(corpus, max_seq_len=500)
     widths = set()
     for index in range(len(source)):
-        batch, _ = source.batch(0, np.array([index]))
+        batch = read(source, 0, index)
         width = tensors(batch)["input_ids"].shape[1]
         mask = batch["attention_mask"]
         used = int(mask.sum()) if mask is not None else width
@@ -107,7 +110,7 @@ def test_full_batches_have_no_mask_and_others_are_padded_to_a_multiple_of_eight(
         assert (tensors(batch)["input_ids"][0, used:] == source.vocabulary.ids["[PAD]"]).all()
         widths.add(width)
     assert len(widths) > 1
-    full, _ = load(corpus).batch(0, np.arange(8))
+    full = read(load(corpus), 0, np.arange(8))
     assert full["attention_mask"] is None and tensors(full)["input_ids"].shape == (8, 40)
 
 
@@ -117,9 +120,9 @@ def test_full_batches_have_no_mask_and_others_are_padded_to_a_multiple_of_eight(
 def test_a_sample_is_the_same_in_any_batch_order_and_source_object(corpus: Path) -> None:
     source, again = load(corpus, seed=7), load(corpus, seed=7)
     indices = np.random.default_rng(1).permutation(len(source))[:24]
-    batch = tensors(source.batch(3, indices)[0])
+    batch = tensors(read(source, 3, indices))
     for row, index in enumerate(indices):
-        alone = one(again, 3, int(index))
+        alone = tensors(read(again, 3, index))
         width = alone["input_ids"].shape[1]
         torch.testing.assert_close(alone["input_ids"][0], batch["input_ids"][row, :width], rtol=0, atol=0)
         mine = batch["mlm_positions"] // batch["input_ids"].shape[1] == row
@@ -134,19 +137,19 @@ def test_epochs_and_seeds_differ_in_training_and_epochs_do_not_in_evaluation(cor
     source = load(corpus)
     evaluation = load(corpus, train=False, vocab_path=source.vocabulary_file)
     indices = np.arange(16)
-    first = tensors(source.batch(0, indices)[0])
-    for other in (source.batch(1, indices)[0], load(corpus, seed=1).batch(0, indices)[0]):
+    first = tensors(read(source, 0, indices))
+    for other in (read(source, 1, indices), read(load(corpus, seed=1), 0, indices)):
         assert not torch.equal(first["mlm_positions"], tensors(other)["mlm_positions"])
         assert not torch.equal(first["next_sentence_label"], tensors(other)["next_sentence_label"])
-    for name, value in tensors(evaluation.batch(0, indices)[0]).items():
-        torch.testing.assert_close(value, tensors(evaluation.batch(5, indices)[0])[name], rtol=0, atol=0)
+    for name, value in tensors(read(evaluation, 0, indices)).items():
+        torch.testing.assert_close(value, tensors(read(evaluation, 5, indices))[name], rtol=0, atol=0)
 
 
 def test_a_cache_hit_gives_the_same_bits_and_maps_the_tokens(corpus: Path, tmp_path: Path) -> None:
     cold, warm = (load(corpus, cache_dir=tmp_path) for _ in range(2))
     assert isinstance(warm.pairs.tokens, np.memmap) and warm.pairs.tokens.dtype == np.uint16
     assert np.shares_memory(warm.pairs.tokens, warm._tokens)
-    a, b = (tensors(source.batch(2, np.arange(len(source)))[0]) for source in (cold, warm))
+    a, b = (tensors(read(source, 2, np.arange(len(source)))) for source in (cold, warm))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
 
@@ -168,7 +171,7 @@ def test_planned_batches_stay_within_the_tokens_and_give_every_sample_once(corpu
     assert source.plans_batches and not single.plans_batches and len(source) < len(single)
     rows = 0
     for number in range(len(source)):
-        ids = tensors(source.batch(0, np.array([number]))[0])["input_ids"]
+        ids = tensors(read(source, 0, number))["input_ids"]
         assert ids.numel() <= 640
         rows += len(ids)
     assert rows == len(single)
@@ -312,3 +315,30 @@ def test_the_standard_library_trains_a_vocabulary_that_evaluation_shares(tmp_pat
     test = text_source("stdlib", train=False, **options)  # type: ignore[arg-type]
     assert train.vocabulary == test.vocabulary and train.vocab_size == 1000
     assert len(train) > 500 and len(test) > 10
+
+
+# --- how it travels
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32])
+def test_a_batch_travels_as_one_tensor_and_comes_out_as_it_went_in(dtype: type) -> None:
+    ids = np.array([[2, 5, 3, 6, 3], [2, 7, 8, 3, 0]], dtype=dtype)
+    packed = pack(
+        ids,
+        np.array([1, 3, 6]),
+        np.array([9, 6, 30000], dtype=dtype),
+        splits=np.array([3, 4]),
+        lengths=np.array([5, 4]),
+        follows=np.array([True, False]),
+    )
+    assert packed.data.dtype == torch.uint8 and packed.data.numel() == 4 * (3 + 2 + 2) + np.dtype(dtype).itemsize * (10 + 3) + 2
+    found = tensors(unpack(packed))
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "input_ids": ids.tolist(),
+        "token_type_ids": [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]],
+        "attention_mask": [[True] * 5, [True] * 4 + [False]],
+        "mlm_positions": [1, 3, 6],
+        "mlm_labels": [9, 6, 30000],
+        "next_sentence_label": [0, 1],
+    }
+    assert all(value.dtype == (torch.bool if name == "attention_mask" else torch.int64) for name, value in found.items())

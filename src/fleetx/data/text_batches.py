@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from ..errors import ConfigError, FleetWarning
 from .batch_plan import padded_width, plan_batches
 from .masking import mask_tokens
+from .packed_batch import Batch, PackedBatch, pack, unpack
 from .pairs import Pairs, Spans
 from .source import Indices
 from .vocabulary import Vocabulary
@@ -63,7 +62,7 @@ class TextSource:
     def __len__(self) -> int:
         return len(self.pairs.lengths) if self._plan is None else len(self._plan)
 
-    def batch(self, epoch: int, indices: Indices) -> tuple[dict[str, Tensor | None], list[str]]:
+    def batch(self, epoch: int, indices: Indices) -> tuple[PackedBatch, list[str]]:
         if self._plan is not None:
             if len(indices) != 1:
                 raise ConfigError(f"{len(indices)} planned batches were asked for at once; ask for one.")
@@ -82,20 +81,10 @@ class TextSource:
             replacements=self._ordinary,
             share=self.masked_share,
         )
-        columns = np.arange(ids.shape[1])
-        inside = columns < lengths[:, None]
-        batch = {
-            "input_ids": torch.from_numpy(masked.ids),
-            "token_type_ids": torch.from_numpy((inside & (columns >= splits[:, None])).astype(np.uint8)),
-            "attention_mask": None if inside.all() else torch.from_numpy(inside),
-            "mlm_positions": torch.from_numpy(masked.positions.astype(np.int32)),
-            "mlm_labels": torch.from_numpy(masked.labels),
-            "next_sentence_label": torch.from_numpy((~spans.follows).astype(np.uint8)),
-        }
-        return batch, []
+        return pack(masked.ids, masked.positions, masked.labels, splits=splits, lengths=lengths, follows=spans.follows), []
 
-    def finish(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        return {name: value.long() if value is not None and value.dtype != torch.bool else value for name, value in batch.items()}
+    def finish(self, batch: PackedBatch) -> Batch:
+        return unpack(batch)
 
     def _assemble(self, spans: Spans) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Padded rows of tokens, where B (with what precedes it) begins, and the lengths."""

@@ -20,7 +20,7 @@ from .text_files import Kind, TextFile, find_files, is_digital
 from .token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from .vocabulary import Vocabulary, import_tokenizers, read_vocabulary, text_vocabulary, train_vocabulary
 
-FORMAT = 1  # of the cached arrays: raise it when they, or what is made into them, change
+FORMAT = 2  # of the cached arrays: raise it when they, or what is made into them, change
 MOST_UNKNOWN = 0.2
 
 
