@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fleetx import fleet
@@ -334,8 +334,40 @@ def test_the_whole_loss_compiles_into_one_graph() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+def test_hooked_replaced_and_patched_projections_are_called_and_give_the_same() -> None:
+    batch = _by_position(_batch())
+    expected = _ours().loss(batch)
+    calls: list[str] = []
+
+    class Adapter(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            calls.append("replaced")
+            return super().forward(hidden)
+
+    model = _ours()
+    first, second = (model.bert.encoder.layer[i].attention.self for i in range(2))
+    adapter = Adapter(12, 12).double()
+    adapter.load_state_dict(first.query.state_dict())
+    first.query = adapter
+    second.value.register_forward_hook(lambda *_: calls.append("hooked"))
+    plain_forward = second.key.forward
+    second.key.forward = lambda hidden: calls.append("patched") or plain_forward(hidden)
+    torch.testing.assert_close(model.loss(batch), expected, rtol=0, atol=1e-12)
+    assert sorted(calls) == ["hooked", "patched", "replaced"]
+
+
+def test_the_last_layer_is_computed_for_the_rows_that_are_wanted_alone() -> None:
+    model, batch = _ours(), _by_position(_batch())
+    shapes: list[tuple[int, ...]] = []
+    for layer in model.bert.encoder.layer:
+        layer.intermediate.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
+    model.loss(batch)
+    assert shapes == [(3, 9, 12), (3 + len(batch["mlm_positions"]), 12)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("padded", [True, False])
 def test_on_a_gpu_loss_backward_and_tally_never_wait_for_the_device(padded: bool) -> None:
     plain = _ours(torch.float32, hidden=32, heads=2)

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import fleetx as X
+from fleetx import fleet
 from fleetx.errors import ConfigError, DataError, FleetWarning
 
 CLASSES = 3
@@ -28,7 +29,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def model():
-    return X.applications.Resnet20(num_classes=CLASSES)
+    return X.applications.Resnet20(num_classes=CLASSES).to(fleet.device())
 
 
 def red(images):
@@ -125,7 +126,7 @@ def test_training_in_order_gives_every_worker_equally_many(folder, model):
 
 def test_the_built_in_data_train_and_evaluate_a_model():
     torch.manual_seed(0)
-    model = X.applications.Resnet20(width=4)
+    model = X.applications.Resnet20(width=4).to(fleet.device())
     batch = next(iter(model.get_train_dataloader("digits", 32)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []

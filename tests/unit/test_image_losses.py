@@ -133,6 +133,7 @@ def test_twenty_steps_on_digits_lower_the_loss_of_resnet20_to_less_than_a_half()
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_loss_and_tally_never_wait_for_the_gpu(smoothing: float) -> None:
     model = Resnet20(image_size=8, label_smoothing=smoothing).cuda()

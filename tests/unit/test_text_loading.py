@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fleetx as X
+from fleetx import fleet
 from fleetx.errors import ConfigError, DataError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -33,7 +34,7 @@ def digital(tmp_path):
 
 def tiny(**options):
     torch.manual_seed(0)
-    return X.applications.Bert_base(**(TINY | {"vocab_size": 64} | options))
+    return X.applications.Bert_base(**(TINY | {"vocab_size": 64} | options)).to(fleet.device())
 
 
 def test_the_seeds_call_gives_batches_that_the_loss_takes(digital, tmp_path):

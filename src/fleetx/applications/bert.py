@@ -32,9 +32,11 @@ class BertOutput(NamedTuple):
     tally: dict[str, Tensor]
 
 
-def masked_rows(hidden: Tensor, positions: Tensor) -> Tensor:
-    """[samples, tokens, width] -> [masked, width]."""
-    return hidden.flatten(0, 1).index_select(0, positions)
+def wanted_rows(input_ids: Tensor, positions: Tensor) -> Tensor:
+    """The first token of each sample, then the masked ones: all that the heads read of the last layer."""
+    samples, tokens = input_ids.shape
+    first = torch.arange(0, samples * tokens, tokens, device=input_ids.device)
+    return torch.cat([first, positions])
 
 
 def labelled_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,14 +124,16 @@ class Bert(LoadsText, nn.Module):
         """
         given = (input_ids, attention_mask, token_type_ids, position_ids, labels, next_sentence_label, mlm_positions, mlm_labels)
         check_inputs(self.config, dict(zip(KEYS, given, strict=True)))
-        hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        sentence_logits = self.cls.seq_relationship(self.bert.pooler(hidden))
         if labels is not None:
             mlm_positions, mlm_labels = labelled_positions(labels)
+        rows = None if mlm_positions is None else wanted_rows(input_ids, mlm_positions)
+        hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids, rows)
+        first = hidden[:, 0] if rows is None else hidden[: len(input_ids)]
+        sentence_logits = self.cls.seq_relationship(self.bert.pooler(first))
         losses: list[Tensor] = []
         tally: dict[str, Tensor] = {}
-        if mlm_positions is not None and mlm_labels is not None:
-            loss, tally = self._masked_loss(masked_rows(hidden, mlm_positions), mlm_labels)
+        if mlm_labels is not None:
+            loss, tally = self._masked_loss(hidden[len(input_ids) :], mlm_labels)
             losses.append(loss)
         if next_sentence_label is not None:
             loss, sums = sentence_loss(sentence_logits, next_sentence_label.long())

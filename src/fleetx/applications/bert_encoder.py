@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,11 @@ def in_matmul_dtype(hidden: Tensor) -> Tensor:
     return hidden
 
 
+def flat_rows(hidden: Tensor, rows: Tensor) -> Tensor:
+    """[samples, tokens, width] -> [rows, width]; a row is sample * tokens + token."""
+    return hidden.flatten(0, 1).index_select(0, rows)
+
+
 @final
 class BertEmbeddings(nn.Module):
     def __init__(self, config: BertConfig) -> None:
@@ -88,6 +94,21 @@ class BertEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(self.word_embeddings(input_ids) + types + positions))  # type: ignore[no-any-return]
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """A linear layer as torch made it: nobody replaced it (adapters), patched its forward (a strategy) or hooked it."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+
+
+def projections(hidden: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """What each layer makes of `hidden`; plain ones in one product, a third of the kernels, forward and backward."""
+    if not all(is_plain(layer) for layer in layers):
+        return [layer(hidden) for layer in layers]
+    weight = torch.cat([cast(Tensor, layer.weight) for layer in layers])
+    bias = torch.cat([cast(Tensor, layer.bias) for layer in layers])
+    return F.linear(hidden, weight, bias).chunk(len(layers), dim=-1)
+
+
 @final
 class BertSelfAttention(nn.Module):
     def __init__(self, config: BertConfig) -> None:
@@ -100,7 +121,8 @@ class BertSelfAttention(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         hidden = in_matmul_dtype(hidden)
         query, key, value = (
-            projection(hidden).unflatten(2, (self.heads, -1)).transpose(1, 2) for projection in (self.query, self.key, self.value)
+            projected.unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for projected in projections(hidden, (self.query, self.key, self.value))
         )
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, mask, dropout).transpose(1, 2).flatten(2)
@@ -127,8 +149,11 @@ class BertAttention(nn.Module):
         self.self = BertSelfAttention(config)
         self.output = BertResidual(config.hidden, config)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        return self.output(self.self(hidden, mask), hidden)  # type: ignore[no-any-return]
+    def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        context = self.self(hidden, mask)
+        if rows is not None:
+            context, hidden = flat_rows(context, rows), flat_rows(hidden, rows)
+        return self.output(context, hidden)  # type: ignore[no-any-return]
 
 
 @final
@@ -152,8 +177,9 @@ class BertLayer(nn.Module):
         self.intermediate = GeluLinear(config.hidden, width)
         self.output = BertResidual(width, config)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        attended = self.attention(hidden, mask)
+    def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        """`rows`: of the flattened tokens, the only ones whose result is wanted; attention still reads all."""
+        attended = self.attention(hidden, mask, rows)
         return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
 
 
@@ -163,9 +189,11 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
 
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        for layer in self.layer:
-            hidden = layer(hidden, mask)
+    def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        """All tokens [B, S, hidden], or of the last layer only some rows [R, hidden]: the rest of it is not computed."""
+        last = len(self.layer) - 1
+        for number, layer in enumerate(self.layer):
+            hidden = layer(hidden, mask, rows if number == last else None)
         return hidden
 
 
@@ -175,8 +203,9 @@ class BertPooler(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.dense(hidden[:, 0]))
+    def forward(self, first: Tensor) -> Tensor:
+        """Of the first token of each sample, [B, hidden]."""
+        return torch.tanh(self.dense(first))
 
 
 @final
@@ -195,7 +224,11 @@ class BertBody(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """The last layer's hidden states. `attention_mask` None says that no token is padding: then flash attention runs."""
+        """The last layer's hidden states, of all tokens or of `rows` of them.
+
+        `attention_mask` None says that no token is padding: then flash attention runs.
+        """
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
-        return self.encoder(self.embeddings(input_ids, token_type_ids, position_ids), mask)  # type: ignore[no-any-return]
+        return self.encoder(self.embeddings(input_ids, token_type_ids, position_ids), mask, rows)  # type: ignore[no-any-return]
