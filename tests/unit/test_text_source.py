@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from fleetx.data.stdlib_corpus import is_test_file, stdlib_files
 from fleetx.data.text_batches import TextSource
 from fleetx.data.text_source import text_source
 from fleetx.errors import ConfigError, DataError, FleetWarning
+from harness import raised, run_ranks
 
 WORDS = "time year people way day man thing woman life child world school state family student group country problem".split()
 
@@ -223,6 +225,12 @@ def test_an_argument_that_cannot_be_meant_is_refused_by_name(corpus: Path, optio
         load(corpus, **{option: value})
 
 
+@pytest.mark.parametrize("place", ["", 3, None])
+def test_a_place_that_is_no_path_is_refused(place: object) -> None:
+    with pytest.raises(ConfigError, match="data_dir = .*allowed is the path"):
+        text_source(place, max_seq_len=40)  # type: ignore[arg-type]
+
+
 def test_evaluation_of_raw_text_needs_the_vocabulary_of_training(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_path=SOURCE.vocabulary_file"):
         load(corpus, train=False)
@@ -291,6 +299,31 @@ def test_a_vocabulary_of_another_script_is_said_aloud(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two"]) + "\n")
     with pytest.warns(FleetWarning, match=r"\d\d% of the tokens are \[UNK\]"):
         load(tmp_path, vocab_path=tmp_path / "vocab.txt")
+
+
+# --- on several ranks
+
+
+def _load_on_rank(rank: int, folder: str) -> tuple[str, str]:
+    source = text_source(f"{folder}/data", max_seq_len=40, vocab_size=200, cache_dir=f"{folder}/cache")
+    return source.digest, source.vocabulary.digest
+
+
+def _fail_on_rank(rank: int, folder: str) -> str:
+    return raised(lambda: _load_on_rank(rank, folder))
+
+
+def test_ranks_that_load_at_once_get_the_same_corpus_and_leave_one_copy(corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus / "data", tmp_path / "data")
+    first, second = run_ranks(_load_on_rank, 2, str(tmp_path))
+    assert first == second
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2  # vocabulary and tokens
+
+
+def test_a_bad_file_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    bad_folder(tmp_path, "b.txt", b"one\n\0\n")
+    first, second = run_ranks(_fail_on_rank, 2, str(tmp_path))
+    assert first == second and "data/b.txt, line 2: a NUL byte" in first
 
 
 # --- the standard library

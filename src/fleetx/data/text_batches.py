@@ -7,14 +7,13 @@ next_sentence_label                           [B] as in transformers: 0 where B 
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, FleetWarning
+from ..errors import ConfigError
 from .batch_plan import padded_width, plan_batches
 from .masking import mask_tokens
 from .packed_batch import Batch, PackedBatch, pack, unpack
@@ -43,7 +42,7 @@ class TextSource:
     ) -> None:
         self.pairs, self.vocabulary, self.vocabulary_file = pairs, vocabulary, vocabulary_file
         self.digest = digest  # equal on nodes that read the same corpus in the same way
-        self.max_seq_len, self.seed, self.train, self.masked_share = max_seq_len, seed, train, masked_share
+        self.max_seq_len, self.seed, self.train, self.masked_share = int(max_seq_len), int(seed), train, masked_share
         self._tokens = np.asarray(pairs.tokens)  # the same mapped pages, without the cost of memmap's own slicing
         self._structural, self._ordinary = vocabulary.is_structural(), vocabulary.ordinary()
         self._dtype = np.int16 if vocabulary.size <= 2**15 else np.int32
@@ -108,14 +107,3 @@ class TextSource:
         else:
             ids[each, lengths - 1] = self._tokens[spans.last]  # a B that was cut short ends like the whole one
         return ids, splits, lengths
-
-
-def warn_of_labels(following: int, lines: int, *, name: str) -> None:
-    """One class only, and no way to make the other."""
-    if following in (0, lines):
-        warnings.warn(
-            f"{name}: every line has the label {int(following > 0)}, and other pairs cannot be made from these lines: the model "
-            f"learns nothing about next sentences.",
-            FleetWarning,
-            stacklevel=4,
-        )

@@ -33,8 +33,7 @@ class TextFile:
 
 def require_unchanged(file: TextFile) -> None:
     """After reading: a file that was written meanwhile may have been read half old, half new."""
-    now = file.path.stat()
-    if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+    if text_file(file.path, file.name) != file:
         raise DataError(f"{file.name}: changed while it was read. Start again when it is complete.")
 
 

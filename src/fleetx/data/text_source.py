@@ -15,7 +15,7 @@ from . import stdlib_corpus
 from .digital import write_lines
 from .pairs import DocumentPairs, LinePairs, Pairs
 from .raw_text import SAMPLE_BYTES, sample_texts, write_documents
-from .text_batches import TextSource, warn_of_labels
+from .text_batches import TextSource
 from .text_files import Kind, TextFile, find_files, is_digital
 from .token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from .vocabulary import Vocabulary, import_tokenizers, read_vocabulary, text_vocabulary, train_vocabulary
@@ -47,6 +47,7 @@ def text_source(
     means the files listed there; without such lists all its files are read, also for evaluation. `tokens_per_batch` plans whole
     batches of at most so many tokens, padding included.
     """
+    _check_paths(data_dir=data_dir, vocab_path="." if vocab_path is None else vocab_path)
     _check_numbers(max_seq_len, seed, tokens_per_batch, vocab_size, max_file_bytes, stdlib_bytes)
     _check_choices(masked_share, kind, suffixes, train)
     folder, name = cache_folder(cache_dir), str(data_dir)
@@ -127,8 +128,13 @@ def _line_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
             stacklevel=3,
         )
     repair = facts["following"] == facts["pairs"] == facts["lines"] and len(kept) > 1
-    if not repair:
-        warn_of_labels(facts["following"], facts["lines"], name=name)
+    if not repair and facts["following"] in (0, facts["lines"]):
+        warnings.warn(
+            f"{name}: every line has the label {int(facts['following'] > 0)}, and other pairs cannot be made from these lines: the "
+            f"model learns nothing about next sentences.",
+            FleetWarning,
+            stacklevel=3,
+        )
     stored = arrays.arrays
     return LinePairs(stored["tokens"], ends, stored["splits"], stored["follows"], kept=kept, repair=repair)
 
@@ -159,6 +165,12 @@ def _require_vocabulary(data_dir: Any, vocabulary: Vocabulary | None, *, digital
         raise ConfigError(
             "evaluation needs the vocabulary of training: vocab_path=SOURCE.vocabulary_file of the training source."
         )
+
+
+def _check_paths(**paths: object) -> None:
+    for name, path in paths.items():
+        if not isinstance(path, str | os.PathLike) or str(path) == "":
+            raise ConfigError(f"{name} = {path!r}; allowed is the path of a folder or a file.")
 
 
 def _check_numbers(

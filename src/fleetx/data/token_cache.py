@@ -119,6 +119,8 @@ def cached(folder: Path, key: str, build: Build, *, what: str) -> Cached:
         try:
             _write(home, build)
         except OSError as error:
+            if (found := _open(home)) is not None:
+                return found  # on a file system without locks another process has come first
             raise DataError(
                 f"{what} cannot be written to {folder}: {error.strerror or error}. Pass another cache_dir=FOLDER."
             ) from error
@@ -176,7 +178,7 @@ def _file(name: str) -> str:
 
 
 def _map(path: Path, *, dtype: str, mark: str) -> Array:
-    if _fingerprint(path) != mark:
+    if _fingerprint(path) != mark or np.dtype(dtype).kind not in "uib":
         raise ValueError(f"{path.name} is not what was written")
     if path.stat().st_size == 0:
         return np.zeros(0, dtype=np.dtype(dtype))  # nothing cannot be mapped
