@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import FleetWarning
+from ..waiting_lock import LocksMissingError, lock_aloud
 
-_POLL_S = 0.05
 _FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
 
 
@@ -30,20 +27,11 @@ def node_lock(path: Path, *, waiting_for: str) -> Iterator[None]:
 
 
 def _acquire(handle: int, path: Path, waiting_for: str) -> None:
-    start, next_word = time.monotonic(), _FIRST_WORD_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            waited = time.monotonic() - start
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            # Without locks several may build the same: slower, and still right, since each renames a whole folder.
-            warnings.warn(f"{path.parent} is on a file system without locks ({error.strerror}).", FleetWarning, stacklevel=4)
-            return
-        if waited >= next_word:
-            print(f"fleetx: waiting for {waiting_for}, prepared by another process ({waited:.0f} s so far).", file=sys.stderr)
-            next_word = waited + _NEXT_WORD_S
-        time.sleep(_POLL_S)
+    def say(waited_s: float) -> None:
+        print(f"fleetx: waiting for {waiting_for}, prepared by another process ({waited_s:.0f} s so far).", file=sys.stderr)
+
+    try:
+        lock_aloud(handle, say, first_word_s=_FIRST_WORD_S, next_word_s=_NEXT_WORD_S)
+    except LocksMissingError as error:
+        # Without locks several may build the same: slower, and still right, since each renames a whole folder.
+        warnings.warn(f"{path.parent} is on a file system without locks ({error.strerror}).", FleetWarning, stacklevel=4)

@@ -10,8 +10,6 @@ each tried in turn would keep the node busy for eight times the patience of one.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
@@ -22,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 from fleetx.errors import ConfigError, DataError, FleetError
+from fleetx.waiting_lock import LocksMissingError, lock_aloud
 
 from .folder import open_to_write, read_whole, write_whole
 from .names import RESERVED
@@ -32,7 +31,6 @@ NOTE_BYTES = 64 * 2**10
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0
 """When a waiting process first says so, and how often after that."""
 NOTE_EVERY_S = 5.0
-_POLL_S = 0.1
 _LEFT = re.compile(rf"{re.escape(RESERVED)}(unpacking-)?[0-9a-f]{{32}}")
 _FIELDS = (("turns", int), ("has_ended", bool), ("request", str), ("pid", int), ("host", str), ("doing", str))
 _KINDS: dict[str, type[FleetError]] = {"DataError": DataError, "ConfigError": ConfigError}
@@ -114,27 +112,18 @@ def _locked(folder: int, line: Callable[[str], None]) -> Iterator[None]:
 
 
 def _wait(handle: int, folder: int, line: Callable[[str], None]) -> None:
-    """Ask again and again instead of sleeping in the kernel: a wait must be able to say what it waits for."""
-    began = time.monotonic()
-    next_word = began + FIRST_WORD_S
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise DataError(
-                    f"the target's file system has no file locks ({error.strerror}), so that one process could download while "
-                    "others wait. Choose a folder on a local disk, or mount it with locks (Lustre: -o flock)."
-                ) from None
-            raise
-        if time.monotonic() >= next_word:
-            note = read_note(folder)
-            doing = f" ({note.doing})" if note.doing else ""
-            line(f"waiting for pid {note.pid} on {note.host} to download{doing}: {time.monotonic() - began:.0f} s so far")
-            next_word = time.monotonic() + NEXT_WORD_S
-        time.sleep(_POLL_S)
+    def say(waited_s: float) -> None:
+        note = read_note(folder)
+        doing = f" ({note.doing})" if note.doing else ""
+        line(f"waiting for pid {note.pid} on {note.host} to download{doing}: {waited_s:.0f} s so far")
+
+    try:
+        lock_aloud(handle, say, first_word_s=FIRST_WORD_S, next_word_s=NEXT_WORD_S)
+    except LocksMissingError as error:
+        raise DataError(
+            f"the target's file system has no file locks ({error.strerror}), so that one process could download while "
+            "others wait. Choose a folder on a local disk, or mount it with locks (Lustre: -o flock)."
+        ) from None
 
 
 def _clear_leftovers(folder: int) -> None:
