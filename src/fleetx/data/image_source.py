@@ -122,12 +122,12 @@ class ImageListSource:
     def finish(self, batch: Batch) -> Batch:
         """Normalised float32 images, on the device where the bytes are."""
         images, labels = batch
-        if not self.channels_last:
-            images = images.contiguous()  # before widening: a quarter of the bytes
         if images.device not in self._constants:
             self._constants[images.device] = normalisation(self.mean, self.std, images.device)
         shift, factor = self._constants[images.device]
-        return torch.sub(images, shift).mul_(factor), labels
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        # Widened first: arithmetic that mixes bytes and floats is twice as slow on a CPU.
+        return images.to(torch.float32, memory_format=layout).sub_(shift).mul_(factor), labels
 
     def _draws(self, epoch: int, indices: Indices) -> list[list[float]]:
         if not self.train:
