@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
 import json
@@ -75,7 +76,7 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping, saving = blocks("python")
+    printing, looping, saving, applying = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
@@ -86,6 +87,9 @@ def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path)
         assert saved.returncode == 0, saved.stderr
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-0000000050", "step-0000000100"]
     assert load_file(tmp_path / "model.safetensors")["weight"].shape == (1, 4)
+    applied = run_python("-c", applying, folder=tmp_path)
+    assert applied.returncode == 0, applied.stderr
+    assert ast.literal_eval(applied.stdout.splitlines()[-1])["count"] == 360
 
 
 def test_one_worker_and_two_reach_the_same_accuracy(tmp_path: Path) -> None:
