@@ -6,6 +6,8 @@
 
 Rows `images_*`: images per second of ours, of as many bare processes decoding and cropping (`limit`; `of_limit` should be 0.9
 or more), and of torchvision's ImageFolder with v2 transforms where it can be imported (`of_torchvision`: 0.99 or more).
+Rows `text_*`: batches per second of BERT's loader, and on a GPU how many times faster that is than the models use them up
+(`times_faster`: 20 or more).
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import torch
 from fleetx import fleet
 from image_loading import image_figures
 from results import publish
+from text_loading import text_figures
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"images": image_figures}
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"images": image_figures, "text": text_figures}
 """One function for each kind of data, in a file of its own: arguments -> rows."""
 
 

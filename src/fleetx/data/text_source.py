@@ -130,8 +130,8 @@ def _line_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
     repair = facts["following"] == facts["pairs"] == facts["lines"] and len(kept) > 1
     if not repair and facts["following"] in (0, facts["lines"]):
         warnings.warn(
-            f"{name}: every line has the label {int(facts['following'] > 0)}, and no other pairs can be made from these lines: the "
-            f"model learns nothing about next sentences.",
+            f"{name}: every line has the label {int(facts['following'] > 0)}, and no other pairs can be made from these lines: "
+            f"the model learns nothing about next sentences.",
             FleetWarning,
             stacklevel=3,
         )
