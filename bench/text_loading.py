@@ -93,7 +93,7 @@ def model_figures(source: TextSource, rows: int, loader_rate: float, args: argpa
         seconds = step_seconds(model, batches, device)
         steps_ms[name], times_faster[name] = round(seconds * 1e3, 2), round(loader_rate * seconds, 1)
         del model
-    return {"model_step_ms": steps_ms, "times_faster": times_faster}
+    return {"tiny_models": args.smoke, "model_step_ms": steps_ms, "times_faster": times_faster}
 
 
 def step_seconds(model: nn.Module, batches: list[Any], device: torch.device) -> float:
