@@ -12,18 +12,23 @@ from torch import Tensor
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Tensors in lists, tuples, named tuples, mappings and dataclasses; anything else is passed through as it is."""
-    if isinstance(value, Tensor):
+    return map_leaves(Tensor, fn, value)
+
+
+def map_leaves(kind: type[Any], fn: Callable[[Any], Any], value: Any) -> Any:
+    """The same for leaves of another kind."""
+    if isinstance(value, kind):
         return fn(value)
     if isinstance(value, MutableMapping):
         changed = copy.copy(value)  # a Hugging Face ModelOutput is a mapping whose keys are attributes too
         for key, item in value.items():
-            changed[key] = map_tensors(fn, item)
+            changed[key] = map_leaves(kind, fn, item)
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(fn, item) for item in value))
+        return type(value)(*(map_leaves(kind, fn, item) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(fn, item) for item in value)
+        return type(value)(map_leaves(kind, fn, item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f.name for f in dataclasses.fields(value) if f.init]
-        return dataclasses.replace(value, **{name: map_tensors(fn, getattr(value, name)) for name in fields})
+        return dataclasses.replace(value, **{name: map_leaves(kind, fn, getattr(value, name)) for name in fields})
     return value

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fleetx.data.loader import Loader
-from fleetx.data.packed_batch import pack, unpack
 from fleetx.data.stdlib_corpus import is_test_file, stdlib_files
 from fleetx.data.text_batches import TextSource
 from fleetx.data.text_source import text_source
+from fleetx.data.text_tensors import compact, widened
 from fleetx.errors import ConfigError, DataError, FleetWarning
 from harness import raised, run_ranks
 
@@ -354,9 +354,9 @@ def test_the_standard_library_trains_a_vocabulary_that_evaluation_shares(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int32])
-def test_a_batch_travels_as_one_tensor_and_comes_out_as_it_went_in(dtype: type) -> None:
+def test_a_batch_travels_in_few_bytes_and_comes_out_wide(dtype: type) -> None:
     ids = np.array([[2, 5, 3, 6, 3], [2, 7, 8, 3, 0]], dtype=dtype)
-    packed = pack(
+    small = compact(
         ids,
         np.array([1, 3, 6]),
         np.array([9, 6, 30000], dtype=dtype),
@@ -364,8 +364,9 @@ def test_a_batch_travels_as_one_tensor_and_comes_out_as_it_went_in(dtype: type) 
         lengths=np.array([5, 4]),
         follows=np.array([True, False]),
     )
-    assert packed.data.dtype == torch.uint8 and packed.data.numel() == 4 * (3 + 2 + 2) + np.dtype(dtype).itemsize * (10 + 3) + 2
-    found = tensors(unpack(packed))
+    travels = sum(value.nbytes for value in small if isinstance(value, torch.Tensor))
+    assert travels == 4 * (3 + 2 + 2) + np.dtype(dtype).itemsize * (10 + 3) + 2
+    found = tensors(widened(small))
     assert {name: value.tolist() for name, value in found.items()} == {
         "input_ids": ids.tolist(),
         "token_type_ids": [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]],

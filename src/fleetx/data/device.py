@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..trees import map_tensors
+from .packing import Packed, unpack
 
 
 class Fetched(NamedTuple):
@@ -30,6 +31,8 @@ def on_device(fetched: Iterator[Fetched], device: torch.device, finish: Callable
 
 
 def moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Packed):
+        return unpack(batch._replace(buffer=batch.buffer.to(device, non_blocking=True)))
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 

@@ -15,11 +15,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ..errors import ConfigError, DataError, FleetWarning
 from ..sampler import FleetSampler
 from .device import Fetched, on_device
+from .packing import pack
 from .source import Indices, Source
 from .trouble import Watch, fail_everywhere
 
@@ -204,7 +205,8 @@ class _Reading(Dataset[Fetched]):
             batch, complaints = self.source.batch(epoch, indices)
         except DataError as error:
             return Fetched(None, [], str(error), len(indices))
-        return Fetched(batch, complaints, None, len(indices))
+        in_a_worker = get_worker_info() is not None
+        return Fetched(pack(batch) if in_a_worker else batch, complaints, None, len(indices))
 
 
 def _unchanged(fetched: Any) -> Any:

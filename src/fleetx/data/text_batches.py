@@ -16,9 +16,9 @@ import numpy.typing as npt
 from ..errors import ConfigError
 from .batch_plan import padded_width, plan_batches
 from .masking import mask_tokens
-from .packed_batch import Batch, PackedBatch, pack, unpack
 from .pairs import Pairs, Spans
 from .source import Indices
+from .text_tensors import Batch, CompactBatch, compact, widened
 from .vocabulary import Vocabulary
 
 
@@ -61,7 +61,7 @@ class TextSource:
     def __len__(self) -> int:
         return len(self.pairs.lengths) if self._plan is None else len(self._plan)
 
-    def batch(self, epoch: int, indices: Indices) -> tuple[PackedBatch, list[str]]:
+    def batch(self, epoch: int, indices: Indices) -> tuple[CompactBatch, list[str]]:
         if self._plan is not None:
             if len(indices) != 1:
                 raise ConfigError(f"{len(indices)} planned batches were asked for at once; ask for one.")
@@ -80,10 +80,10 @@ class TextSource:
             replacements=self._ordinary,
             share=self.masked_share,
         )
-        return pack(masked.ids, masked.positions, masked.labels, splits=splits, lengths=lengths, follows=spans.follows), []
+        return compact(masked.ids, masked.positions, masked.labels, splits=splits, lengths=lengths, follows=spans.follows), []
 
-    def finish(self, batch: PackedBatch) -> Batch:
-        return unpack(batch)
+    def finish(self, batch: CompactBatch) -> Batch:
+        return widened(batch)
 
     def _assemble(self, spans: Spans) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Padded rows of tokens, where B (with what precedes it) begins, and the lengths."""

@@ -1,0 +1,47 @@
+"""A batch in one piece of shared memory is the batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from fleetx.data.packing import ALIGNMENT, pack, unpack
+from fleetx.trees import map_tensors
+
+IMAGES = torch.from_numpy(np.arange(2 * 5 * 5 * 3, dtype=np.uint8).reshape(2, 5, 5, 3)).permute(0, 3, 1, 2)
+BATCHES = {
+    "images": (IMAGES, torch.tensor([3, 1])),
+    "text": {"ids": torch.arange(12, dtype=torch.int16).view(3, 4), "mask": None, "labels": torch.tensor([True, False])},
+    "nested": {"pair": [torch.tensor(1.5), (torch.zeros(0, 4), "a name", 7)]},
+    "a tensor": torch.linspace(0, 1, 7, dtype=torch.float64),
+    "nothing": {"ids": None},
+}
+
+
+def tensors_of(batch):
+    found = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, batch)
+    return found
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+def test_unpacked_is_what_was_packed(batch):
+    unpacked = unpack(pack(batch))
+    assert repr(unpacked) == repr(batch)  # containers, names and types
+    torch.testing.assert_close(tensors_of(unpacked), tensors_of(batch), rtol=0, atol=0)
+
+
+def test_it_is_one_shared_buffer_with_aligned_views_that_keep_their_strides():
+    packed = pack(BATCHES["images"])
+    assert packed.buffer.is_shared() and packed.buffer.dtype == torch.uint8
+    images, labels = unpack(packed)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert (labels.data_ptr() - images.data_ptr()) % ALIGNMENT == 0
+    images[0, 0, 0, 0] = 99
+    assert packed.buffer[0] == 99
+
+
+def test_a_view_with_gaps_is_packed_without_them():
+    every_other = torch.arange(20).view(4, 5)[:, ::2]
+    packed = pack(every_other)
+    torch.testing.assert_close(unpack(packed), every_other, rtol=0, atol=0)
+    assert packed.buffer.nbytes == every_other.nbytes
