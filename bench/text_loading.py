@@ -25,8 +25,8 @@ from torch import nn
 from fleetx import fleet
 from fleetx.applications import Bert_base, Bert_large
 from fleetx.data.loader import Loader
-from fleetx.data.text_batches import TextSource
-from fleetx.data.text_source import text_source
+from fleetx.data.text.from_paths import text_source
+from fleetx.data.text.text_source import TextSource
 from results import publish
 
 SHAPES = {"32x512": (32, 512), "256x128": (256, 128)}

@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
-from harness import raised, run_ranks
 
 from fleetx import fleet
 from fleetx.data.loader import Loader
 from fleetx.errors import DataError
+from harness import raised, run_ranks
 
 
 class Rows:

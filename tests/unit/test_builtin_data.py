@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from fleetx.data.arrays import ArrayImages, crops, resized
-from fleetx.data.builtin import FASHION_MNIST, builtin_images, digits, fashion_mnist
 from fleetx.data.draws import uniforms
-from fleetx.data.idx import read_idx
+from fleetx.data.images.arrays import ArrayImages, crops, resized
+from fleetx.data.images.builtin import FASHION_MNIST, builtin_images, digits, fashion_mnist
+from fleetx.data.images.idx import read_idx
 from fleetx.data.loader import Loader
 from fleetx.errors import ConfigError, DataError
 

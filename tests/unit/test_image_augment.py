@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from fleetx.data.augment import (
+from fleetx.data.draws import uniforms
+from fleetx.data.images.augment import (
     CROP_DRAWS,
     central_box,
     evaluation_box,
@@ -14,7 +15,6 @@ from fleetx.data.augment import (
     shift_into,
     whole_below,
 )
-from fleetx.data.draws import uniforms
 
 HALF = [0.5] * CROP_DRAWS
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from fleetx.data.image_files import FolderFiles, open_folder, open_tar, read_regular_file
-from fleetx.data.image_list import parse_image_list
-from fleetx.data.tar_file import Archive
+from fleetx.data.images.files import FolderFiles, open_folder, open_tar, read_regular_file
+from fleetx.data.images.image_list import parse_image_list
+from fleetx.data.images.tar_file import Archive
 from fleetx.errors import DataError
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetx.data.image_files import read_list_file
-from fleetx.data.image_list import parse_image_list
+from fleetx.data.images.files import read_list_file
+from fleetx.data.images.image_list import parse_image_list
 from fleetx.errors import ConfigError, DataError
 
 

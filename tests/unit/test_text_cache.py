@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetx.data.token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
+from fleetx.data.text.token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from fleetx.errors import ConfigError, DataError, FleetWarning
 
 KEY = cache_key(test=1)
@@ -98,7 +98,7 @@ RACER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from fleetx.data.token_cache import cached
+from fleetx.data.text.token_cache import cached
 
 folder, key = Path(sys.argv[1]), sys.argv[2]
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetx.data.digital import fault, parse_block
-from fleetx.data.text_batches import TextSource
-from fleetx.data.text_source import text_source
+from fleetx.data.text.digital import fault, parse_block
+from fleetx.data.text.from_paths import text_source
+from fleetx.data.text.text_source import TextSource
 from fleetx.errors import ConfigError, DataError, FleetWarning
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(15))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleetx.data.vocabulary import Vocabulary, make_tokenizer, read_vocabulary, text_vocabulary, train_vocabulary
+from fleetx.data.text.vocabulary import Vocabulary, make_tokenizer, read_vocabulary, text_vocabulary, train_vocabulary
 from fleetx.errors import ConfigError, DataError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -74,7 +74,7 @@ def test_training_gives_the_same_vocabulary_in_every_process() -> None:
     # The library alone does not: it numbers characters in the order of a hash table that is seeded anew in each process.
     program = (
         "import sys, sysconfig, pathlib\n"
-        "from fleetx.data.vocabulary import train_vocabulary\n"
+        "from fleetx.data.text.vocabulary import train_vocabulary\n"
         "texts = pathlib.Path(sysconfig.get_paths()['stdlib'], 'argparse.py').read_text().splitlines()\n"
         "print(train_vocabulary(texts, size=1500).digest)\n"
     )

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias
 from fleetx.errors import ConfigError, DataError
 from fleetx.keys import choice
 
-from .image_files import open_folder, open_tar, read_list_file
+from .files import open_folder, open_tar, read_list_file
 from .image_list import parse_image_list
-from .image_source import ImageListSource
+from .list_source import ImageListSource
 from .tar_file import Archive
 
 Split: TypeAlias = Literal["train", "val", "test"]

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, DataError, FleetWarning
+from ...errors import ConfigError, DataError, FleetWarning
 from .node_lock import node_lock
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import FleetWarning
-from ..waiting_lock import LocksMissingError, lock_aloud
+from ...errors import FleetWarning
+from ...waiting_lock import LocksMissingError, lock_aloud
 
 _FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import DataError
+from ...errors import DataError
 
 BLOCK_BYTES = 2**22
 READ_BYTES = 2**17

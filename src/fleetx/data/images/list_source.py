@@ -19,19 +19,18 @@ from torch import Tensor
 from fleetx.errors import DataError
 from fleetx.keys import Kind, boolean, choice, integer, number, require
 
+from ..draws import uniforms
+from ..source import Indices
 from .augment import CROP_DRAWS, Pixels, central_box, evaluation_box, padded_crop_offset, resized_crop_box, shift_into
 from .decode import MAX_PIXELS, open_image, scaled, whole
-from .draws import uniforms
-from .image_files import ImageFiles
+from .files import ImageFiles
 from .image_list import ImageList
-from .source import Indices
+from .normalise import IMAGENET_MEAN, IMAGENET_STD, Normaliser
 
 OnBadSample: TypeAlias = Literal["raise", "skip"]
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Images, labels."""
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 SMALL_BELOW = 64
 PAD = 4
 MOST_REPLACEMENTS = 100
@@ -99,7 +98,7 @@ class ImageListSource:
         self.channels_last: bool = boolean().check("channels_last", channels_last)
         self.max_pixels: int = integer(1).check("max_pixels", max_pixels)
         self._positions = np.arange(1 + (2 if image_size < SMALL_BELOW else CROP_DRAWS))
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._normalise = Normaliser(self.mean, self.std, channels_last=self.channels_last)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -122,12 +121,7 @@ class ImageListSource:
     def finish(self, batch: Batch) -> Batch:
         """Normalised float32 images, on the device where the bytes are."""
         images, labels = batch
-        if images.device not in self._constants:
-            self._constants[images.device] = normalisation(self.mean, self.std, images.device)
-        shift, factor = self._constants[images.device]
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        # Widened first: arithmetic that mixes bytes and floats is twice as slow on a CPU.
-        return images.to(torch.float32, memory_format=layout).sub_(shift).mul_(factor), labels
+        return self._normalise(images), labels
 
     def _draws(self, epoch: int, indices: Indices) -> list[list[float]]:
         if not self.train:
@@ -158,13 +152,6 @@ class ImageListSource:
         if len(self) == 1:
             raise DataError(f"{self.entries.name}: its only image cannot be read, and there is no other to take its place.")
         raise DataError(f"{last} This and all images listed before it, from line {index + 1} on, cannot be read.")
-
-
-def normalisation(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(bytes - shift) * factor is (bytes / 255 - mean) / std."""
-    shift = torch.tensor([255 * value for value in mean], dtype=torch.float32)
-    factor = torch.tensor([1 / (255 * value) for value in std], dtype=torch.float32)
-    return shift.view(1, 3, 1, 1).to(device), factor.view(1, 3, 1, 1).to(device)
 
 
 def _rgb(element: Kind) -> Kind:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DataError, FleetWarning, did_you_mean
+from ...errors import ConfigError, DataError, FleetWarning, did_you_mean
 from . import stdlib_corpus
 from .digital import write_lines
+from .files import Kind, TextFile, find_files, is_digital
 from .pairs import DocumentPairs, LinePairs, Pairs
 from .raw_text import SAMPLE_BYTES, sample_texts, write_documents
-from .text_batches import TextSource
-from .text_files import Kind, TextFile, find_files, is_digital
+from .text_source import TextSource
 from .token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from .vocabulary import Vocabulary, import_tokenizers, read_vocabulary, text_vocabulary, train_vocabulary
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ..errors import DataError
-from .text_lines import first_line, line_blocks
+from ...errors import DataError
+from .lines import first_line, line_blocks
 
 Kind: TypeAlias = Literal["auto", "digital", "raw"]
 

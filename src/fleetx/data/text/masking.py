@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .draws import random_words, uniforms
-from .source import Indices
+from ..draws import random_words, uniforms
+from ..source import Indices
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Choice: TypeAlias = npt.NDArray[np.bool_]

@@ -11,10 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..errors import DataError
-from ..keys import Kind, boolean, integer, number, numbers
-from .draws import Floats, uniforms
-from .source import Indices
+from ...errors import DataError
+from ...keys import Kind, boolean, integer, number, numbers
+from ..draws import Floats, uniforms
+from ..source import Indices
+from .normalise import Normaliser
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Labels: TypeAlias = npt.NDArray[np.int64]
@@ -34,11 +35,6 @@ def crops(padded: Bytes, indices: Indices, draws: Floats, *, pad: int, flip: boo
         mirrored = draws[:, 2] < 0.5
         chosen[mirrored] = chosen[mirrored, :, ::-1]
     return chosen
-
-
-def normalised(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`(images / 255 - mean) / std` in float32, channel by channel; one grey channel becomes as many as `mean` has."""
-    return (images.float() / 255.0 - mean[:, None, None]) / std[:, None, None]
 
 
 def resized(images: Bytes, size: int) -> Bytes:
@@ -92,7 +88,7 @@ class ArrayImages:
         self.std = _per_channel("std", std, pixels.shape[3], number(above=0.0))
         around = (self.pad, self.pad)
         self._padded = np.pad(resized(pixels, self.image_size), ((0, 0), around, around, (0, 0)))
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._normalise = Normaliser(self.mean, self.std, channels_last=self.channels_last)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -108,14 +104,7 @@ class ArrayImages:
 
     def finish(self, batch: Any) -> tuple[Tensor, Tensor]:
         images, labels = batch
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return normalised(images, *self._constants_on(images.device)).contiguous(memory_format=layout), labels
-
-    def _constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        # Kept: made anew for each batch, they would be copied to the device each time.
-        if device not in self._constants:
-            self._constants[device] = (torch.tensor(self.mean, device=device), torch.tensor(self.std, device=device))
-        return self._constants[device]
+        return self._normalise(images), labels
 
 
 def _checked_images(images: npt.ArrayLike) -> Bytes:

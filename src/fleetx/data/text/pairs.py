@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DataError
-from .draws import uniforms
-from .source import Indices
+from ...errors import DataError
+from ..draws import uniforms
+from ..source import Indices
 
 Array: TypeAlias = npt.NDArray[Any]
 

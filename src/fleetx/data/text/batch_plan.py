@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .draws import random_words
-from .source import Indices
+from ..draws import random_words
+from ..source import Indices
 
 Array: TypeAlias = npt.NDArray[Any]
 

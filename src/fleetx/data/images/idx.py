@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DataError
+from ...errors import DataError
 
 UNSIGNED_BYTE = 0x08
 MOST_BYTES = 2**30

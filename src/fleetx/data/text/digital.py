@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DataError
-from .text_files import TextFile, require_unchanged
-from .text_lines import line_blocks
+from ...errors import DataError
+from .files import TextFile, require_unchanged
+from .lines import line_blocks
 from .token_cache import ArrayWriter
 from .vocabulary import Vocabulary
 

@@ -7,8 +7,8 @@ import os
 import sysconfig
 from pathlib import Path
 
-from ..errors import DataError
-from .text_files import TextFile, text_file
+from ...errors import DataError
+from .files import TextFile, text_file
 
 NAME = "stdlib"
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}

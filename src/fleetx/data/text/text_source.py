@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ..source import Indices
 from .batch_plan import padded_width, plan_batches
 from .masking import mask_tokens
 from .pairs import Pairs, Spans
-from .source import Indices
-from .text_tensors import Batch, CompactBatch, compact, widened
+from .tensors import Batch, CompactBatch, compact, widened
 from .vocabulary import Vocabulary
 
 

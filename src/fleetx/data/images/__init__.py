@@ -1,0 +1,1 @@
+"""Images: from a list in a folder or a .tar, or in memory."""
