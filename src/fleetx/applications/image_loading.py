@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
-from ..data.builtin import BUILTIN, builtin_images
-from ..data.images import image_folder_source, image_list_source
+from ..data.images.builtin import BUILTIN, builtin_images
+from ..data.images.from_paths import image_folder_source, image_list_source
 from ..data.loader import Loader
 from ..data.source import Source
 from ..errors import ConfigError

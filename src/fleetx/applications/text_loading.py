@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from ..data.loader import Loader
-from ..data.text_source import text_source
+from ..data.text.from_paths import text_source
 from ..errors import ConfigError
 from ..keys import boolean, choice, integer
 from .bert_encoder import BertConfig
