@@ -31,5 +31,5 @@ class Normaliser:
         shift, factor = self._constants[images.device]
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         coloured = images.expand(-1, len(self.mean), -1, -1)
-        # Widened first: arithmetic that mixes bytes and floats is twice as slow on a CPU.
-        return coloured.to(torch.float32, memory_format=layout).sub_(shift).mul_(factor)
+        # Moved as bytes, a quarter of the traffic; widened before the arithmetic, which is slow on a CPU when it mixes types.
+        return coloured.contiguous(memory_format=layout).float().sub_(shift).mul_(factor)
