@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleetx.data.packing import ALIGNMENT, pack, unpack
+from fleetx.data.packing import ALIGNMENT, empty_to_send, pack, unpack
 from fleetx.trees import map_tensors
 
 IMAGES = torch.from_numpy(np.arange(2 * 5 * 5 * 3, dtype=np.uint8).reshape(2, 5, 5, 3)).permute(0, 3, 1, 2)
@@ -45,3 +45,24 @@ def test_a_view_with_gaps_is_packed_without_them():
     packed = pack(every_other)
     torch.testing.assert_close(unpack(packed), every_other, rtol=0, atol=0)
     assert packed.buffer.nbytes == every_other.nbytes
+
+
+def test_a_tensor_made_in_shared_memory_stays_there_and_the_rest_goes_behind_it(monkeypatch):
+    monkeypatch.setattr("fleetx.data.packing.in_worker", lambda: True)
+    large = empty_to_send((2, 5, 5, 3), torch.uint8, room=16 + 2 * ALIGNMENT).copy_(IMAGES.permute(0, 2, 3, 1))
+    batch = (large.permute(0, 3, 1, 2), torch.tensor([3, 1]))
+    packed = pack(batch)
+    assert packed.buffer.data_ptr() == large.data_ptr()
+    torch.testing.assert_close(unpack(packed), batch, rtol=0, atol=0)
+
+
+def test_without_room_behind_it_a_shared_tensor_is_copied_with_the_others(monkeypatch):
+    monkeypatch.setattr("fleetx.data.packing.in_worker", lambda: True)
+    large = empty_to_send((64,), torch.uint8, room=0).fill_(7)
+    packed = pack([large, torch.arange(3)])
+    assert packed.buffer.data_ptr() != large.data_ptr()
+    torch.testing.assert_close(unpack(packed), [large, torch.arange(3)], rtol=0, atol=0)
+
+
+def test_outside_a_worker_nothing_is_shared():
+    assert not empty_to_send((4,), torch.uint8, room=64).is_shared()

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import ConfigError, DataError, FleetWarning
 from ..sampler import FleetSampler
 from .device import Fetched, on_device
-from .packing import pack
+from .packing import in_worker, pack
 from .source import Indices, Source
 from .trouble import Watch, fail_everywhere
 
@@ -205,8 +205,7 @@ class _Reading(Dataset[Fetched]):
             batch, complaints = self.source.batch(epoch, indices)
         except DataError as error:
             return Fetched(None, [], str(error), len(indices))
-        in_a_worker = get_worker_info() is not None
-        return Fetched(pack(batch) if in_a_worker else batch, complaints, None, len(indices))
+        return Fetched(pack(batch) if in_worker() else batch, complaints, None, len(indices))
 
 
 def _unchanged(fetched: Any) -> Any:

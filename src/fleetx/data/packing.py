@@ -1,7 +1,8 @@
 """A batch as one piece of shared memory, for its way from a worker to the device.
 
 torch sends each tensor of a batch as a file of its own, and opening one costs the receiver a handshake with the sender, about
-half a millisecond; each is a copy to the device of its own, too. Packed, a batch is one tensor, whatever it is made of.
+half a millisecond; each is a copy to the device of its own, too. Packed, a batch is one tensor, whatever it is made of. Its
+largest tensor may be made in shared memory from the start (`empty_to_send`); the others are then copied into the room behind it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from ..trees import map_leaves, map_tensors
 
@@ -40,27 +42,35 @@ class Packed(NamedTuple):
     layout: Layout
 
 
+def in_worker() -> bool:
+    return get_worker_info() is not None
+
+
+def empty_to_send(shape: tuple[int, ...], dtype: torch.dtype, *, room: int) -> Tensor:
+    """An empty tensor. In a worker it lies in shared memory, with so many bytes of room behind it for the rest of its batch."""
+    if not in_worker():
+        return torch.empty(shape, dtype=dtype)
+    count = torch.Size(shape).numel()
+    storage = torch.UntypedStorage._new_shared(_aligned(count * dtype.itemsize) + room)
+    return torch.empty(0, dtype=dtype).set_(storage)[:count].view(shape)
+
+
 def pack(batch: Any) -> Packed:
-    """Copy every tensor into one buffer of shared memory; torch would copy them there one by one."""
-    tensors: list[Tensor] = []
-    places: list[Place] = []
-
-    def place_for(tensor: Tensor) -> Place:
-        end = places[-1].offset + places[-1].nbytes if places else 0
-        dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        stride = tensor.stride() if dense else tensor.contiguous().stride()
-        place = Place(-(-end // ALIGNMENT) * ALIGNMENT, tensor.nbytes, tensor.dtype, tuple(tensor.shape), stride)
-        tensors.append(tensor)
-        places.append(place)
-        return place
-
-    layout = Layout(map_tensors(place_for, batch))  # type: ignore[arg-type]
-    nbytes = places[-1].offset + places[-1].nbytes if places else 0
-    storage = torch.UntypedStorage._new_shared(nbytes)
+    """Every tensor in one buffer of shared memory; torch would copy them there one by one."""
+    tensors = _tensors(batch)
+    host = next((tensor for tensor in tensors if _hosts(tensor, tensors)), None)
+    places: dict[int, Place] = {}
+    end = 0 if host is None else host.nbytes
+    for tensor in tensors:
+        offset = 0 if tensor is host else _aligned(end)
+        places[id(tensor)] = _place(offset, tensor)
+        end = max(end, offset + tensor.nbytes)
+    storage = torch.UntypedStorage._new_shared(end) if host is None else host.untyped_storage()
     buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
-    for tensor, place in zip(tensors, places, strict=True):
-        _view(buffer, place).copy_(tensor)
-    return Packed(buffer, layout)
+    for tensor in tensors:
+        if tensor is not host:
+            _view(buffer, places[id(tensor)]).copy_(tensor)
+    return Packed(buffer, Layout(map_tensors(lambda tensor: places[id(tensor)], batch)))  # type: ignore[arg-type, return-value]
 
 
 def unpack(packed: Packed) -> Any:
@@ -68,6 +78,38 @@ def unpack(packed: Packed) -> Any:
     return map_leaves(Place, lambda place: _view(packed.buffer, place), packed.layout.tree)
 
 
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found
+
+
+def _hosts(tensor: Tensor, tensors: list[Tensor]) -> bool:
+    """It begins a piece of shared memory that has room for all the others behind it."""
+    if not tensor.is_shared() or tensor.storage_offset() != 0 or not _is_dense(tensor):
+        return False
+    needed = sum(_aligned(one.nbytes) for one in tensors)
+    return tensor.untyped_storage().nbytes() >= needed
+
+
+def _place(offset: int, tensor: Tensor) -> Place:
+    stride = tensor.stride() if _is_dense(tensor) else tensor.contiguous().stride()
+    return Place(offset, tensor.nbytes, tensor.dtype, tuple(tensor.shape), stride)
+
+
 def _view(buffer: Tensor, place: Place) -> Tensor:
     piece = buffer[place.offset : place.offset + place.nbytes].view(place.dtype)
     return piece.as_strided(place.shape, place.stride)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -20,6 +20,7 @@ from fleetx.errors import DataError
 from fleetx.keys import Kind, boolean, choice, integer, number, require
 
 from ..draws import uniforms
+from ..packing import ALIGNMENT, empty_to_send
 from ..source import Indices
 from .augment import CROP_DRAWS, Pixels, central_box, evaluation_box, padded_crop_offset, resized_crop_box, shift_into
 from .decode import MAX_PIXELS, open_image, scaled, whole
@@ -34,6 +35,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 SMALL_BELOW = 64
 PAD = 4
 MOST_REPLACEMENTS = 100
+ROOM = 2 * ALIGNMENT
 
 
 def training_view(image: Image, size: int, draws: Sequence[float], out: Pixels, *, mirrored: bool) -> None:
@@ -105,8 +107,10 @@ class ImageListSource:
 
     def batch(self, epoch: int, indices: Indices) -> tuple[Batch, list[str]]:
         """Images as N, 3, size, size in channels_last order, labels, and a sentence for each image replaced."""
-        images = np.empty((len(indices), self.image_size, self.image_size, 3), dtype=np.uint8)
+        shape = (len(indices), self.image_size, self.image_size, 3)
         labels = self.entries.labels[indices]
+        sent = empty_to_send(shape, torch.uint8, room=labels.nbytes + ROOM)
+        images = sent.numpy()
         complaints: list[str] = []
         for row, (index, draws) in enumerate(zip(indices.tolist(), self._draws(epoch, indices), strict=True)):
             try:
@@ -116,7 +120,7 @@ class ImageListSource:
                     raise
                 complaints.append(str(error))
                 labels[row] = self._replace(epoch, index, images[row])
-        return (torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels)), complaints
+        return (sent.permute(0, 3, 1, 2), torch.from_numpy(labels)), complaints
 
     def finish(self, batch: Batch) -> Batch:
         """Normalised float32 images, on the device where the bytes are."""
