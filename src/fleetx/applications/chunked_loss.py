@@ -104,13 +104,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
+def whole_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by torch's own operations, all rows at once.
+
+    For the compiler: torch 2.11 compiles the function above into wrong gradients, and fuses these by itself.
+    """
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (logits.argmax(dim=1) == labels).sum()
+
+
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of `hidden @ weight.T + bias`, and how many labels are on top; labels of -100 are left out.
 
-    Under autocast the products are in its type, all else in float32. `rows` (at a time) is chosen by size unless given.
+    Under autocast the products are in its type, all else in float32. `rows` (at a time) is chosen by size unless given. Compiled,
+    the rows are not cut.
     """
+    if torch.compiler.is_compiling():
+        return whole_cross_entropy(hidden, weight, bias, labels)
     kind = hidden.device.type
     casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
