@@ -142,7 +142,10 @@ LAST_WORD = "fleetx/last_word"
 
 def _word_left() -> str | None:
     store = dist.distributed_c10d._get_default_store()
-    return store.get(LAST_WORD).decode() if store.check([LAST_WORD]) else None
+    try:
+        return store.get(LAST_WORD).decode() if store.check([LAST_WORD]) else None
+    except RuntimeError:  # the store went with the rank that kept it: ranks need not end at the same time
+        return None
 
 
 @contextlib.contextmanager
@@ -151,10 +154,7 @@ def _or_the_word_left() -> Iterator[None]:
     try:
         yield
     except RuntimeError as broken:
-        try:
-            word = _word_left()
-        except RuntimeError:  # the store went with the rank that kept it
-            word = None
+        word = _word_left()
         if word is None:
             raise
         raise DataError(word) from broken

@@ -183,3 +183,41 @@ def test_files_get_a_worker_for_each_core_of_this_rank_and_memory_none(monkeypat
     assert Loader(source, 4, shuffle=True)._worker_count() == 1
     source.reads_files = False
     assert Loader(source, 4, shuffle=True)._worker_count() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_gpu_every_batch_is_the_cpus_while_long_kernels_run_and_memory_is_reused(workers):
+    class Wide(Numbers):
+        """Large enough for the allocator to hand the same memory out again and again."""
+
+        def batch(self, epoch, indices):
+            (numbers, draws), complaints = super().batch(epoch, indices)
+            return (numbers, draws.repeat(100_000, 1)), complaints
+
+    on_cpu = make(48, 4, workers=0, source=Wide(48))
+    sampler = FleetSampler(48, rank=0, size=1)
+    loader = Loader(Wide(48), 4, shuffle=True, sampler=sampler, device=torch.device("cuda"), workers=workers)
+    weight = torch.randn(3000, 3000, device="cuda")
+    sums = []
+    for numbers, draws in loader:
+        for _ in range(20):
+            weight = (weight @ weight).tanh()  # the loop is behind the loader by many kernels
+        sums.append((numbers.clone(), draws.sum(dim=0)))
+        del numbers, draws
+    for (numbers, total), (expected, draws) in zip(sums, on_cpu, strict=True):
+        assert torch.equal(numbers.cpu(), expected)
+        torch.testing.assert_close(total.cpu(), draws.sum(dim=0), rtol=1e-12, atol=0)
+    assert loader.state_dict() == on_cpu.state_dict()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_bad_sample_comes_after_the_good_batches_before_it():
+    sampler = FleetSampler(12, rank=0, size=1, shuffle=False)
+    loader = Loader(Numbers(12, bad=[9]), 4, shuffle=False, sampler=sampler, device=torch.device("cuda"), workers=0)
+    passes = iter(loader)
+    assert len(flat([next(passes), next(passes)])) == 8 and loader.state_dict()["consumed"] == 8
+    with pytest.raises(DataError, match="line 10"):
+        next(passes)
