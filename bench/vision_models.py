@@ -4,9 +4,9 @@
     python bench/vision_models.py --smoke    a few small steps on any machine, to see that the bench runs; nothing is kept
 
 A step is forward, loss, backward and SGD with momentum, under bfloat16 autocast, weights and images in channels_last. Both
-models begin with the same seed and data; `first_losses` are ours, torchvision's, and that of a second one of its own. `speed_ratio` is our images
-per second over torchvision's: at least 0.99 is wanted. `noise_ratio` is the same measure of torchvision's model against a
-second one of its own. Where torchvision cannot be imported ours runs against itself, and the figures say so.
+models begin with the same seed and data; `first_losses` are ours, torchvision's, and that of a second one of torchvision's.
+`speed_ratio` is our images per second over torchvision's: at least 0.99 is wanted. `noise_ratio` is the same measure of
+torchvision's two against each other. Where torchvision cannot be imported ours runs against itself, and the figures say so.
 """
 
 from __future__ import annotations
