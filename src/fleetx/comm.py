@@ -83,7 +83,7 @@ class Comm(abc.ABC):
         return None
 
     def word_left(self) -> str | None:
-        """What the first rank to stop left behind, if any has."""
+        """What the last rank to stop left behind, if any has."""
         return None
 
     def background(self) -> Comm:
@@ -166,7 +166,7 @@ class TorchComm(Comm):
 
     def leave_word(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # without a store there is nobody left to tell
-            dist.distributed_c10d._get_default_store().compare_set(LAST_WORD, "", text)
+            dist.distributed_c10d._get_default_store().set(LAST_WORD, text)
 
     def word_left(self) -> str | None:
         return _word_left()

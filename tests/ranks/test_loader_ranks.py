@@ -97,3 +97,15 @@ def only_read(rank, bad, batch_size):
 def test_a_worker_that_only_reads_is_told_at_its_next_batch():
     first, second = run_ranks(only_read, 2, [1], 4)
     assert first == second == "DataError: train.txt, line 2: a.jpg is empty. (Worker 1 met it.)"
+
+
+def read_after_trouble(rank, bad):
+    first = raised(lambda: list(Loader(Rows(24, bad=bad), 4, shuffle=False, workers=0)))
+    fleet.barrier_worker()
+    return first, len(list(Loader(Rows(24), 4, shuffle=False, workers=0)))
+
+
+def test_trouble_that_a_script_has_got_over_does_not_stop_its_next_loader():
+    for error, batches in run_ranks(read_after_trouble, 2, [0, 1]):
+        assert error.startswith("DataError: train.txt, line ")
+        assert batches == 3
