@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import fleet
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..trees import map_tensors
 
 COUNTS = ("count", "pairs")
@@ -41,7 +41,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(model: Any, loader: Iterable[Any]) -> dict[str, float]:
-    """What `model.tally` sums, as means over the whole of the data. Every rank calls it, with its own shard, empty or not."""
+    """What `model.tally` sums, as means over the whole of the data. Every rank calls it, with its own shard, empty or not.
+
+    Any module will do whose `tally(batch)` returns sums, the count first: {"count": samples, "loss": summed loss, ...}.
+    """
     sums: dict[str, Tensor] = {}
     failure: Exception | None = None
     try:
@@ -57,13 +60,35 @@ def evaluate(model: Any, loader: Iterable[Any]) -> dict[str, float]:
 
 def _local_sums(model: Any, loader: Iterable[Any]) -> dict[str, Tensor]:
     """Added up on the device, which is waited for once, at the end."""
+    if not callable(getattr(model, "tally", None)):
+        raise ConfigError(
+            f"{type(model).__name__} has no `tally`. Give it a method tally(batch) that returns sums over the batch, the count "
+            'first: {"count": samples, "loss": summed loss, ...}.'
+        )
     device = next((p.device for p in model.parameters()), fleet.device())
     sums: dict[str, Tensor] = {}
     with eval_mode(model), torch.no_grad():
         for batch in loader:
             tally = model.tally(map_tensors(lambda t: t.to(device, non_blocking=True), batch))
-            sums = {name: sums.get(name, 0) + value.double() for name, value in tally.items()}
+            require_sums(tally, like=list(sums))
+            numbers = {name: torch.as_tensor(value, dtype=torch.float64, device=device) for name, value in tally.items()}
+            sums = {name: sums[name] + number if sums else number for name, number in numbers.items()}
     return sums
+
+
+def require_sums(tally: Any, *, like: list[str]) -> None:
+    """A count first, then numbers, under the same names in every batch. Looked at before ranks meet: one would fail alone."""
+    if not isinstance(tally, Mapping) or next(iter(tally), None) not in COUNTS:
+        shown = list(tally) if isinstance(tally, Mapping) else type(tally).__name__
+        raise DataError(
+            f"`tally` returned {shown}; it must return a dict whose first entry is `count`, by which later sums are divided."
+        )
+    for name, value in tally.items():
+        if isinstance(value, bool) or not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)):
+            shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise DataError(f"`tally` returned {shown} as `{name}`; it must be one number, the sum over the batch.")
+    if like and list(tally) != like:
+        raise DataError(f"`tally` returned {list(tally)} for one batch and {like} for those before; the names must be the same.")
 
 
 def _agreed_names(names: list[str], failure: Exception | None) -> list[str]:
