@@ -419,6 +419,7 @@ def test_options_that_cannot_be_are_named(options: dict[str, Any], message: str)
     ({"input_ids": None}, "it must hold `input_ids`"),
     ({"token_type_ids": torch.full((3, 9), 2)}, "token_type_ids holds 2; allowed are 0 to 1"),
     ({"attention_mask": torch.ones(3, 8)}, r"attention_mask has shape \(3, 8\); beside these input_ids it must be \(3, 9\)"),
+    ({"attention_mask": torch.full((3, 9), -1e4)}, "attention_mask holds -10000.0; it must be 1 for a token and 0 for padding"),
     ({"position_ids": torch.full((3, 9), 16)}, "position_ids holds 16; allowed are 0 to 15"),
     ({"mlm_positions": torch.tensor([27]), "mlm_labels": torch.tensor([1])}, "mlm_positions holds 27; allowed are 0 to 26"),
     ({"mlm_positions": torch.tensor([2]), "mlm_labels": torch.tensor([23])}, "mlm_labels holds 23; allowed are 0 to 22, or -100"),
@@ -437,6 +438,11 @@ def test_a_batch_that_cannot_be_is_a_data_error_that_says_why(change: dict[str, 
 def test_a_batch_that_is_no_dict_is_refused() -> None:
     with pytest.raises(DataError, match="must be a dict with `input_ids` and labels; this is a list"):
         _ours().loss([torch.ones(3, 9)])
+
+
+def test_a_config_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Bert was given dict; it takes a BertConfig"):
+        Bert({"hidden": 12})  # type: ignore[arg-type]
 
 
 def test_the_config_is_frozen_and_told_by_the_model() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fleetx.applications.image_model import ImageModel
 from fleetx.applications.resnet import Resnet20, Resnet50
 from fleetx.applications.vgg import VGG16
+from fleetx.errors import DataError
 from fleetx.patch import patch_forward
 
 Weights = dict[str, Tensor]
@@ -112,6 +113,11 @@ def test_resnet20_computes_what_its_weights_say(training: bool) -> None:
 def test_large_images_pass_through(make: Callable[..., nn.Module], size: int) -> None:
     with torch.device("meta"):
         assert make(image_size=size)(torch.empty(2, 3, size, size)).shape == (2, 1000)
+
+
+def test_images_that_vgg16_cannot_halve_five_times_are_refused() -> None:
+    with pytest.raises(DataError, match=r"the images are \[31, 40\] pixels; VGG16 halves them five times: 32 a side at least"):
+        VGG16(5, image_size=32).loss((torch.zeros(2, 3, 31, 40), torch.zeros(2).long()))
 
 
 # --- channels_last, copies, names of blocks

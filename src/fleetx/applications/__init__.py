@@ -6,8 +6,9 @@ for batch in model.get_train_dataloader("digits", batch_size=64):
 """
 
 from .bert import Bert, Bert_base, Bert_large
+from .bert_encoder import BertConfig
 from .evaluate import evaluate
 from .resnet import Resnet20, Resnet50
 from .vgg import VGG16
 
-__all__ = ["Bert", "Bert_base", "Bert_large", "Resnet20", "Resnet50", "VGG16", "evaluate"]
+__all__ = ["Bert", "BertConfig", "Bert_base", "Bert_large", "Resnet20", "Resnet50", "VGG16", "evaluate"]

@@ -8,6 +8,7 @@ loss   = mean cross-entropy(decoder(transform(masked)))  in chunks; the logits n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple, final
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from ..errors import ConfigError, did_you_mean
 from .bert_batch import KEYS, check_inputs, require_batch
 from .bert_encoder import LAYER_NORM_EPSILON, BertBody, BertConfig, initialise
-from .bert_weights import before_loading, tie
+from .bert_weights import before_loading, is_tied, tie
 from .chunked_loss import IGNORED, chunked_cross_entropy
 from .text_loading import LoadsText
 
@@ -62,6 +63,17 @@ class PredictionTransform(nn.Module):
 
 
 @final
+class WordDecoder(nn.Linear):
+    """The loss is taken in its forward too, and not from its weight: hooks, and a strategy that keeps it in float32, see it."""
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | Tensor:  # type: ignore[override]
+        """Logits; or, given labels, their summed cross-entropy and how many are predicted."""
+        if labels is None:
+            return super().forward(hidden)
+        return chunked_cross_entropy(hidden, self.weight, self.bias, labels)
+
+
+@final
 class PredictionHead(nn.Module):
     """From hidden states to words. `decoder` shares the embedding's weight, and this module's bias."""
 
@@ -69,14 +81,10 @@ class PredictionHead(nn.Module):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.transform = PredictionTransform(config)
-        self.decoder = nn.Linear(config.hidden, config.vocab_size)
+        self.decoder = WordDecoder(config.hidden, config.vocab_size)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | Tensor:
-        """Logits; or, given labels, their summed cross-entropy and how many are predicted."""
-        hidden = self.transform(hidden)
-        if labels is None:
-            return self.decoder(hidden)  # type: ignore[no-any-return]
-        return chunked_cross_entropy(hidden, self.decoder.weight, self.bias, labels)
+        return self.decoder(self.transform(hidden), labels)  # type: ignore[no-any-return]
 
 
 @final
@@ -95,6 +103,8 @@ class Bert(LoadsText, nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
+        if not isinstance(config, BertConfig):
+            raise ConfigError(f"Bert was given {type(config).__name__}; it takes a BertConfig, as Bert_base(layers=2) makes one.")
         self.config = config
         self.bert = BertBody(config)
         self.cls = PretrainingHeads(config)
@@ -102,6 +112,14 @@ class Bert(LoadsText, nn.Module):
         tie(self)
         self.register_load_state_dict_pre_hook(before_loading)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Bert:
+        """Below `.to()`, `.to_empty()` and their kin: from the meta device on, they give each name a tensor of its own."""
+        tied = is_tied(self)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tied:
+            tie(self)
+        return self
 
     @property
     def checkpoints(self) -> list[str]:

@@ -51,8 +51,17 @@ def check_inputs(config: BertConfig, batch: Mapping[str, Tensor | None]) -> None
     if positions is not None and tuple(positions.shape) not in {(rows, length), (1, length)}:
         _require_shape("position_ids", positions, (rows, length))
     _require_shape("next_sentence_label", batch["next_sentence_label"], (rows,))
+    _check_padding(batch["attention_mask"])
     _check_masked(batch)
     _check_ranges(config, batch, rows * length)
+
+
+def _check_padding(mask: Tensor | None) -> None:
+    if mask is None or mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    bad = (mask != 0) & (mask != 1)
+    if bad.any():  # such as -10000, to be added to the scores: read as 0 and 1 it would say the opposite
+        raise DataError(f"attention_mask holds {mask[bad][0].item()}; it must be 1 for a token and 0 for padding.")
 
 
 def _check_masked(batch: Mapping[str, Tensor | None]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError
+from .bert_weights import before_loading_body
 
 LAYER_NORM_EPSILON = 1e-12
 INITIAL_DEVIATION = 0.02
@@ -97,7 +98,8 @@ class BertEmbeddings(nn.Module):
 def is_plain(layer: nn.Module) -> bool:
     """A linear layer as torch made it: nobody replaced it (adapters), patched its forward (a strategy) or hooked it."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+    made_so = type(layer) is nn.Linear and layer.bias is not None and "forward" not in vars(layer)
+    return made_so and not any(hooks)
 
 
 def projections(hidden: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
@@ -217,6 +219,7 @@ class BertBody(nn.Module):
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
         self.pooler = BertPooler(config)
+        self.register_load_state_dict_pre_hook(before_loading_body)  # type: ignore[no-untyped-call]
 
     def forward(
         self,

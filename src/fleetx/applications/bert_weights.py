@@ -13,16 +13,19 @@ TIED = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
 # Older transformers wrote this buffer, which is only the numbers 0, 1, 2 ...
-_DERIVED = "bert.embeddings.position_ids"
+_DERIVED = "embeddings.position_ids"
 _OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")
 
 
-def modern_names(state: dict[str, Tensor], prefix: str = "") -> list[str]:
-    """Rewrite the names below `prefix` in place; a sentence for each pair of tied tensors that the file holds different."""
+def modern_names(state: dict[str, Tensor], prefix: str = "") -> None:
+    """Rewrite the names below `prefix` in place."""
     for old in [name for name in state if name.startswith(prefix) and _OLD_NORM.search(name)]:
         new = old.removesuffix("gamma") + "weight" if old.endswith("gamma") else old.removesuffix("beta") + "bias"
         state[new] = state.pop(old)
-    state.pop(prefix + _DERIVED, None)
+
+
+def fill_tied(state: dict[str, Tensor], prefix: str = "") -> list[str]:
+    """Both names of each shared tensor, in place; a sentence for each pair that the file holds different."""
     problems = []
     for copy, original in TIED.items():
         # A safetensors file holds a shared tensor once, under either name.
@@ -39,12 +42,25 @@ def modern_names(state: dict[str, Tensor], prefix: str = "") -> list[str]:
 def _differ(one: Tensor, other: Tensor) -> bool:
     if one is other or one.is_meta or other.is_meta or one.shape != other.shape:
         return False  # unequal shapes are reported by torch, with both of them
-    return not torch.equal(one, other.to(one.device))
+    wide = torch.promote_types(one.dtype, other.dtype)
+    # The weights of a run that diverged are equal too: NaN in one place of both.
+    return not torch.allclose(one.to(wide), other.to(one.device, wide), rtol=0, atol=0, equal_nan=True)
 
 
 def before_loading(module: Any, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
     """A hook of `load_state_dict`; the last argument collects what torch then raises."""
-    rest[-1].extend(modern_names(state, prefix))
+    modern_names(state, prefix)
+    rest[-1].extend(fill_tied(state, prefix))
+
+
+def before_loading_body(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """The same of the body, also for a file of it alone, as transformers' `BertModel` writes it."""
+    modern_names(state, prefix)
+    state.pop(prefix + _DERIVED, None)
+
+
+def is_tied(model: Any) -> bool:
+    return model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
 
 
 def tie(model: Any, *_: Any) -> None:

@@ -14,12 +14,14 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from ..errors import DataError
 from ..keys import number
 from .image_model import COLOURS, LARGE_IMAGE, ImageModel, initialise_convolutions
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Widths of the convolutions of each stage."""
 HIDDEN = 4096
+SMALLEST_SIZE = 32
 
 
 @final
@@ -73,7 +75,11 @@ class VGG16(ImageModel):
         dropout: float = 0.5,
     ) -> None:
         super().__init__(
-            num_classes, image_size=image_size, smallest_size=32, channels_last=channels_last, label_smoothing=label_smoothing
+            num_classes,
+            image_size=image_size,
+            smallest_size=SMALLEST_SIZE,
+            channels_last=channels_last,
+            label_smoothing=label_smoothing,
         )
         number(0, below=1).check("dropout of VGG16", dropout)
         self.features = Features(*_feature_layers())
@@ -99,6 +105,10 @@ class VGG16(ImageModel):
         return [f"stage{i}" for i in range(1, len(STAGES) + 1)]
 
     def forward(self, images: Tensor) -> Tensor:
+        if min(images.shape[-2:]) < SMALLEST_SIZE:
+            raise DataError(
+                f"the images are {list(images.shape[-2:])} pixels; VGG16 halves them five times: {SMALLEST_SIZE} a side at least."
+            )
         return self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))  # type: ignore[no-any-return]
 
     def _name_stages(self) -> None:
