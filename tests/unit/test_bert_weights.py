@@ -40,10 +40,12 @@ def test_shared_tensors_are_one_after_a_change_of_type_and_after_leaving_the_met
         assert "cls.predictions.decoder.weight" not in dict(model.named_parameters())
 
 
-def test_a_decoder_that_the_user_gave_weights_of_its_own_keeps_them() -> None:
+def test_a_decoder_of_its_own_weights_and_heads_of_another_kind_are_left_to_the_user() -> None:
     model = bert()
     own = model.cls.predictions.decoder.weight = nn.Parameter(torch.ones(23, 12))
     assert model.double().cls.predictions.decoder.weight is own
+    model.cls = nn.Identity()
+    assert model.half().bert.embeddings.word_embeddings.weight.dtype == torch.float16
 
 
 def test_the_weights_of_a_run_that_diverged_load_as_they_are() -> None:

@@ -60,7 +60,11 @@ def before_loading_body(module: Any, state: dict[str, Tensor], prefix: str, *_: 
 
 
 def is_tied(model: Any) -> bool:
-    return model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    try:
+        shared = model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    except AttributeError:  # the user has put heads or embeddings of another kind in their place
+        return False
+    return bool(shared)
 
 
 def tie(model: Any, *_: Any) -> None:
