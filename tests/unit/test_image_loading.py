@@ -99,6 +99,7 @@ def test_a_bad_image_is_an_error_that_names_list_and_line_or_is_skipped_up_to_a_
         ({"on_bad_sample": 1.5}, "on_bad_sample is 1.5"),
         ({"shuffle": 1}, "shuffle is 1; it must be True or False"),
         ({"mean": (0.5,)}, "mean"),
+        ({"drop_last": "no"}, "drop_last is 'no'; it must be True or False"),
     ],
 )
 def test_options_nobody_takes_are_named(folder, model, options, message):
@@ -111,6 +112,15 @@ def test_built_in_data_say_what_they_do_not_take_and_how_many_classes_they_have(
         model.get_train_dataloader("digits", 4)
     with pytest.raises(ConfigError, match='built-in data "digits" has no option `flip`'):
         X.applications.Resnet20().get_train_dataloader("digits", 4, flip=True)
+
+
+def test_data_that_are_not_there_are_said_with_what_could_be_meant(folder, model):
+    with pytest.raises(DataError, match=r"'digts': there is no such file or folder. Did you mean `digits`\? .*\"fashion_mnist\""):
+        model.get_train_dataloader("digts", 4)
+    with pytest.raises(ConfigError, match="data is None; it must be a folder or a .tar of images, or"):
+        model.get_train_dataloader(None, 4)
+    with pytest.raises(DataError, match="train.txt is a file, not a folder or a .tar. .*load_imagenet_from_file"):
+        model.get_train_dataloader(folder / "train.txt", 4)
 
 
 def test_labels_beyond_the_models_classes_are_an_error_that_names_the_line(folder):

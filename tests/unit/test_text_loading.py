@@ -79,13 +79,28 @@ def test_raw_text_trains_a_vocabulary_and_evaluation_uses_the_same(tmp_path):
     model = tiny(vocab_size=200)
     options = {"max_seq_len": 32, "workers": 0, "cache_dir": tmp_path / "cache"}
     train = model.get_train_dataloader(tmp_path / "train", 2, **options)
-    val = model.get_val_dataloader(tmp_path / "val", 2, vocab_path=train.source.vocabulary_file, **options)
+    val = model.get_val_dataloader(tmp_path / "val", 2, **options)
+    assert model.vocabulary_file == train.source.vocabulary_file == val.source.vocabulary_file
     assert train.source.vocab_size == val.source.vocab_size <= 200
+    with pytest.raises(ConfigError, match="evaluation needs the vocabulary of training"):
+        tiny(vocab_size=200).get_val_dataloader(tmp_path / "val", 2, **options)
     first, again = list(val), list(val)
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     assert not all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(list(train), list(train), strict=True))
     scores = X.applications.evaluate(model, val)
     assert scores["pairs"] == len(val.source) and 0 <= scores["mlm_acc"] <= 1 and scores["loss"] > 0
+
+
+def test_evaluation_with_another_vocabulary_than_that_of_training_is_refused(digital, tmp_path):
+    model, options = tiny(), {"workers": 0, "cache_dir": tmp_path / "cache"}
+    vocabulary, own = digital.parent / "vocab.txt", digital / "vocab.txt"
+    model.load_digital_dataset_from_file(digital, vocabulary, batch_size=8, **options)
+    assert model.get_val_dataloader(digital, 8, **options).source.vocabulary_file == vocabulary
+    own.write_text(vocabulary.read_text())
+    assert model.get_val_dataloader(digital, 8, **options).source.vocabulary_file == own
+    own.write_text(vocabulary.read_text().replace("w58", "other"))
+    with pytest.raises(ConfigError, match=r"train_data/vocab.txt is another vocabulary than .*/vocab.txt, .* vocab_path="):
+        model.get_val_dataloader(digital, 8, **options)
 
 
 def test_what_does_not_fit_the_model_is_said_with_the_line_to_write(digital, tmp_path):
@@ -98,3 +113,11 @@ def test_what_does_not_fit_the_model_is_said_with_the_line_to_write(digital, tmp
         tiny().get_train_dataloader(digital, 8, vocab_path=vocabulary, worker=1)
     with pytest.raises(DataError, match="nothing-here"):
         tiny().get_train_dataloader(tmp_path / "nothing-here", 8, vocab_path=vocabulary, cache_dir=tmp_path)
+    with pytest.raises(DataError, match=r"'stdlob': there is no such file or folder. Did you mean `stdlib`\?"):
+        tiny().get_train_dataloader("stdlob", 8)
+    with pytest.raises(ConfigError, match='data is None; it must be a folder of text, or "stdlib"'):
+        tiny().get_train_dataloader(None, 8)
+    with pytest.raises(ConfigError, match="drop_last=True with in_tokens=True"):
+        tiny().load_digital_dataset_from_file(digital, vocabulary, 32, 64, True, drop_last=True, cache_dir=tmp_path)
+    with pytest.raises(ConfigError, match="drop_last is 1; it must be True or False"):
+        tiny().load_digital_dataset_from_file(digital, vocabulary, 32, 8, drop_last=1, cache_dir=tmp_path)

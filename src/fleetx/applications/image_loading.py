@@ -10,9 +10,9 @@ from ..data.images.builtin import BUILTIN, builtin_images
 from ..data.images.from_paths import image_folder_source, image_list_source
 from ..data.loader import Loader
 from ..data.source import Source
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..keys import boolean, choice
-from .loader_options import OF_LOADER, refuse_unknown, taken
+from .loader_options import OF_LOADER, of_loader, refuse_unknown, require_place, taken
 
 Path: TypeAlias = str | os.PathLike[str]
 OnBadSample: TypeAlias = Literal["raise", "skip"] | float
@@ -81,6 +81,8 @@ class LoadsImages:
 
     def _source(self, data: Path, split: Literal["train", "val"], options: Mapping[str, Any]) -> Source:
         if not (isinstance(data, str) and data in BUILTIN):
+            require_place(data, "a folder or a .tar of images", BUILTIN)
+            _refuse_list(data)
             return image_folder_source(data, split, **self._about_files(options))
         refuse_unknown(options, (*OF_BUILTIN, *OF_LOADER, "on_bad_sample"), f'the built-in data "{data}"')
         source = builtin_images(
@@ -122,7 +124,12 @@ def bad_share(on_bad_sample: OnBadSample) -> float:
     )
 
 
+def _refuse_list(data: Path) -> None:
+    if os.path.isfile(data) and str(data).endswith(".txt"):
+        raise DataError(f"{data} is a file, not a folder or a .tar. If it is a list, write model.load_imagenet_from_file(...).")
+
+
 def _loader(source: Source, batch_size: int, train: bool, shuffle: bool | None, options: Mapping[str, Any]) -> Loader:
     shuffle = train if shuffle is None else boolean().check("shuffle", shuffle)
     share = bad_share(options.get("on_bad_sample", "raise"))
-    return Loader(source, batch_size, shuffle=shuffle, train=train, max_bad_share=share, **taken(options, OF_LOADER))
+    return Loader(source, batch_size, shuffle=shuffle, train=train, max_bad_share=share, **of_loader(options))

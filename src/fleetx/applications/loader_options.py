@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, DataError, did_you_mean
+from ..keys import boolean
 
 OF_LOADER = ("seed", "workers", "drop_last")
 
@@ -20,3 +22,20 @@ def refuse_unknown(options: Mapping[str, Any], known: Collection[str], who: str)
 def taken(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Those of the options that were given and are among the names."""
     return {name: options[name] for name in names if name in options}
+
+
+def of_loader(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the loader itself takes."""
+    if "drop_last" in options:
+        boolean().check("drop_last", options["drop_last"])
+    return taken(options, OF_LOADER)
+
+
+def require_place(data: object, what: str, builtin: Collection[str]) -> None:
+    """Data are given by a path that exists, or else by the name of built-in data, which may have been misspelt."""
+    names = " or ".join(f'"{name}"' for name in builtin)
+    if not isinstance(data, str | os.PathLike) or isinstance(os.fspath(data), bytes):
+        raise ConfigError(f"data is {data!r}; it must be {what}, or {names}.")
+    if not os.path.lexists(data):
+        hint = did_you_mean(str(data), builtin)
+        raise DataError(f"{str(data)!r}: there is no such file or folder.{hint} Give {what}, or {names}, which need no download.")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from ..data.loader import Loader
 from ..data.text.from_paths import text_source
+from ..data.text.stdlib_corpus import NAME as STDLIB
 from ..errors import ConfigError
 from ..keys import boolean, choice, integer
 from .bert_encoder import BertConfig
-from .loader_options import OF_LOADER, refuse_unknown, taken
+from .loader_options import OF_LOADER, of_loader, refuse_unknown, require_place, taken
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -44,15 +46,20 @@ OF_SOURCE = ("seed", "masked_share", "kind", "suffixes", "vocab_size", "cache_di
 
 
 class LoadsText:
-    """Mixed into BERT: batches are dicts of tensors on `fleet.device()`, as `loss` takes them."""
+    """Mixed into BERT: batches are dicts of tensors on `fleet.device()`, as `loss` takes them.
+
+    `attention_mask` is None in a batch without padding: attention needs no mask then, and is faster.
+    """
 
     config: BertConfig
+    vocabulary_file: Path | None = None
+    """Of the last training loader: evaluation with any other vocabulary would measure nothing."""
 
     def load_digital_dataset_from_file(
         self,
         data_dir: Path,
         vocab_path: Path | None = None,
-        max_seq_len: int = 512,
+        max_seq_len: int | None = None,
         batch_size: int = 32,
         in_tokens: bool = False,
         *,
@@ -62,17 +69,24 @@ class LoadsText:
     ) -> Loader:
         """Lines `token_ids;sent_ids;pos_ids;label`, plain or gzip, or raw text files; those that `train.txt` lists, or all.
 
-        `batch_size` counts sequences, or with `in_tokens` tokens, padding included. Without `vocab_path`, raw text gets a
-        vocabulary of its own; `loader.source.vocabulary_file` is where it lies.
+        `batch_size` counts sequences, or with `in_tokens` tokens, padding included. `max_seq_len`: by default the model's own.
+        Without `vocab_path`, raw text gets a vocabulary of its own, kept at `model.vocabulary_file`; evaluation takes that one.
         """
         train = choice("train", "val", "test").check("phase", phase) == "train"
         shuffle = train if shuffle is None else boolean().check("shuffle", shuffle)
         planned = batch_size if boolean().check("in_tokens", in_tokens) else None
         refuse_unknown(options, (*OF_SOURCE, *OF_LOADER), "a loader of text")
+        if planned and options.get("drop_last"):
+            raise ConfigError(
+                "drop_last=True with in_tokens=True: planned batches have no smaller last one. Leave drop_last out."
+            )
+        if data_dir != STDLIB:
+            require_place(data_dir, "a folder of text", (STDLIB,))
+        longest = self.config.max_position
         source = text_source(
             data_dir,
-            vocab_path,
-            max_seq_len=integer(5, self.config.max_position).check("max_seq_len", max_seq_len),
+            self.vocabulary_file if vocab_path is None and not train else vocab_path,
+            max_seq_len=longest if max_seq_len is None else integer(5, longest).check("max_seq_len", max_seq_len),
             train=train,
             tokens_per_batch=planned,
             **{"vocab_size": min(TRAINED_VOCABULARY_SIZE, self.config.vocab_size)} | taken(options, OF_SOURCE),
@@ -82,7 +96,10 @@ class LoadsText:
                 f"the vocabulary has {source.vocab_size} tokens, the model {self.config.vocab_size}. "
                 f"Build it with vocab_size={source.vocab_size}."
             )
-        return Loader(source, batch_size, shuffle=shuffle, train=train, **taken(options, OF_LOADER))
+        loader = Loader(source, batch_size, shuffle=shuffle, train=train, **of_loader(options))
+        if train:
+            self.vocabulary_file = source.vocabulary_file
+        return loader
 
     def get_train_dataloader(
         self,
@@ -123,14 +140,27 @@ class LoadsText:
         in_tokens: bool,
         options: TextOptions,
     ) -> Loader:
-        own = os.path.join(data, VOCABULARY)
+        if vocab_path is None and (vocab_path := _vocabulary_in(data)) and phase != "train":
+            self._require_same(vocab_path)
         return self.load_digital_dataset_from_file(
             data,
-            own if vocab_path is None and os.path.isfile(own) else vocab_path,
-            self.config.max_position if max_seq_len is None else max_seq_len,
+            vocab_path,
+            max_seq_len,
             batch_size,
             in_tokens,
             phase=phase,
             shuffle=shuffle,
             **options,
         )
+
+    def _require_same(self, own: Path) -> None:
+        if self.vocabulary_file and not filecmp.cmp(own, self.vocabulary_file, shallow=False):
+            raise ConfigError(
+                f"{own} is another vocabulary than {self.vocabulary_file}, with which this model got its training data. "
+                "Name the right one with vocab_path=..."
+            )
+
+
+def _vocabulary_in(data: Path) -> Path | None:
+    own = os.path.join(data, VOCABULARY) if isinstance(data, str | os.PathLike) else ""
+    return own if os.path.isfile(own) else None
