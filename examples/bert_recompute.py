@@ -13,7 +13,7 @@ from seed_loop import own_flags, train
 
 parser = own_flags()
 parser.add_argument("--small", action="store_true", help="four layers, 256 wide")
-parser.add_argument("--max_seq_len", type=int, default=512)
+parser.add_argument("--max_seq_len", type=int, default=512, help="tokens in a sequence")
 parser.add_argument("--vocab", default=None, help="vocab.txt (default: one is trained on the text)")
 args, rest = parser.parse_known_args()
 
@@ -23,7 +23,7 @@ strategy = fleet.DistributedStrategy()
 strategy.recompute = True
 strategy.recompute_configs = {"checkpoints": model.checkpoints}
 
-configs = X.parse_train_configs(rest, defaults={"data": "stdlib", "strategy": strategy})
+configs = X.parse_train_configs(rest, defaults={"data": "stdlib", "strategy": strategy}, parser=parser)
 configs.refuse_rest()
 fleet.init()
 

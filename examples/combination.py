@@ -23,8 +23,9 @@ strategy.lars_configs = {
     "exclude_from_weight_decay": ["batch_norm", ".b_0"],
 }
 
-configs = X.parse_train_configs(defaults={"lr": 0.01, "data": "digits", "strategy": strategy})
-steps = own_flags().parse_args(configs.rest).steps
+parser = own_flags()
+configs = X.parse_train_configs(defaults={"lr": 0.01, "data": "digits", "strategy": strategy}, parser=parser)
+steps = parser.parse_args(configs.rest).steps
 fleet.init()
 
 loader = model.get_train_dataloader(configs.data, batch_size=configs.batch_size)

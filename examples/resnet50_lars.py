@@ -18,8 +18,9 @@ strategy.lars_configs = {
     "exclude_from_weight_decay": ["batch_norm", ".b_0"],
 }
 
-configs = X.parse_train_configs(defaults={"lr": 0.01, "data": "digits", "strategy": strategy})
-steps = own_flags().parse_args(configs.rest).steps
+parser = own_flags()
+configs = X.parse_train_configs(defaults={"lr": 0.01, "data": "digits", "strategy": strategy}, parser=parser)
+steps = parser.parse_args(configs.rest).steps
 fleet.init()
 
 model = X.applications.Resnet50(num_classes=10, image_size=32)

@@ -62,14 +62,21 @@ OWN: dict[str, Kind] = {f.name: f.metadata["kind"] for f in dataclasses.fields(T
 STRATEGY_FILE = _text("a file that ends in .yaml, .yml or .json")
 
 
-def parse_train_configs(argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None) -> TrainConfigs:
+def parse_train_configs(
+    argv: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    parser: argparse.ArgumentParser | None = None,
+) -> TrainConfigs:
     """Read our flags, and every key of the strategy as a flag, from `argv` (default: the command line, which is not changed).
 
     `defaults` are the script's own: `{"lr": 0.1, "strategy": DistributedStrategy(lars=True)}`. A `--strategy FILE` takes the
-    place of that strategy. What is not ours is in `configs.rest`, in order and untouched; so is all from `--` on.
+    place of that strategy. What is not ours is in `configs.rest`, in order and untouched; so is all from `--` on. `parser` is
+    the script's own, which reads `configs.rest` later: its flags are shown by `--help` too.
     """
     own, strategy = _checked_defaults({} if defaults is None else defaults)
-    given, rest = _scan(_checked_argv(argv), own, strategy)
+    _check_parser(parser)
+    given, rest = _scan(_checked_argv(argv), TrainConfigs(**own, strategy=strategy), parser)
     if "strategy" in given:
         strategy = _load(given.pop("strategy"))
     own |= {name: given.pop(name) for name in list(given) if name in OWN}
@@ -103,6 +110,18 @@ def _checked_defaults(defaults: Mapping[str, Any]) -> tuple[dict[str, Any], Dist
     return own, strategy.copy()
 
 
+def _check_parser(parser: object) -> None:
+    if parser is None:
+        return
+    if not isinstance(parser, argparse.ArgumentParser):
+        raise ConfigError(f"parser is {parser!r}; it must be the script's own argparse.ArgumentParser.")
+    for flag in (flag for action in parser._actions for flag in action.option_strings):
+        if flag.removeprefix("--").replace("-", "_") in _flags():
+            raise ConfigError(
+                f"the script's parser has {flag}, which is read here and would never reach it. Give it another name."
+            )
+
+
 def _flags() -> dict[str, Kind]:
     """Every flag, without its dashes."""
     flags = OWN | {"strategy": STRATEGY_FILE} | {name: kind for name, (_, kind) in SCALARS.items()}
@@ -112,7 +131,7 @@ def _flags() -> dict[str, Kind]:
     return flags
 
 
-def _scan(argv: list[str], own: dict[str, Any], strategy: DistributedStrategy) -> tuple[dict[str, Any], list[str]]:
+def _scan(argv: list[str], defaults: TrainConfigs, parser: argparse.ArgumentParser | None) -> tuple[dict[str, Any], list[str]]:
     """Our flags with their values, the last of each, and the words that are not ours."""
     flags, given, rest = _flags(), dict[str, Any](), list[str]()
     words = list(argv)
@@ -121,7 +140,7 @@ def _scan(argv: list[str], own: dict[str, Any], strategy: DistributedStrategy) -
         if word == "--":
             return given, [*rest, word, *words]
         if word in ("-h", "--help"):
-            print(_help(TrainConfigs(**own, strategy=strategy)), end="")
+            print(_help(defaults, parser), end="")
             raise SystemExit(0)
         flag, has_value, text = word.partition("=")
         name = flag[2:].replace("-", "_")
@@ -192,12 +211,13 @@ def _switch_off(name: str, keys: Sequence[str], strategy: DistributedStrategy) -
         setattr(strategy, f"{name}_configs", dict(getattr(DistributedStrategy(), f"{name}_configs")))
 
 
-def _help(configs: TrainConfigs) -> str:
+def _help(configs: TrainConfigs, script: argparse.ArgumentParser | None) -> str:
     """Generated from the keys: what is not in the strategy cannot be promised here, nor forgotten."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags] [flags of the script]",
         description="A flag is written --name value or --name=value, with - or _ between its words.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
+        parents=[] if script is None else [script],
         add_help=False,
         allow_abbrev=False,
     )

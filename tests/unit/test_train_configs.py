@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -286,6 +287,26 @@ def test_help_names_every_key_with_its_meaning_and_default_and_ends(capsys: pyte
             assert f"--{name}.{field.name} " in shown and " ".join(field.metadata["doc"].split()) in shown
     assert "learning rate; a finite number above 0 (default: 0.125)" in shown
     assert "(default: 0.0625)" in shown and "LARS: one learning rate per layer" in shown
+
+
+def test_help_shows_the_scripts_own_flags_too_and_those_are_left_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, help="stop after so many")
+    with pytest.raises(SystemExit):
+        parse_train_configs(["--help"], parser=parser)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--steps STEPS stop after so many" in shown and "--lr VALUE learning rate" in shown
+    configs = parse_train_configs(["--steps", "3", "--lr", "0.5"], parser=parser)
+    assert configs.lr == 0.5 and parser.parse_args(configs.rest).steps == 3
+
+
+def test_a_parser_with_a_flag_that_is_read_here_is_refused() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int)
+    with pytest.raises(ConfigError, match="parser has --batch-size, which is read here and would never reach it"):
+        parse_train_configs([], parser=parser)
+    with pytest.raises(ConfigError, match="it must be the script's own argparse.ArgumentParser"):
+        parse_train_configs([], parser={"steps": int})  # type: ignore[arg-type]
 
 
 # Every strategy
