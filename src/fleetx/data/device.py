@@ -27,13 +27,23 @@ def on_device(fetched: Iterator[Fetched], device: torch.device, finish: Callable
         yield from _one_ahead(fetched, device, finish)
     else:
         for item in fetched:
-            yield item if item.failure else item._replace(batch=finish(moved(item.batch, device)))
+            yield item if item.failure else _finished(item, device, finish)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Packed):
         return unpack(batch._replace(buffer=batch.buffer.to(device, non_blocking=True)))
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _finished(item: Fetched, device: torch.device, finish: Callable[[Any], Any]) -> Fetched:
+    batch = finish(moved(item.batch, device))
+    return item._replace(batch=map_tensors(_owned, batch) if isinstance(item.batch, Packed) else batch)
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A small part of a packed batch would keep all of it, and its open file, for as long as the loop keeps the part."""
+    return tensor.clone() if 2 * tensor.nbytes < tensor.untyped_storage().nbytes() else tensor
 
 
 def _one_ahead(fetched: Iterator[Fetched], device: torch.device, finish: Callable[[Any], Any]) -> Iterator[Fetched]:
@@ -53,7 +63,7 @@ def _send(
     item: Fetched, device: torch.device, stream: torch.cuda.Stream, finish: Callable[[Any], Any]
 ) -> tuple[Fetched, torch.cuda.Event]:
     with torch.cuda.stream(stream):
-        sent = item if item.failure else item._replace(batch=finish(moved(item.batch, device)))
+        sent = item if item.failure else _finished(item, device, finish)
         return sent, stream.record_event()
 
 

@@ -7,10 +7,13 @@ this process   : onto the device -> source.finish -> the loop; the sampler is to
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import signal
 import warnings
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +28,8 @@ from .source import Indices, Source
 from .trouble import Watch, fail_everywhere
 
 MOST_WORKERS = 16
+SECONDS_TO_DIE = 1.0
+_OF_A_PARENT: list[Any] = []
 
 
 def cut(indices: Indices, batch_size: int, *, drop_last: bool) -> list[Indices]:
@@ -70,6 +75,7 @@ class Loader:
         self.max_bad_share = _share(max_bad_share)
         self._sampler, self._device = sampler, device
         self._batches: DataLoader[Fetched] | None = None
+        self._owner = os.getpid()
         self._keys = _Keys()
         self._passes, self._watch = 0, Watch()
 
@@ -107,8 +113,12 @@ class Loader:
         self._keys.pending = [(epoch, group) for group in cut(indices, self.batch_size, drop_last=self.drop_last)]
         if not self._keys.pending:
             self.sampler.seen(len(indices))  # the rest of an epoch, less than a batch: or it would begin again for ever
-        fetched = on_device(iter(self._workers()), self.device, self.source.finish)
-        return self._hand_out(fetched, samples=len(indices), this_pass=self._passes)
+        with self._living_workers():
+            fetched = on_device(iter(self._workers()), self.device, self.source.finish)
+        return self._hand_out(self._while_they_live(fetched), samples=len(indices), this_pass=self._passes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_batches": None}  # a copy has workers of its own
 
     def state_dict(self) -> dict[str, int | bool]:
         return self.sampler.state_dict()
@@ -156,8 +166,31 @@ class Loader:
                 f"{self.batch_size}. Use a smaller batch_size, more samples, or drop_last=False."
             )
 
+    def _while_they_live(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
+        with self._living_workers():
+            yield from fetched
+
+    @contextlib.contextmanager
+    def _living_workers(self) -> Iterator[None]:
+        """A worker that was killed is told in words, here and to the other ranks; the next pass gets new ones."""
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError):  # which of them depends on what the worker was doing when it ended
+            end = _how_a_worker_ended(self._batches)
+            if end is None:
+                raise
+            self._batches = None
+            fail_everywhere(
+                f"a process that reads this loader's data {end}. If nobody killed it, memory ran out (`dmesg` tells) or its code "
+                "crashed: use fewer workers or a smaller batch_size. With workers=0 the training process reads by itself."
+            )
+
     def _workers(self) -> DataLoader[Fetched]:
+        if self._batches is not None and self._owner != os.getpid():
+            _OF_A_PARENT.append(self._batches)  # this process was forked; let go here, it would end its parent's workers
+            self._batches = None
         if self._batches is None:
+            self._owner = os.getpid()
             workers = self._worker_count()
             options: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
             self._batches = DataLoader(
@@ -203,9 +236,24 @@ class _Reading(Dataset[Fetched]):
         epoch, indices = key
         try:
             batch, complaints = self.source.batch(epoch, indices)
+            return Fetched(pack(batch) if in_worker() else batch, complaints, None, len(indices))
         except DataError as error:
             return Fetched(None, [], str(error), len(indices))
-        return Fetched(pack(batch) if in_worker() else batch, complaints, None, len(indices))
+
+
+def _how_a_worker_ended(batches: DataLoader[Fetched] | None) -> str | None:
+    """In words; None while all of them live. Then they are all let go, or torch would go on raising for the dead one."""
+    iterator = getattr(batches, "_iterator", None)
+    workers = getattr(iterator, "_workers", [])
+    ended = wait([worker.sentinel for worker in workers], timeout=SECONDS_TO_DIE) if workers else []
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()  # its connections close a moment before it can be asked for its exit code
+    codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
+    if iterator is None or not codes:
+        return None
+    iterator._shutdown_workers()
+    return f"was ended by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"ended with exit code {codes[0]}"
 
 
 def _unchanged(fetched: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ..errors import DataError
 from ..trees import map_leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: any type may be read from there, and a device reads it at its best
@@ -51,7 +52,7 @@ def empty_to_send(shape: tuple[int, ...], dtype: torch.dtype, *, room: int) -> T
     if not in_worker():
         return torch.empty(shape, dtype=dtype)
     count = torch.Size(shape).numel()
-    storage = torch.UntypedStorage._new_shared(_aligned(count * dtype.itemsize) + room)
+    storage = _shared_memory(_aligned(count * dtype.itemsize) + room)
     return torch.empty(0, dtype=dtype).set_(storage)[:count].view(shape)
 
 
@@ -65,7 +66,7 @@ def pack(batch: Any) -> Packed:
         offset = 0 if tensor is host else _aligned(end)
         places[id(tensor)] = _place(offset, tensor)
         end = max(end, offset + tensor.nbytes)
-    storage = torch.UntypedStorage._new_shared(end) if host is None else host.untyped_storage()
+    storage = _shared_memory(end) if host is None else host.untyped_storage()
     buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
     for tensor in tensors:
         if tensor is not host:
@@ -76,6 +77,17 @@ def pack(batch: Any) -> Packed:
 def unpack(packed: Packed) -> Any:
     """The batch as it was, each tensor a view of the buffer, on whatever device that is."""
     return map_leaves(Place, lambda place: _view(packed.buffer, place), packed.layout.tree)
+
+
+def _shared_memory(nbytes: int) -> torch.UntypedStorage:
+    try:
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(nbytes)
+        return storage
+    except RuntimeError as error:
+        raise DataError(
+            f"no shared memory for a batch of {nbytes} bytes ({error}). Give /dev/shm more room (a container: --shm-size), or "
+            "use a smaller batch_size, fewer workers, or workers=0, which needs none."
+        ) from None
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -106,7 +106,7 @@ def _reason(data: bytes, error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return f"not an image of a known format (JPEG, {', '.join(OTHER_FORMATS)}); it begins with {quoted(data[:8])}"
     if isinstance(error, Image.DecompressionBombError):
-        return f"more pixels than allowed: {error}"
+        return f"more pixels than allowed: {str(error).rstrip('.')}"
     return _undecodable(error)
 
 

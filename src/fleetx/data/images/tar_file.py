@@ -71,13 +71,20 @@ class ArchiveBytes:
             raise DataError(f"{path} is not a regular file; expected a folder or an uncompressed .tar")
         self.size = status.st_size
 
+    def __reduce__(self) -> tuple[type[ArchiveBytes], tuple[str]]:
+        """A copy opens the file itself: a descriptor's number means another file elsewhere, or when the original is closed."""
+        return ArchiveBytes, (self.path,)
+
     def read(self, member: Member) -> bytes:
         """A member's bytes; a `DataError` with the reason alone where they cannot be read."""
         if member.refused:
             raise DataError(member.refused)
         data = b""
         while len(data) < member.size:
-            part = os.pread(self.descriptor, member.size - len(data), member.offset + len(data))
+            try:
+                part = os.pread(self.descriptor, member.size - len(data), member.offset + len(data))
+            except OSError as error:
+                raise DataError(f"{self.path}: {error.strerror}") from None
             if not part:
                 raise DataError(f"{self.path} now ends in the middle of this member")
             data = data + part if data else part

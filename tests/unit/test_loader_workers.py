@@ -1,0 +1,167 @@
+"""Reading processes of a loader: what they leave open, what happens when one is killed, and copies and forks of their owner."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import resource
+import signal
+import threading
+
+import psutil
+import pytest
+
+import fleetx as X
+from data_ranks import run_job, write_images
+from fleetx.data.loader import Loader
+from fleetx.errors import DataError
+from harness import raised
+
+IMAGES = 48
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    place = tmp_path_factory.mktemp("images")
+    write_images(place / "data", IMAGES)
+    return place
+
+
+@pytest.fixture
+def loader(images, alone):
+    return make(images / "data")
+
+
+def make(place, workers=2, batch_size=2, **options) -> Loader:
+    return X.applications.Resnet20(num_classes=10).get_train_dataloader(place, batch_size, workers=workers, **options)
+
+
+def sums(loader):
+    return [images.sum().item() for images, _ in loader]
+
+
+def children():
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def quiet_children():
+    """torch raises from a signal handler when a worker dies, wherever the process happens to be."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    yield
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def test_labels_that_the_loop_keeps_do_not_keep_their_images_nor_a_file(loader):
+    next(iter(loader))
+    before = open_files()
+    kept = [labels for _, labels in loader]
+    assert len(kept) == 24 and open_files() < before + 12
+    assert all(labels.untyped_storage().nbytes() == labels.nbytes == 16 for labels in kept)
+
+
+def test_a_worker_that_is_killed_is_told_in_words_and_the_next_pass_has_new_ones(loader, quiet_children, images):
+    batches = iter(loader)
+    next(batches)
+    for child in children():
+        child.kill()
+    with pytest.raises(DataError, match=r"^a process that reads this loader's data was ended by SIGKILL\. .*workers=0"):
+        list(batches)
+    assert sums(loader) == sums(make(images / "data", workers=0))
+
+
+def test_an_error_that_is_no_death_of_a_worker_stays_what_it_is(loader, monkeypatch):
+    monkeypatch.setattr(loader.source, "finish", lambda batch: [][1])
+    with pytest.raises(IndexError):
+        list(loader)
+
+    def broken(batch):
+        raise RuntimeError("of the user's own")
+
+    monkeypatch.setattr(loader.source, "finish", broken)
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        list(loader)
+
+
+def read_without_room(rank, place):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # of shared memory too
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        return raised(lambda: sums(make(place)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_without_shared_memory_the_error_says_what_to_do(images, tmp_path):
+    (told,) = run_job(read_without_room, 1, tmp_path, str(images / "data"))
+    assert told.startswith("DataError: no shared memory for a batch of 6288 bytes (")
+    assert "--shm-size" in told and "workers=0" in told
+
+
+def read_in_a_fork(rank, place):
+    loader = make(place)
+    whole = sums(loader)
+    loader.sampler.set_epoch(0)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if sums(loader) == whole else 1)
+    status = os.waitpid(child, 0)[1]
+    return [status, sums(loader) == whole]
+
+
+def test_a_forked_child_reads_with_workers_of_its_own_and_leaves_the_parents_alone(images, tmp_path):
+    assert run_job(read_in_a_fork, 1, tmp_path, str(images / "data")) == [[0, True]]
+
+
+def test_a_copy_reads_the_same_with_workers_of_its_own_also_after_the_original_is_gone(images, alone):
+    loader = make(images / "images.tar")
+    whole = sums(loader)
+    twin = copy.deepcopy(loader)
+    twin.sampler.set_epoch(0)
+    del loader
+    gc.collect()
+    unrelated = os.open("/dev/zero", os.O_RDONLY)  # most likely under the number of the closed archive
+    try:
+        assert sums(twin) == whole
+    finally:
+        os.close(unrelated)
+
+
+def test_a_loader_that_is_let_go_in_mid_pass_takes_its_workers_along(images, alone):
+    before = len(children())
+    loader = make(images / "data")
+    batches = iter(loader)
+    next(batches)
+    assert len(children()) == before + 2
+    del batches, loader
+    gc.collect()
+    assert len(children()) == before
+
+
+def test_many_passes_broken_off_or_not_leave_nothing_open_and_start_no_more_processes(loader):
+    sums(loader)
+    files, processes = open_files(), len(children())
+    for turn in range(12):
+        for number, _ in enumerate(loader):
+            if turn % 3 and number == turn:
+                break
+    assert open_files() <= files + 4  # what is on its way
+    assert len(children()) == processes
+
+
+def test_a_thread_and_two_loaders_at_once_read_the_same_as_one(loader, images):
+    whole, read = sums(make(images / "data", workers=0)), []
+    thread = threading.Thread(target=lambda: read.extend(sums(loader)))
+    thread.start()
+    thread.join()
+    other = make(images / "data", workers=1)
+    assert read == whole
+    loader.sampler.set_epoch(0)
+    pairs = list(zip(loader, other, strict=True))
+    assert [first[0].sum().item() for first, _ in pairs] == [second[0].sum().item() for _, second in pairs] == whole
