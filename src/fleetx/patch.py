@@ -16,14 +16,21 @@ Forward = Callable[..., Any]
 class PatchedForward:
     """Stands in `module.__dict__["forward"]`. A copy of the module (deepcopy, pickle) gets the original forward, its own."""
 
-    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, around: Callable[..., Any], *, only_outermost: bool) -> None:
         self.module = module
         self.inner: Forward = module.forward
         self.around = around
+        self._only_outermost = only_outermost
         functools.update_wrapper(self, self.inner, updated=())  # the signature stays readable: Hugging Face asks for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.inner, *args, **kwargs)
+
+    @property
+    def only_outermost(self) -> bool:
+        """It acts on a call from outside the model alone: a parent that computes for its children at once may go past it."""
+        inner = self.inner
+        return self._only_outermost and (not isinstance(inner, PatchedForward) or inner.only_outermost)
 
     def original(self) -> Forward:
         """The forward before any patch."""
@@ -60,6 +67,6 @@ def restore_forwards(model: nn.Module) -> None:
                 module.forward = original
 
 
-def patch_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+def patch_forward(module: nn.Module, around: Callable[..., Any], *, only_outermost: bool = False) -> None:
     """Call `around(forward, *args, **kwargs)` wherever the module's forward was called."""
-    module.forward = PatchedForward(module, around)
+    module.forward = PatchedForward(module, around, only_outermost=only_outermost)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fleetx import fleet
 from fleetx.applications.bert import Bert, Bert_base, Bert_large, labelled_positions
-from fleetx.applications.bert_encoder import BertConfig
+from fleetx.applications.bert_encoder import BertConfig, is_plain
 from fleetx.errors import ConfigError, DataError, FleetWarning
 
 TINY = {"hidden": 12, "layers": 2, "heads": 3, "feed_forward": 20, "vocab_size": 23, "max_position": 16}
@@ -354,6 +354,17 @@ def test_hooked_replaced_and_patched_projections_are_called_and_give_the_same() 
     second.key.forward = lambda hidden: calls.append("patched") or plain_forward(hidden)
     torch.testing.assert_close(model.loss(batch), expected, rtol=0, atol=1e-12)
     assert sorted(calls) == ["hooked", "patched", "replaced"]
+
+
+def test_under_amp_the_projections_stay_one_product_unless_one_of_them_is_black_listed() -> None:
+    for black, plain in (([], [True] * 3), (["*.query"], [False, True, True])):
+        model = _ours(torch.float32)
+        strategy = fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16", "custom_black_list": black})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FleetWarning)  # 16 bits are slow on many CPUs
+            model, _ = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+        attention = model.bert.encoder.layer[0].attention.self
+        assert [is_plain(layer) for layer in (attention.query, attention.key, attention.value)] == plain
 
 
 def test_the_last_layer_is_computed_for_the_rows_that_are_wanted_alone() -> None:

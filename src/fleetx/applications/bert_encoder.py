@@ -96,10 +96,14 @@ class BertEmbeddings(nn.Module):
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """A linear layer as torch made it: nobody replaced it (adapters), patched its forward (a strategy) or hooked it."""
+    """A linear layer as torch made it: nobody replaced it (adapters), hooked it, or patched its forward (a strategy).
+
+    A patch that says `only_outermost` does nothing on a call from inside the model, which is what this is.
+    """
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    made_so = type(layer) is nn.Linear and layer.bias is not None and "forward" not in vars(layer)
-    return made_so and not any(hooks)
+    patch = vars(layer).get("forward")
+    unpatched = patch is None or getattr(patch, "only_outermost", False)
+    return type(layer) is nn.Linear and layer.bias is not None and unpatched and not any(hooks)
 
 
 def projections(hidden: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:

@@ -176,7 +176,7 @@ class Amp(Part):
         for module in black:
             patch_forward(module, autocast.around_black)
         for module in outermost_candidates(site.model):
-            patch_forward(module, autocast.around)
+            patch_forward(module, autocast.around, only_outermost=True)
         stages: dict[Slot, Any] = {Slot.FORWARD: autocast}
         if dtype == torch.float16:
             stages[Slot.BACKWARD] = LossScaling(self)
