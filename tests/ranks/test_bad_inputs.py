@@ -285,13 +285,13 @@ def start():
         yield started.start
 
 
-@pytest.mark.parametrize("bad", [2, 3])
-def test_under_fleetrun_a_bad_image_ends_both_workers_with_its_sentence_and_leaves_no_process(start, tmp_path, bad):
+@pytest.mark.parametrize("worker,bad", [(0, 2), (1, 4)])
+def test_under_fleetrun_a_bad_image_ends_both_workers_with_its_sentence_and_leaves_no_process(start, tmp_path, worker, bad):
     write_images(tmp_path / "data", IMAGES)
     (tmp_path / "data" / "train" / f"{bad}.jpg").write_bytes(b"")
     run = start(tmp_path, TRAIN, "--nproc_per_node", "2")
     assert run.wait() == 1
-    sentence = f"data/train.txt, line {bad + 1}: train/{bad}.jpg: the file is empty (0 bytes)."
+    sentence = f"data/train.txt, line {bad + 1}: train/{bad}.jpg: the file is empty (0 bytes). (Worker {worker} met it.)"
     assert sentence in run.told + run.console
     wait_until(lambda: not run.left_behind(), limit_seconds=5)
 
