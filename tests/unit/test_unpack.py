@@ -10,6 +10,7 @@ import os
 import stat
 import struct
 import tarfile
+import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -298,7 +299,45 @@ def test_a_bomb_in_a_header_does_not_fill_the_memory(world: World) -> None:
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 60 * 2**20
     data = gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(info.size), 1)
-    assert "has a header of 62914560 bytes" in world.refusal(data, "x.tar.gz")
+    assert "has headers of more than 2097152 bytes" in world.refusal(data, "x.tar.gz")
+
+
+def header(name: str, size: int, kind: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+def extended(kind: bytes, **keys: str) -> bytes:
+    """An extended header of a member (x) or of all that follow (g)."""
+    text = b"".join(b"%d %s=%s\n" % (len(key + value) + 5, key.encode(), value.encode()) for key, value in keys.items())
+    assert all(10 <= len(key + value) + 5 < 100 for key, value in keys.items())
+    return header("x", len(text), kind) + text + bytes(-len(text) % 512)
+
+
+def test_a_chain_of_headers_is_no_recursion_error(world: World) -> None:
+    for chained in (
+        header("x", 1, tarfile.GNUTYPE_LONGNAME) + bytes(512),
+        extended(b"x", comment="c"),
+        extended(b"g", comment="c"),
+    ):
+        assert "is not a readable tar file" in world.refusal(chained * 1200 + tar(file("a")))
+
+
+def test_a_map_of_endless_holes_is_not_read(world: World) -> None:
+    keys = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9"}
+    data = gzip.compress(extended(b"x", **keys) + header("a", 0, b"0") + b"9000000\n" + b"0\n" * 2_000_000, 1)
+    assert "has headers of more than 2097152 bytes" in world.refusal(data, "x.tar.gz")
+
+
+def test_global_headers_that_pile_up_are_refused(world: World) -> None:
+    piles = [extended(b"g", **{f"key{n:03}{i:03}": "" for i in range(50)}) + header(f"f{n}", 0, b"0") for n in range(3)]
+    assert world.unpack(b"".join(piles[:2]) + bytes(1024)) == {"f0": b"", "f1": b""}
+    assert "has more than 100 keys in its global headers" in world.refusal(b"".join(piles) + bytes(1024))
+
+
+def test_two_tars_joined_are_not_unpacked_by_half(world: World) -> None:
+    assert "goes on after its end mark" in world.refusal(tar(file("a")) + tar(file("b")))
 
 
 def test_sparse_files_are_refused(world: World) -> None:
@@ -386,6 +425,17 @@ def test_a_zips_claims_are_not_believed(world: World) -> None:
 def test_a_zip_bomb_is_stopped_by_what_really_comes_out(world: World) -> None:
     bomb = zipped(*((str(n), bytes(2**20)) for n in range(80)))
     assert "is more than 67108864 bytes in all" in world.refusal(bomb, "x.zip")
+
+
+def test_a_bomb_in_the_target_of_a_zips_link_does_not_fill_the_memory(world: World) -> None:
+    data = bytearray(zipped(zip_special("l", stat.S_IFLNK | 0o777, bytes(64 * 2**20))))
+    struct.pack_into("<I", data, data.index(b"PK\1\2") + 24, 10)  # claimed: ten bytes
+    tracemalloc.start()
+    try:
+        assert "x.zip is not a readable zip file at 'l'" in world.refusal(bytes(data), "x.zip")
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_encrypted_zips_and_odd_methods_are_refused(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import sys
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -13,11 +14,15 @@ from .names import shown
 from .writer import CHUNK_BYTES, BadMember, Writer
 
 BLOCK_BYTES = 512
-MAX_READ_BYTES = 2 * CHUNK_BYTES
-"""The largest header block: tarfile takes a long name or an extended header into memory whole, whatever size it claims."""
+MAX_HEADER_BYTES = 2 * CHUNK_BYTES
+"""All headers of one member: tarfile takes long names, extended headers and maps of holes into memory, however long they are."""
+MAX_GLOBAL_KEYS = 100
+"""They are copied for every member: a million of them would keep it busy for days."""
 XZ_MEMORY_BYTES = 2**30
-READ_ERRORS = (tarfile.TarError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError, ValueError, OverflowError, IndexError)
-"""What a damaged archive can raise; the last three come from numbers and names that tarfile does not expect."""
+READ_ERRORS = (
+    *(tarfile.TarError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError),
+    *(ValueError, OverflowError, IndexError, RecursionError),  # numbers, names and chains of headers that tarfile does not expect
+)
 
 
 def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> None:
@@ -27,16 +32,27 @@ def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> 
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
+                if len(tar.pax_headers) > MAX_GLOBAL_KEYS:
+                    raise BadMember(f"has more than {MAX_GLOBAL_KEYS} keys in its global headers")
+                stream.limit = tar.offset
                 _write(tar, member, writer)
                 tar.members.clear()  # it would keep every header of a million files
+                stream.limit = tar.offset + MAX_HEADER_BYTES
         if stream.last != bytes(BLOCK_BYTES):
             raise BadMember("breaks off: its end mark is missing, or it is damaged in the middle")
-        while stream.read(CHUNK_BYTES):  # to the very end, where gzip and xz keep their checksums
-            pass
+        _read_to_the_end(stream)
         writer.finish()
     except READ_ERRORS as error:
         where = f" after {shown(member.name)}" if member is not None else ""
         raise BadMember(f"is not a readable {kind} file{where}: {shown(str(error))}") from None
+
+
+def _read_to_the_end(stream: Stream) -> None:
+    """Where gzip and xz keep their checksums. Two archives joined by `cat` would be unpacked by half."""
+    stream.limit = sys.maxsize
+    while rest := stream.read(CHUNK_BYTES):
+        if rest.count(0) < len(rest):
+            raise BadMember("goes on after its end mark; if it is several archives joined, list each on its own")
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, writer: Writer) -> None:
@@ -71,19 +87,24 @@ def _plain_bytes(file: IO[bytes], kind: str) -> Callable[[int], bytes]:
 
 
 class Stream:
-    """What tarfile reads from: it only goes forwards, takes no giant bites, and ends at a limit."""
+    """What tarfile reads from: it only goes forwards, and ends at a limit."""
 
     def __init__(self, read: Callable[[int], bytes], max_bytes: int) -> None:
         self.last = b""
         """What was read last: after the end of a whole archive, a block of zeros."""
+        self.limit = MAX_HEADER_BYTES
+        """Where what is now read must end: a member's headers, or its data. Skipping is free."""
         self._read, self._max_bytes, self._position = read, max_bytes, 0
 
     def tell(self) -> int:
         return self._position
 
     def read(self, count: int) -> bytes:
-        if not 0 <= count <= MAX_READ_BYTES:
-            raise BadMember(f"has a header of {count} bytes; at most {MAX_READ_BYTES} are read")
+        if not 0 <= count <= self.limit - self._position:
+            raise BadMember(f"has headers of more than {MAX_HEADER_BYTES} bytes for one member")
+        return self._take(count)
+
+    def _take(self, count: int) -> bytes:
         pieces, left = [], count
         while left and (piece := self._read(left)):
             pieces.append(piece)
@@ -97,7 +118,7 @@ class Stream:
     def seek(self, position: int) -> None:
         if position < self._position:
             raise BadMember("leads backwards")
-        while self._position < position and self.read(min(CHUNK_BYTES, position - self._position)):
+        while self._position < position and self._take(min(CHUNK_BYTES, position - self._position)):
             pass
 
 

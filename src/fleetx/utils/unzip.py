@@ -60,7 +60,9 @@ def _write(
         if stat.S_IFMT(mode) == stat.S_IFLNK:
             if member.file_size > MAX_LINK_BYTES:
                 raise BadMember("is a link without a usable target")
-            writer.symbolic_link(name, archive.read(member).decode("utf-8", "surrogateescape"))
+            with archive.open(member) as source:  # in one piece of this size: read() takes 2 GiB of zeros into memory at once
+                target = source.read(MAX_LINK_BYTES + 1)
+            writer.symbolic_link(name, target.decode("utf-8", "surrogateescape"))
         elif stat.S_IFMT(mode) not in _PLAIN_KINDS:
             raise BadMember("is a device, a pipe or the like; only files, folders and links are unpacked")
         elif name.endswith("/") or stat.S_ISDIR(mode):
@@ -73,4 +75,4 @@ def _write(
     except BadMember as error:
         raise BadMember(f": the member {shown(name)} {error}") from None
     except OSError as error:
-        raise BadMember(f": the member {shown(name)} cannot be written: {error.strerror}") from None
+        raise BadMember(f": the member {shown(name)} cannot be unpacked: {error.strerror}") from None
