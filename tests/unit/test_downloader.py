@@ -173,6 +173,13 @@ def test_a_server_without_that_range_and_one_that_sends_another_are_asked_for_al
         assert server.ranges("a.bin")[-3:] == [None, "bytes=100000-", None]
 
 
+def test_a_server_that_cuts_and_has_no_ranges_is_not_asked_for_ever(server: Server, tmp_path: Path) -> None:
+    data = bytes(3 * 2**20)
+    server.faults["/a.bin"] = [2 * 2**20, answers(416)] * 20  # two MB each time, which are thrown away again
+    assert "Tried 4 times" in failure(server.publish(a_bin=data), tmp_path)
+    assert server.count("a.bin") == 4
+
+
 def test_a_file_replaced_on_the_server_between_two_pieces_is_never_glued_together(server: Server, tmp_path: Path) -> None:
     manifest = server.publish(a_bin=DATA)
 
@@ -270,6 +277,19 @@ def test_a_server_that_drips_is_as_good_as_stalled(server: Server, tmp_path: Pat
     assert "bytes came in" in failure(server.publish(a_bin=DATA), tmp_path, timeout_seconds=0.2, retries=0)
 
 
+@pytest.mark.parametrize("piece", [b"x", b"HTTP/1.1 100 Continue\r\n\r\n"])
+def test_headers_that_never_end_are_as_good_as_none(server: Server, tmp_path: Path, piece: bytes) -> None:
+    def endless(handler: Handler) -> None:
+        for _ in range(200):
+            handler.wfile.write(piece)
+            time.sleep(0.02)
+
+    server.faults["/a.bin"] = [endless]
+    began = time.monotonic()
+    downloader(timeout_seconds=0.3).download(server.publish(a_bin=DATA), tmp_path)
+    assert time.monotonic() - began < 3.0 and server.count("a.bin") == 2
+
+
 def test_errors_of_the_server_pass_and_its_wish_to_wait_is_kept(server: Server, tmp_path: Path) -> None:
     server.faults["/manifest.json"] = [answers(500)]
     server.faults["/a.bin"] = [answers(500), answers(503, Retry_After="1")]
@@ -287,7 +307,8 @@ def test_a_server_that_never_recovers_is_given_up_after_the_retries(server: Serv
 @pytest.mark.parametrize(("status", "words"), [(404, "404 Not Found"), (403, "403 Forbidden"), (204, "204"), (599, "599")])
 def test_an_answer_that_will_not_change_is_told_at_once(server: Server, tmp_path: Path, status: int, words: str) -> None:
     server.faults["/a.bin"] = [answers(status)]
-    assert words in failure(server.publish(a_bin=DATA), tmp_path)
+    message = failure(server.publish(a_bin=DATA), tmp_path)
+    assert words in message and message.startswith(f"{server.url}/a.bin: ")
     assert server.count("a.bin") == 1
 
 
@@ -295,6 +316,19 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
     with serving() as gone:
         url = gone.url
     assert f"{url}/manifest.json: Connection refused. Tried 2 times" in failure(f"{url}/manifest.json", tmp_path, retries=1)
+
+
+def test_a_proxy_is_asked_for_https_alone_and_its_refusal_told(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://user:hidden@127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    downloader().download(server.publish(a_bin=DATA), tmp_path / "plain")
+    assert snapshot(tmp_path / "plain") == {"a.bin": DATA}
+    monkeypatch.setenv("https_proxy", server.url.replace("//", "//user:hidden@"))
+    message = failure("https://localhost/manifest.json", tmp_path / "tls", retries=0)
+    assert "the proxy (see https_proxy) answered 501" in message and "hidden" not in message
 
 
 def test_an_answer_that_is_not_http_is_told(server: Server, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
-from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least
@@ -37,8 +37,9 @@ class Remote:
 
     def beside(self, path: str) -> Remote:
         """A file in the same folder or below it; the query belongs to the one address it came with."""
-        folder = urlunsplit(urlsplit(self.url)._replace(query=""))
-        return Remote(urljoin(folder, "./" + quote(path)), self.login)
+        parts = urlsplit(self.url)
+        folder = parts.path.rpartition("/")[0]  # not urljoin, which takes a//b for a/b: to a bucket these are two places
+        return Remote(urlunsplit(parts._replace(path=f"{folder}/{quote(path)}", query="")), self.login)
 
 
 Address: TypeAlias = Path | Remote
@@ -49,6 +50,10 @@ def shown_url(url: str) -> str:
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"
+
+
+def has_scheme(text: str) -> bool:
+    return _SCHEME.match(text) is not None
 
 
 def parse_address(text: str) -> Address:

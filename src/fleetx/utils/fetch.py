@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fleetx.errors import DataError
-
+from ..errors import DataError
 from .address import Address
 from .folder import open_to_read, open_to_write
 from .manifest import PART, Entry
@@ -57,16 +56,17 @@ def persist(
     attempt: Callable[[], T], patience: Patience, what: str, line: Callable[[str], None], received: Callable[[], int]
 ) -> T:
     """Call it until it works, or has failed too often in a row without bringing anything."""
-    failures, mark = 0, received()
+    failures, most = 0, received()
     while True:
         try:
             return attempt()
         except Broken as broken:
-            failures = 1 if received() - mark >= PROGRESS_BYTES else failures + 1
-            mark = received()
+            # More than ever before: what is received, thrown away and received again for ever is no progress.
+            failures = 1 if received() - most >= PROGRESS_BYTES else failures + 1
+            most = max(most, received())
             if failures > patience.retries:
                 tries = "once" if failures == 1 else f"{failures} times"
-                more = f" Run it again to go on from byte {mark}." if mark else ""
+                more = f" Run it again to go on from byte {received()}." if received() else ""
                 raise DataError(f"{what}: {broken}. Tried {tries}.{more}") from None
             pause = patience.pause_seconds(failures, broken.wait_seconds)
             line(f"{what}: {broken}; again in {pause:.1f} s (try {failures + 1} of {patience.retries + 1})")

@@ -20,9 +20,8 @@ from typing import Any
 
 import yaml
 
-from fleetx.errors import DataError, did_you_mean
-
-from .address import Address, BadAddress, check_step, parse_address
+from ..errors import DataError, did_you_mean
+from .address import Address, BadAddress, check_step, has_scheme, parse_address
 from .names import BadName, parts_of
 
 MAX_BYTES = 16 * 2**20
@@ -85,19 +84,21 @@ def _read(raw: bytes, origin: Address) -> Any:
         raise DataError(f"{origin} is nested too deeply for a manifest.") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{origin}, line {error.lineno} is not JSON: {error.msg}.") from None
-    except ValueError as error:  # a number of thousands of digits, a date of the 13th month, a key given twice
+    except ValueError as error:  # a number of thousands of digits, a date of the 13th month, a key given twice, an alias
         raise DataError(f"{origin} cannot be read: {error}.") from None
     except (AttributeError, TypeError, KeyError, IndexError, ArithmeticError):  # how PyYAML meets `!!timestamp x` and the like
         raise DataError(f"{origin} cannot be read: it gives a value a kind (with !!) that it does not have.") from None
 
 
 def _read_yaml(text: str) -> Any:
-    """The C loader dies of deep nesting instead of raising, so the depth is looked at first, event by event."""
+    """The C loader dies of deep nesting instead of raising, so the events are looked at first, one by one."""
     depth = 0
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise RecursionError
+        if isinstance(event, yaml.AliasEvent):  # a few lines of `<<: [*a, *a, *a]` would become more than any memory holds
+            raise ValueError(f"it has the alias *{_shortly.repr(event.anchor)}; write out each file instead")
     return yaml.load(text, _Loader)
 
 
@@ -170,7 +171,7 @@ def _address(row: Mapping[str, Any], path: str, where: str, origin: Address) -> 
     if "url" not in row:
         return origin.parent / path if isinstance(origin, Path) else origin.beside(path)
     url = row["url"]
-    if not isinstance(url, str) or ":" not in url:
+    if not isinstance(url, str) or not has_scheme(url):
         kind = "an address" if isinstance(url, str) else f"a {type(url).__name__}"  # the text itself may hold a password
         raise DataError(f"{where}: url is {kind} without a kind; write the whole address, https://host/path, or leave url out.")
     try:

@@ -8,19 +8,20 @@ import http
 import http.client
 import os
 import re
+import socket
 import ssl
 import stat
 import string
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from fleetx.errors import DataError
-
+from ..errors import DataError
 from .address import Address, BadAddress, Remote, check_step, parse_address
 
 MAX_REDIRECTS = 10
@@ -29,6 +30,7 @@ _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
 _STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e]*"')
 _NUMBER = re.compile(r"\d{1,19}")
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})\b")
 
 
 class Broken(Exception):
@@ -58,7 +60,7 @@ def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: fl
             yield Body(lambda count: _read_local(file, count, address), offset, os.fstat(file.fileno()).st_size)
         return
     with contextlib.closing(_answer(address, offset, etag, timeout_seconds)) as response:
-        yield _body(response, offset)
+        yield _body(response, offset, address)
 
 
 def _open_local(path: Path) -> IO[bytes]:
@@ -80,14 +82,55 @@ def _read_local(file: IO[bytes], count: int, path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
+class _Answer(http.client.HTTPResponse):
+    """All headers within the timeout: with one byte now and then, each of them in time, they could take for ever."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self._sock = sock
+
+    def begin(self) -> None:
+        alarm = threading.Timer(self._sock.gettimeout() or 0.0, _hang_up, (self._sock,))
+        alarm.daemon = True
+        alarm.start()
+        try:
+            super().begin()
+        finally:
+            alarm.cancel()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other side did so before
+        # socket.socket's own: that of a TLS socket would change the object while another thread reads from it.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+class _PlainConnection(http.client.HTTPConnection):
+    response_class = _Answer
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    response_class = _Answer
+
+
+class _Plain(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_PlainConnection, req)
+
+
+class _Secure(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, req, context=ssl.create_default_context())
+
+
 def _opener(address: Remote) -> urllib.request.OpenerDirector:
     """Made by hand: the ready-made one also opens ftp:, data: and file: addresses, and follows redirects to them."""
     opener = urllib.request.OpenerDirector()
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor()]
     if address.is_plain:  # from this machine itself, where no proxy has a way to
-        handlers += [urllib.request.HTTPHandler()]
+        handlers += [_Plain()]
     else:
-        handlers += [urllib.request.ProxyHandler(), urllib.request.HTTPSHandler(context=ssl.create_default_context())]
+        handlers += [urllib.request.ProxyHandler(), _Secure()]
     for handler in handlers:
         opener.add_handler(handler)
     return opener
@@ -149,7 +192,7 @@ def _refusal(address: Remote, error: urllib.error.HTTPError, offset: int) -> Exc
     return DataError(f"{address}: {answer}.")
 
 
-def _body(response: http.client.HTTPResponse, offset: int) -> Body:
+def _body(response: http.client.HTTPResponse, offset: int, address: Remote) -> Body:
     def read(count: int) -> bytes:
         try:
             return response.read1(count)
@@ -163,7 +206,7 @@ def _body(response: http.client.HTTPResponse, offset: int) -> Body:
             raise Broken("the server sent another range than the one asked for", start_anew=True)
         return Body(read, offset, None if found[2] == "*" else int(found[2]), etag)
     if response.status != 200:
-        raise DataError(f"the server answered {response.status}; 200 with the file was expected.")
+        raise DataError(f"{address}: the server answered {response.status}; 200 with the file was expected.")
     return Body(read, 0, int(length) if _NUMBER.fullmatch(length) else None, etag)
 
 
@@ -182,4 +225,6 @@ def _why(error: BaseException) -> str:
         return "nothing came for too long"
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
+    if found := _TUNNEL.match(str(cause)):
+        return f"the proxy (see https_proxy) answered {found[1]}"
     return f"the connection broke ({type(cause).__name__})"
