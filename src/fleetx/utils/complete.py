@@ -12,8 +12,7 @@ import stat
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fleetx.errors import DataError
-
+from ..errors import DataError
 from .folder import below, read_whole, write_whole
 from .manifest import Entry
 from .names import RESERVED

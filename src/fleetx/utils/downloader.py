@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fleetx.errors import ConfigError, DataError
-
+from ..errors import ConfigError, DataError
 from .address import Address, BadAddress, parse_address
 from .complete import is_there, is_unpacked, read_records, record_of, write_records
 from .fetch import Listener, Patience, fetch, fetch_small, holds, refuse_folder

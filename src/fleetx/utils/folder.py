@@ -8,8 +8,7 @@ import stat
 import uuid
 from collections.abc import Iterator, Sequence
 
-from fleetx.errors import DataError
-
+from ..errors import DataError
 from .names import RESERVED
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

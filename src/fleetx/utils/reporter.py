@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from fleetx.errors import ConfigError
-from fleetx.roles import role_from_env
+from ..errors import ConfigError
+from ..roles import role_from_env
 
 LINE_EVERY_S = 10.0
 

@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
-from fleetx.errors import ConfigError, DataError, FleetError
-from fleetx.waiting_lock import LocksMissingError, lock_aloud
-
+from ..errors import ConfigError, DataError, FleetError
+from ..waiting_lock import LocksMissingError, lock_aloud
 from .folder import open_to_write, read_whole, write_whole
 from .names import RESERVED
 

@@ -14,8 +14,7 @@ import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
 
-from fleetx.errors import DataError
-
+from ..errors import DataError
 from .complete import KEPT_NAMES, Unpacked
 from .folder import below, open_to_read
 from .manifest import Entry
