@@ -287,7 +287,7 @@ def test_a_wrong_option_is_named_with_what_is_allowed(folder, option, value):
         image_folder_source(folder / "small", "train", **{option: value})
 
 
-@pytest.mark.parametrize("path", [None, "", 7, b"bytes"])
+@pytest.mark.parametrize("path", [None, "", 7, b"bytes", "a\0b"])
 def test_what_is_no_path_is_refused(path):
     with pytest.raises(ConfigError, match="place must be a path"):
         image_folder_source(path, "train")

@@ -84,6 +84,7 @@ def _list_member(archive: Archive, split: str) -> bytes:
 
 
 def _text(name: str, path: object) -> str:
-    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes) or not os.fspath(path):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{name} must be a path, got {path!r}")
-    return str(os.fspath(path))
+    return text
