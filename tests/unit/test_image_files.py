@@ -171,6 +171,10 @@ def base256(size):
     return (b"\xff" if size < 0 else b"\x80") + size.to_bytes(11, "big", signed=True)
 
 
+def pax(type, records):
+    return raw_header(b"pax", octal(len(records)), type) + records + bytes(-len(records) % 512)
+
+
 GOOD = raw_header(b"a.jpg", octal(3)) + b"abc".ljust(512, b"\0")
 END = bytes(1024)
 PAX_RECORD = b"24 size=99999999999999999\n"
@@ -192,6 +196,16 @@ DAMAGED = {
     + END,
     "a PAX header for nothing": GOOD + raw_header(b"pax", octal(0), b"x"),
     "PAX headers without end": GOOD + raw_header(b"pax", octal(0), b"x") * 3000 + END,
+    "a map of holes without end": GOOD
+    + pax(b"x", b"22 GNU.sparse.major=1\n" + b"22 GNU.sparse.minor=0\n" + b"25 GNU.sparse.realsize=9\n")
+    + raw_header(b"b.jpg", octal(0))
+    + b"9000000\n"
+    + b"0\n" * 600_000,
+    "global headers that pile up": b"".join(
+        pax(b"g", b"".join(b"11 k%03d%02d=\n" % (n, i) for i in range(40))) + raw_header(b"%d.jpg" % n, octal(0))
+        for n in range(3)
+    )
+    + END,
     "cut in the data": GOOD + raw_header(b"b.jpg", octal(600)) + bytes(512),
     "cut in a header": GOOD + raw_header(b"b.jpg", octal(3))[:300],
     "a damaged header in the middle": GOOD + b"\xff" * 512 + GOOD + END,
@@ -205,6 +219,14 @@ def test_a_damaged_archive_is_refused_by_name_and_at_once(tmp_path, content):
     with pytest.raises(DataError, match="x.tar"):
         Archive(str(tmp_path / "x.tar"))
     assert time.monotonic() - start < 5
+
+
+def test_a_list_in_an_archive_has_a_limit_too(tmp_path):
+    size = 2 * 2**30 + 1
+    (tmp_path / "x.tar").write_bytes(raw_header(b"train.txt", base256(size)))
+    os.truncate(tmp_path / "x.tar", 512 + size + 511 + 1024)  # a file of holes: it takes no room
+    with pytest.raises(DataError, match="x.tar: 'train.txt': 2147483649 bytes, and a list may have 2147483648"):
+        Archive(str(tmp_path / "x.tar")).read(b"train.txt")
 
 
 def test_an_archive_without_its_final_zeros_is_read(tmp_path):

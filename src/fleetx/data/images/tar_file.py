@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, cast
 
-from fleetx.errors import DataError
-
-from .image_list import quoted
+from ...errors import DataError
+from .image_list import MAX_LIST_BYTES, quoted
 
 _PACKED = {
     b"\x1f\x8b": "gunzip -k",
@@ -25,7 +24,8 @@ _PACKED = {
     b"\xfd7zXZ\x00": "unxz -k",
     b"\x28\xb5\x2f\xfd": "unzstd",
 }
-_MAX_HEADER_BYTES = 2**20
+_MAX_HEADER_BYTES = 2**20  # all headers of one member: tarfile takes long names and maps of holes into memory
+_MAX_GLOBAL_KEYS = 100  # tarfile copies them for every member: with a million that takes days
 _BLOCK_BYTES = 512
 
 
@@ -47,9 +47,11 @@ class Archive:
         self.members = _index(self.bytes)
 
     def read(self, name: bytes) -> bytes:
-        """A member's bytes; a `DataError` names the archive and the member."""
+        """The bytes of a member that is a list; a `DataError` names the archive and the member."""
         member = self.members.get(name, Member(0, 0, "no such member"))
         try:
+            if member.size > MAX_LIST_BYTES:
+                raise DataError(f"{member.size} bytes, and a list may have {MAX_LIST_BYTES}")
             return self.bytes.read(member)
         except DataError as error:
             raise DataError(f"{self.path}: {quoted(name)}: {error}") from None
@@ -94,8 +96,9 @@ class ArchiveBytes:
 def _index(file: ArchiveBytes) -> dict[bytes, Member]:
     _refuse_packed(file)
     try:
-        with tarfile.TarFile(fileobj=cast(IO[bytes], _Headers(file)), encoding="utf-8", errors="surrogateescape") as archive:
-            members = dict(_headers(archive, file))
+        source = _Headers(file)
+        with tarfile.TarFile(fileobj=cast(IO[bytes], source), encoding="utf-8", errors="surrogateescape") as archive:
+            members = dict(_headers(archive, file, source))
             _refuse_early_end(archive.offset, file)
             return members
     except DataError:
@@ -104,12 +107,15 @@ def _index(file: ArchiveBytes) -> dict[bytes, Member]:
         raise DataError(f"{file.path} is not a complete, uncompressed .tar: {error or type(error).__name__}") from None
 
 
-def _headers(archive: tarfile.TarFile, file: ArchiveBytes) -> Iterator[tuple[bytes, Member]]:
+def _headers(archive: tarfile.TarFile, file: ArchiveBytes, source: _Headers) -> Iterator[tuple[bytes, Member]]:
     last = 0
     while (info := archive.next()) is not None:
         if archive.offset <= last:  # a negative size: following it would never end
             raise DataError(f"{file.path}: the header at byte {info.offset} leads backwards; the archive is damaged")
         last = archive.offset
+        source.limit = last + _MAX_HEADER_BYTES
+        if len(archive.pax_headers) > _MAX_GLOBAL_KEYS:
+            raise DataError(f"{file.path}: more than {_MAX_GLOBAL_KEYS} keys in global headers; write it again with `tar`")
         name, member = _member(info)
         if not 0 <= member.size <= file.size - member.offset:
             raise DataError(
@@ -145,12 +151,14 @@ def _member(info: tarfile.TarInfo) -> tuple[bytes, Member]:
 
 
 class _Headers:
-    """The archive as tarfile reads it, header by header: no read may be large or of unknown length, whatever a header claims."""
+    """The archive as tarfile reads it, header by header: none may be large or of unknown length, whatever it claims."""
 
     mode, name = "rb", ""
 
     def __init__(self, file: ArchiveBytes) -> None:
         self._descriptor, self._position = file.descriptor, 0
+        self.limit = _MAX_HEADER_BYTES
+        """Where the headers now read must end."""
 
     def tell(self) -> int:
         return self._position
@@ -160,8 +168,8 @@ class _Headers:
         return position
 
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {size} bytes at byte {self._position}")
+        if not 0 <= size <= self.limit - self._position:
+            raise tarfile.ReadError(f"headers of more than {_MAX_HEADER_BYTES} bytes for one member, at byte {self._position}")
         data = os.pread(self._descriptor, size, self._position)
         self._position += len(data)
         return data
