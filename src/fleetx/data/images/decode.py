@@ -14,8 +14,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
-from fleetx.errors import DataError
-
+from ...errors import DataError
 from .augment import Box, Pixels
 from .image_list import quoted
 

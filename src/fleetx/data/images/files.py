@@ -13,8 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fleetx.errors import DataError
-
+from ...errors import DataError
 from .image_list import MAX_LIST_BYTES, ImageList, quoted
 from .tar_file import Archive, Member
 
