@@ -141,6 +141,7 @@ def test_a_builder_that_is_killed_leaves_the_work_to_the_next(tmp_path: Path) ->
 def test_the_default_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder(None) == tmp_path / "xdg" / "fleetx" / "text"
+    assert (tmp_path / "xdg" / "fleetx" / "text").stat().st_mode & 0o777 == 0o700  # tokens of private text stay private
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder(None) == tmp_path / "home" / ".cache" / "fleetx" / "text"
@@ -170,6 +171,24 @@ def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="belongs to somebody else"):
         cache_folder(None)
     assert list((tmp_path / "theirs").iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_arrays_that_somebody_else_put_into_a_folder_like_tmp_are_not_read(tmp_path: Path) -> None:
+    check(cached(tmp_path, KEY, build, what="arrays"))
+    os.chown(tmp_path / KEY, 12345, -1)
+    check(cached(tmp_path, KEY, refuse, what="arrays"))  # a folder of ours: whoever may write there is a friend
+    tmp_path.chmod(0o1777)
+    with pytest.warns(FleetWarning, match="put by somebody else"):
+        check(cached(tmp_path, KEY, build, what="arrays"))
+    check(cached(tmp_path, KEY, refuse, what="arrays"))
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / f"{KEY}.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="lock cannot be opened to lock it .* Pass another cache_dir"):
+        cached(tmp_path, KEY, build, what="arrays")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_the_key_depends_on_every_part() -> None:

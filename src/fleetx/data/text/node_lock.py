@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import FleetWarning
+from ...errors import DataError, FleetWarning
 from ...waiting_lock import LocksMissingError, lock_aloud
 
 _FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
@@ -18,7 +18,10 @@ _FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
 @contextlib.contextmanager
 def node_lock(path: Path, *, waiting_for: str) -> Iterator[None]:
     """Hold the lock; say on stderr what is waited for when that takes more than a moment."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:  # made by another user, perhaps, or a link that leads who knows where
+        raise DataError(f"{path} cannot be opened to lock it ({error.strerror}). Pass another cache_dir=FOLDER.") from None
     try:
         _acquire(handle, path, waiting_for)
         yield

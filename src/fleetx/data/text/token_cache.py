@@ -92,7 +92,7 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
             raise ConfigError(f"cache_dir = {str(cache_dir)!r} cannot be written ({reason}). Name a folder that can.")
         return folder
     folder = _home_cache() / "fleetx" / "text"
-    if (reason := _unusable(folder)) is None:
+    if (reason := _unusable(folder, mode=0o700)) is None:  # what was private text stays private as tokens
         return folder
     spare = Path(tempfile.gettempdir()) / f"fleetx-{os.getuid()}" / "text"
     if (spare_reason := _foreign(spare.parent) or _unusable(spare)) is not None:
@@ -161,13 +161,15 @@ def _open(home: Path, *, complain: bool = False) -> Cached | None:
     if not home.is_dir():
         return None
     try:
+        if _is_like_tmp(home.parent) and home.lstat().st_uid != os.getuid():
+            raise ValueError("they were put by somebody else into a folder that everybody may write to")
         header = json.loads((home / "header.json").read_text(encoding="utf-8"))
         body = header["body"]
         if header["sha256"] != _hash_of(body):
             raise ValueError("its header is not what was written")
         arrays = {name: _map(home / _file(name), **described) for name, described in body["arrays"].items()}
         return Cached(home, arrays, body["facts"], header["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if complain:
             warnings.warn(f"the cached arrays in {home} are damaged ({error}): they are built again.", FleetWarning, stacklevel=4)
         return None
@@ -204,10 +206,10 @@ def _home_cache() -> Path:
     return Path(wished) if os.path.isabs(wished) else Path(os.path.expanduser("~")) / ".cache"
 
 
-def _unusable(folder: Path) -> str | None:
+def _unusable(folder: Path, *, mode: int = 0o777) -> str | None:
     """Why nothing can be written there, found by writing."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
@@ -224,6 +226,11 @@ def _foreign(folder: Path) -> str | None:
     if stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.getuid() and not entry.st_mode & 0o077:
         return None
     return "it belongs to somebody else, or is open to others"
+
+
+def _is_like_tmp(folder: Path) -> bool:
+    """Everybody may put something into it, and take away only their own."""
+    return folder.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH | stat.S_ISVTX
 
 
 def _sync_folder(path: Path) -> None:
