@@ -11,9 +11,11 @@ import threading
 
 import psutil
 import pytest
+import torch
 
 import fleetx as X
 from data_ranks import run_job, write_images
+from fleetx import world
 from fleetx.data.loader import Loader
 from fleetx.errors import DataError
 from harness import raised
@@ -153,6 +155,27 @@ def test_many_passes_broken_off_or_not_leave_nothing_open_and_start_no_more_proc
                 break
     assert open_files() <= files + 4  # what is on its way
     assert len(children()) == processes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_workers_survive_garbage_that_holds_batches_of_another_loader(images, monkeypatch):
+    monkeypatch.setenv("FLEETX_DEVICE", "cuda")
+    world.close_world()
+    first, second = make(images / "data"), make(images / "data")
+    gc.collect()
+    gc.disable()
+    try:
+        for batch in first:
+            cycle = [batch]
+            cycle.append(cycle)
+        del batch, cycle
+        read = second.source.batch
+        monkeypatch.setattr(second.source, "batch", lambda *key: (gc.collect(), read(*key))[1])
+        assert len(sums(second)) == 24
+    finally:
+        gc.enable()
+        world.close_world()
 
 
 def test_a_thread_and_two_loaders_at_once_read_the_same_as_one(loader, images):

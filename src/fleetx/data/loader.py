@@ -8,6 +8,7 @@ this process   : onto the device -> source.finish -> the loop; the sampler is to
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -113,7 +114,7 @@ class Loader:
         self._keys.pending = [(epoch, group) for group in cut(indices, self.batch_size, drop_last=self.drop_last)]
         if not self._keys.pending:
             self.sampler.seen(len(indices))  # the rest of an epoch, less than a batch: or it would begin again for ever
-        with self._living_workers():
+        with self._living_workers(), _garbage_kept():
             fetched = on_device(iter(self._workers()), self.device, self.source.finish)
         return self._hand_out(self._while_they_live(fetched), samples=len(indices), this_pass=self._passes)
 
@@ -254,6 +255,18 @@ def _how_a_worker_ended(batches: DataLoader[Fetched] | None) -> str | None:
         return None
     iterator._shutdown_workers()
     return f"was ended by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"ended with exit code {codes[0]}"
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Workers forked in here never collect what they inherit: a CUDA or pinned tensor among it ends the process that frees it."""
+    had_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not had_frozen:  # else the user's own frozen objects would be let go too
+            gc.unfreeze()
 
 
 def _unchanged(fetched: Any) -> Any:
