@@ -76,7 +76,7 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping, saving, applying = blocks("python")
+    printing, looping, saving, _ = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
@@ -87,9 +87,17 @@ def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path)
         assert saved.returncode == 0, saved.stderr
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-0000000050", "step-0000000100"]
     assert load_file(tmp_path / "model.safetensors")["weight"].shape == (1, 4)
-    applied = run_python("-c", applying, folder=tmp_path)
-    assert applied.returncode == 0, applied.stderr
-    assert ast.literal_eval(applied.stdout.splitlines()[-1])["count"] == 360
+
+
+def test_the_readmes_script_takes_its_flags_on_two_workers_and_refuses_a_misspelt_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks("python")[-1], encoding="utf-8")
+    misspelt = run_python("train.py", "--batchsize", "48", folder=tmp_path)
+    assert "ConfigError: unknown argument '--batchsize'. Did you mean `batch_size`?" in misspelt.stderr
+    flags = ("--epochs", "2", "--batch_size", "48", "--gradient_merge.k_steps", "2")
+    trained = run_python("-m", "fleetx.launch", "--nproc_per_node", "2", "train.py", *flags, folder=tmp_path)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    scores = ast.literal_eval(trained.stdout.splitlines()[-1])
+    assert scores["count"] == 360 and 0 <= scores["acc1"] <= scores["acc5"] <= 1
 
 
 def test_one_worker_and_two_reach_the_same_accuracy(tmp_path: Path) -> None:
