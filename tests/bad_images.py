@@ -43,6 +43,15 @@ def animated(format):
     return encoded(frames[0], format, save_all=True, append_images=frames[1:])
 
 
+def repeated_scan(times):
+    """A progressive JPEG whose last scan comes again and again: small, and each is a walk over all pixels."""
+    data = encoded(photo(), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    others = data.count(b"\xff\xda") - 1
+    return data[:last] + data[last:-2] * (times - others) + data[-2:]
+
+
+SCANS = repeated_scan(2000)
 WHOLE_JPEG, WHOLE_PNG = encoded(photo(), "JPEG"), encoded(photo(), "PNG")
 REFUSED = {
     "no image": (b"GET / HTTP/1.1", "not an image of a known format .* it begins with 'GET / HT'"),
@@ -62,5 +71,6 @@ REFUSED = {
     "PNG bomb": (png_header(9000, 9000), "9000 x 9000 are 81000000 pixels, more than the 64000000 allowed"),
     "PNG bomb that Pillow warns of": (png_header(12_000, 10_000), "120000000 pixels, more than the 64000000"),
     "PNG bomb that Pillow refuses": (png_header(100_000, 100_000), "more pixels than allowed"),
+    "JPEG of many scans": (SCANS, "the JPEG has 2000 scans; allowed are 100"),
     "JPEG bomb": (jpeg_header(65_000, 65_000), "65000 x 65000 are 4225000000 pixels"),
 }

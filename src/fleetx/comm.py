@@ -11,6 +11,7 @@ import contextlib
 import copy
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -137,13 +138,20 @@ class SoloComm(Comm):
         return self
 
 
-LAST_WORD = "fleetx/last_word"
+LAST_WORD, READERS = "fleetx/last_word", "fleetx/last_word_readers"
+SECONDS_FOR_READERS = 2.0
+_kept_for_readers: list[tuple[Any, list[str]]] = []
+"""Stores in which this rank left a word, and what the others write there when they have read it."""
 
 
 def _word_left() -> str | None:
     store = dist.distributed_c10d._get_default_store()
     try:
-        return store.get(LAST_WORD).decode() if store.check([LAST_WORD]) else None
+        if not store.check([LAST_WORD]):
+            return None
+        word = store.get(LAST_WORD).decode()
+        store.set(f"{READERS}/{dist.get_rank()}", "")
+        return word
     except RuntimeError:  # the store went with the rank that kept it: ranks need not end at the same time
         return None
 
@@ -166,7 +174,10 @@ class TorchComm(Comm):
 
     def leave_word(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # without a store there is nobody left to tell
-            dist.distributed_c10d._get_default_store().set(LAST_WORD, text)
+            store = dist.distributed_c10d._get_default_store()
+            store.set(LAST_WORD, text)
+            everyone = range(dist.get_world_size())
+            _kept_for_readers.append((store, [f"{READERS}/{rank}" for rank in everyone if rank != dist.get_rank()]))
 
     def word_left(self) -> str | None:
         return _word_left()
@@ -248,6 +259,17 @@ def open_group_from_env(backend: str, *, timeout: timedelta | None) -> None:
 def close_group() -> None:
     if is_initialized():
         dist.destroy_process_group()
+    _stay_for_readers()
+
+
+def _stay_for_readers() -> None:
+    """After a word was left. Ranks that wait for this one find it when the connection breaks, and the store may be here."""
+    while _kept_for_readers:
+        store, readers = _kept_for_readers.pop()
+        deadline = time.monotonic() + SECONDS_FOR_READERS
+        with contextlib.suppress(RuntimeError):  # kept by another rank, which has gone: nobody reads it any more
+            while readers and time.monotonic() < deadline and not store.check(readers):
+                time.sleep(0.02)
 
 
 def sharding_of(module: nn.Module) -> str | None:

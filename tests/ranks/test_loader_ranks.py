@@ -1,6 +1,13 @@
 """The loader in a job: shares, a resume on another number of ranks, and one rank's bad file on all of them."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 
 from fleetx import fleet
@@ -110,3 +117,49 @@ def test_trouble_that_a_script_has_got_over_does_not_stop_its_next_loader():
     for error, batches in run_ranks(read_after_trouble, 2, [0, 1]):
         assert error.startswith("DataError: train.txt, line ")
         assert batches == 3
+
+
+RANK_ZERO_KEEPS_THE_STORE = """
+import torch
+from fleetx import fleet
+from fleetx.data.loader import Loader
+from test_loader_ranks import Rows
+
+fleet.init()
+model = torch.nn.Linear(4, 1)
+model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+for batch in Loader(Rows(24, bad=[{bad}]), 4, shuffle=False, train=True, workers=0):
+    optimizer.minimize(model(batch).mean())
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_word_is_heard_also_where_the_failing_worker_keeps_the_store(failing):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = RANK_ZERO_KEEPS_THE_STORE.format(bad=8 + failing)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [rank.communicate(timeout=60)[1].strip().splitlines()[-1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    told = f"fleetx.errors.DataError: train.txt, line {9 + failing}: a.jpg is empty. (Worker {failing} met it.)"
+    assert all(end.endswith(told) for end in ends) and all(rank.returncode == 1 for rank in ranks), ends

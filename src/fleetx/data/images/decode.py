@@ -19,6 +19,7 @@ from .augment import Box, Pixels
 from .image_list import quoted
 
 MAX_PIXELS = 64_000_000
+MAX_SCANS = 100  # a usual progressive JPEG has about ten, and a preview in its header one or two
 OTHER_FORMATS = ("PNG", "WEBP", "BMP", "GIF")
 _PLAIN_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX"})
 _PNG_MAGIC, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
@@ -31,6 +32,7 @@ def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
             # The class itself, not Image.open: no warning about many pixels before they can be refused, and a fifth less time.
             image: Image.Image = _Jpeg(BytesIO(data))
             _require_plain(image, max_pixels)
+            _require_few_scans(data)
             return image
         return _open_other(data, max_pixels)
     except (DataError, MemoryError):
@@ -66,6 +68,13 @@ def whole(image: Image.Image, *, mirrored: bool = False) -> Pixels:
 def _pixels(image: Image.Image, mirrored: bool) -> Pixels:
     # Mirrored by Pillow, which keeps four bytes to a pixel: ten times faster than NumPy on three.
     return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image)
+
+
+def _require_few_scans(data: bytes) -> None:
+    """Each scan of a progressive JPEG goes over all pixels again: thousands of tiny ones keep a decoder busy for hours."""
+    scans = data.count(b"\xff\xda")  # inside the pixels' own bytes 0xff is never followed by 0xda
+    if scans > MAX_SCANS:
+        raise DataError(f"the JPEG has {scans} scans; allowed are {MAX_SCANS}")
 
 
 class _Jpeg(JpegImageFile):
