@@ -81,6 +81,22 @@ def test_a_train_txt_that_holds_lines_of_numbers_is_data_and_no_list(folder: Pat
     assert len(load(folder)) == 2
 
 
+def test_files_named_like_lists_that_hold_data_are_their_own_split(folder: Path) -> None:
+    write(folder, GOOD, "train.txt")
+    with pytest.raises(DataError, match="has train.txt, but no val.txt or test.txt for evaluation"):
+        load(folder, train=False)
+    write(folder, GOOD.splitlines(keepends=True)[1], "test.txt")
+    write(folder, GOOD, "part-1")
+    assert len(load(folder)) == 4  # and not what evaluation reads
+    assert [original(load(folder, train=False), 0)[0]] == [[2, 8, 9, 3, 10, 3]]
+
+
+def test_another_vocabulary_in_the_folder_is_no_data(folder: Path) -> None:
+    write(folder, GOOD)
+    write(folder, "[PAD]\n[UNK]\n", "vocab.txt")
+    assert len(load(folder)) == 2
+
+
 def test_lines_longer_than_max_seq_len_are_left_out_with_their_number_in_a_warning(folder: Path) -> None:
     write(folder, GOOD + "2 5 3 6 3;0 0 0 1 1;0 1 2 3 4;1\n")
     with pytest.warns(FleetWarning, match="2 of 3 lines are longer than max_seq_len = 5 and are left out"):

@@ -232,7 +232,7 @@ def test_a_place_that_is_no_path_is_refused(place: object) -> None:
 
 
 def test_evaluation_of_raw_text_needs_the_vocabulary_of_training(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="vocab_path=SOURCE.vocabulary_file"):
+    with pytest.raises(ConfigError, match="vocab_path=loader.source.vocabulary_file"):
         load(corpus, train=False)
 
 

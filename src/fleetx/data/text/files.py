@@ -18,6 +18,7 @@ from .lines import first_line, line_blocks
 Kind: TypeAlias = Literal["auto", "digital", "raw"]
 
 _TRAIN_LISTS, _TEST_LISTS = ("train.txt",), ("val.txt", "test.txt")
+_VOCABULARY = "vocab.txt"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -47,11 +48,26 @@ def find_files(
         raise DataError(f"{data_dir}: there is no such folder. Give the folder that holds the text files.")
     if kind != "raw" and (listed := _list_file(data_dir, train=train)) is not None:
         return read_list(listed, data_dir)
-    found = walk(data_dir, suffixes=suffixes, leave_out=leave_out)
+    found = _of_split(data_dir, walk(data_dir, suffixes=suffixes, leave_out=leave_out), train=train)
     if not found:
         wanted = f" with the endings {', '.join(suffixes)}" if suffixes else ""
         raise DataError(f"{data_dir}: no text files{wanted} in this folder.")
     return found
+
+
+def _of_split(data_dir: Path, found: list[TextFile], *, train: bool) -> list[TextFile]:
+    """train.txt, val.txt and test.txt that hold data themselves are their own split: what is evaluated on is not trained on."""
+    by_name = {file.path.name: file for file in found if file.path.parent == data_dir}
+    rest = [file for file in found if file not in by_name.values() or file.path.name not in (*_TEST_LISTS, _VOCABULARY)]
+    if train:
+        return rest
+    for name in _TEST_LISTS:
+        if name in by_name:
+            return [by_name[name]]
+    for name in _TRAIN_LISTS:
+        if name in by_name:
+            raise DataError(f"{data_dir}: has {name}, but no {' or '.join(_TEST_LISTS)} for evaluation.")
+    return rest
 
 
 def _list_file(data_dir: Path, *, train: bool) -> Path | None:

@@ -44,8 +44,8 @@ def text_source(
 
     Fleet's lines of numbers need a vocabulary. Raw text gets one of `vocab_size` tokens when none is given; evaluation (`train`
     False) then has to name the one of training, `source.vocabulary_file`. A folder with `train.txt`, `val.txt` or `test.txt`
-    means the files listed there; without such lists all its files are read, also for evaluation. `tokens_per_batch` plans whole
-    batches of at most so many tokens, padding included.
+    means the files listed there, or those files themselves where they hold text; without them all files are read, also for
+    evaluation. `tokens_per_batch` plans whole batches of at most so many tokens, padding included.
     """
     _check_paths(data_dir=data_dir, vocab_path="." if vocab_path is None else vocab_path)
     _check_numbers(max_seq_len, seed, tokens_per_batch, vocab_size, max_file_bytes, stdlib_bytes)
@@ -53,7 +53,7 @@ def text_source(
     folder, name = cache_folder(cache_dir), str(data_dir)
     vocabulary_file = None if vocab_path is None else Path(vocab_path)
     vocabulary = None if vocabulary_file is None else read_vocabulary(vocabulary_file)
-    if name == stdlib_corpus.NAME and not Path(name).exists():
+    if data_dir == stdlib_corpus.NAME:  # a folder of that name is written "./stdlib"
         files = stdlib_corpus.stdlib_files(train=train, max_bytes=stdlib_bytes)
         digital, teaching = False, files if train else stdlib_corpus.stdlib_files(train=True, max_bytes=stdlib_bytes)
     else:
@@ -163,7 +163,7 @@ def _require_vocabulary(data_dir: Any, vocabulary: Vocabulary | None, *, digital
         )
     if vocabulary is None and not train:
         raise ConfigError(
-            "evaluation needs the vocabulary of training: vocab_path=SOURCE.vocabulary_file of the training source."
+            "evaluation needs the vocabulary of training: vocab_path=loader.source.vocabulary_file of the training loader."
         )
 
 
