@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--name", default=None, help="name of the results file")
     args = parser.parse_args()
     args.small, args.photos = (200, 40) if args.smoke else (10_000, 1000)
-    args.rounds_of_workers = {"small": 2, "photos": 1} if args.smoke else {"small": 16, "photos": 16}
+    args.rounds_of_workers = {"small": 2, "photos": 1} if args.smoke else {"small": 48, "photos": 16}
     args.blocks = 3 if args.smoke else args.blocks
     args.name = args.name or ("data_loading_cuda" if args.device == "cuda" else "data_loading")
     return args

@@ -221,3 +221,9 @@ def test_on_a_gpu_a_bad_sample_comes_after_the_good_batches_before_it():
     assert len(flat([next(passes), next(passes)])) == 8 and loader.state_dict()["consumed"] == 8
     with pytest.raises(DataError, match="line 10"):
         next(passes)
+
+
+def test_it_says_what_it_reads():
+    assert repr(make(20, 4, workers=2)) == "Loader(Numbers of 20, batch_size=4, workers=2)"
+    planned = make(6, 4096, workers=0, source=Numbers(6, plans_batches=True))
+    assert repr(planned) == "Loader(Numbers of 6, batch_size=as planned, workers=0)"

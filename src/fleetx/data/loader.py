@@ -29,6 +29,8 @@ from .source import Indices, Source
 from .trouble import Watch, fail_everywhere
 
 MOST_WORKERS = 16
+AHEAD = 3
+"""Batches each worker may be ahead. They are handed out in order: with 2, one slow batch soon stops the other workers."""
 SECONDS_TO_DIE = 1.0
 _OF_A_PARENT: list[Any] = []
 
@@ -118,6 +120,11 @@ class Loader:
             fetched = on_device(iter(self._workers()), self.device, self.source.finish)
         return self._hand_out(self._while_they_live(fetched), samples=len(indices), this_pass=self._passes)
 
+    def __repr__(self) -> str:
+        samples, workers = len(self.source), self._worker_count()
+        size = "as planned" if self.source.plans_batches else str(self.batch_size)
+        return f"{type(self).__name__}({type(self.source).__name__} of {samples}, batch_size={size}, workers={workers})"
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_batches": None}  # a copy has workers of its own
 
@@ -193,7 +200,7 @@ class Loader:
         if self._batches is None:
             self._owner = os.getpid()
             workers = self._worker_count()
-            options: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
+            options: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True, "prefetch_factor": AHEAD}
             self._batches = DataLoader(
                 _Reading(self.source),
                 batch_size=None,
@@ -202,7 +209,7 @@ class Loader:
                 collate_fn=_unchanged,
                 pin_memory=self.device.type == "cuda",
                 generator=torch.Generator(),  # its seed for the workers is drawn here, and the user's generator stays untouched
-                **options,
+                **(options if workers else {}),
             )
         return self._batches
 
