@@ -180,9 +180,9 @@ def test_without_a_job_the_whole_source_is_read_and_fleets_spelling_works():
 def test_files_get_a_worker_for_each_core_of_this_rank_and_memory_none(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(os.sched_getaffinity(0))))
     source = Numbers(8)
-    assert Loader(source, 4, shuffle=True)._worker_count() == 1
+    assert Loader(source, 4, shuffle=True)._workers.count == 1
     source.reads_files = False
-    assert Loader(source, 4, shuffle=True)._worker_count() == 0
+    assert Loader(source, 4, shuffle=True)._workers.count == 0
 
 
 @pytest.mark.gpu

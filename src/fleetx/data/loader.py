@@ -7,32 +7,20 @@ this process   : onto the device -> source.finish -> the loop; the sampler is to
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-import os
-import signal
 import warnings
 from collections.abc import Iterator
-from multiprocessing.connection import wait
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import ConfigError, DataError, FleetWarning
 from ..sampler import FleetSampler
 from .device import Fetched, on_device
-from .packing import in_worker, pack
 from .source import Indices, Source
 from .trouble import Watch, fail_everywhere
-
-MOST_WORKERS = 16
-AHEAD = 3
-"""Batches each worker may be ahead. They are handed out in order: with 2, one slow batch soon stops the other workers."""
-SECONDS_TO_DIE = 1.0
-_OF_A_PARENT: list[Any] = []
+from .workers import Workers
 
 
 def cut(indices: Indices, batch_size: int, *, drop_last: bool) -> list[Indices]:
@@ -74,12 +62,10 @@ class Loader:
         self.train = shuffle if train is None else train
         self.batch_size = 1 if source.plans_batches else _whole("batch_size", batch_size, at_least=1)
         self.drop_last = (self.train if drop_last is None else drop_last) and not source.plans_batches
-        self.workers = None if workers is None else _whole("workers", workers, at_least=0)
+        workers = None if workers is None else _whole("workers", workers, at_least=0)
         self.max_bad_share = _share(max_bad_share)
         self._sampler, self._device = sampler, device
-        self._batches: DataLoader[Fetched] | None = None
-        self._owner = os.getpid()
-        self._keys = _Keys()
+        self._workers = Workers(source, workers)
         self._passes, self._watch = 0, Watch()
 
     @property
@@ -113,20 +99,17 @@ class Loader:
         self._require_batches()
         epoch, indices = self.sampler.take_pass()
         self._passes += 1
-        self._keys.pending = [(epoch, group) for group in cut(indices, self.batch_size, drop_last=self.drop_last)]
-        if not self._keys.pending:
+        keys = [(epoch, group) for group in cut(indices, self.batch_size, drop_last=self.drop_last)]
+        if not keys:
             self.sampler.seen(len(indices))  # the rest of an epoch, less than a batch: or it would begin again for ever
-        with self._living_workers(), _garbage_kept():
-            fetched = on_device(iter(self._workers()), self.device, self.source.finish)
-        return self._hand_out(self._while_they_live(fetched), samples=len(indices), this_pass=self._passes)
+        read = self._workers.read(keys, pin=self.device.type == "cuda")
+        fetched = on_device(read, self.device, self.source.finish)
+        return self._hand_out(fetched, batches=len(keys), samples=len(indices), this_pass=self._passes)
 
     def __repr__(self) -> str:
-        samples, workers = len(self.source), self._worker_count()
         size = "as planned" if self.source.plans_batches else str(self.batch_size)
-        return f"{type(self).__name__}({type(self.source).__name__} of {samples}, batch_size={size}, workers={workers})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_batches": None}  # a copy has workers of its own
+        what = f"{type(self.source).__name__} of {len(self.source)}"
+        return f"{type(self).__name__}({what}, batch_size={size}, workers={self._workers.count})"
 
     def state_dict(self) -> dict[str, int | bool]:
         return self.sampler.state_dict()
@@ -134,8 +117,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)
 
-    def _hand_out(self, fetched: Iterator[Fetched], *, samples: int, this_pass: int) -> Iterator[Any]:
-        given, bad, batches = 0, 0, len(self._keys.pending)
+    def _hand_out(self, fetched: Iterator[Fetched], *, batches: int, samples: int, this_pass: int) -> Iterator[Any]:
+        given, bad = 0, 0
         for number, item in enumerate(fetched, start=1):
             if this_pass != self._passes:
                 raise DataError(
@@ -173,111 +156,6 @@ class Loader:
                 f"{sampler.length} samples on {sampler.size} workers are {whole} for each: not one full batch of "
                 f"{self.batch_size}. Use a smaller batch_size, more samples, or drop_last=False."
             )
-
-    def _while_they_live(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
-        with self._living_workers():
-            yield from fetched
-
-    @contextlib.contextmanager
-    def _living_workers(self) -> Iterator[None]:
-        """A worker that was killed is told in words, here and to the other ranks; the next pass gets new ones."""
-        try:
-            yield
-        except (RuntimeError, OSError, EOFError):  # which of them depends on what the worker was doing when it ended
-            end = _how_a_worker_ended(self._batches)
-            if end is None:
-                raise
-            self._batches = None
-            fail_everywhere(
-                f"a process that reads this loader's data {end}. If nobody killed it, memory ran out (`dmesg` tells) or its code "
-                "crashed: use fewer workers or a smaller batch_size. With workers=0 the training process reads by itself."
-            )
-
-    def _workers(self) -> DataLoader[Fetched]:
-        if self._batches is not None and self._owner != os.getpid():
-            _OF_A_PARENT.append(self._batches)  # this process was forked; let go here, it would end its parent's workers
-            self._batches = None
-        if self._batches is None:
-            self._owner = os.getpid()
-            workers = self._worker_count()
-            options: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True, "prefetch_factor": AHEAD}
-            self._batches = DataLoader(
-                _Reading(self.source),
-                batch_size=None,
-                sampler=self._keys,
-                num_workers=workers,
-                collate_fn=_unchanged,
-                pin_memory=self.device.type == "cuda",
-                generator=torch.Generator(),  # its seed for the workers is drawn here, and the user's generator stays untouched
-                **(options if workers else {}),
-            )
-        return self._batches
-
-    def _worker_count(self) -> int:
-        """Asked for; or none for data in memory; or this rank's part of the machine's cores."""
-        if self.workers is not None or not self.source.reads_files:
-            return self.workers or 0
-        cores, ranks_here = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return max(1, min(MOST_WORKERS, cores // ranks_here))
-
-
-class _Keys(Sampler[tuple[int, Indices]]):
-    """The batches of the pass, as torch's DataLoader wants them: each key is an epoch and some indices."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[int, Indices]] = []
-
-    def __iter__(self) -> Iterator[tuple[int, Indices]]:
-        return iter(self.pending)
-
-    def __len__(self) -> int:
-        return len(self.pending)
-
-
-class _Reading(Dataset[Fetched]):
-    """In a worker. A bad file is handed over as a sentence: an exception would arrive wrapped in the worker's traceback."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __getitem__(self, key: tuple[int, Indices]) -> Fetched:
-        epoch, indices = key
-        try:
-            batch, complaints = self.source.batch(epoch, indices)
-            return Fetched(pack(batch) if in_worker() else batch, complaints, None, len(indices))
-        except DataError as error:
-            return Fetched(None, [], str(error), len(indices))
-
-
-def _how_a_worker_ended(batches: DataLoader[Fetched] | None) -> str | None:
-    """In words; None while all of them live. Then they are all let go, or torch would go on raising for the dead one."""
-    iterator = getattr(batches, "_iterator", None)
-    workers = getattr(iterator, "_workers", [])
-    ended = wait([worker.sentinel for worker in workers], timeout=SECONDS_TO_DIE) if workers else []
-    for worker in workers:
-        if worker.sentinel in ended:
-            worker.join()  # its connections close a moment before it can be asked for its exit code
-    codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
-    if iterator is None or not codes:
-        return None
-    iterator._shutdown_workers()
-    return f"was ended by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"ended with exit code {codes[0]}"
-
-
-@contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Workers forked in here never collect what they inherit: a CUDA or pinned tensor among it ends the process that frees it."""
-    had_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not had_frozen:  # else the user's own frozen objects would be let go too
-            gc.unfreeze()
-
-
-def _unchanged(fetched: Any) -> Any:
-    return fetched
 
 
 def _whole(name: str, value: object, *, at_least: int) -> int:
