@@ -106,6 +106,15 @@ def test_ranks_that_wait_on_every_node_hang_everywhere() -> None:
     assert decide(job(), stuck, NodeState(0, Phase.DONE)).all_hang, "nobody there will come any more"
 
 
+def test_a_hang_of_all_waits_until_every_node_has_named_its_own_ranks() -> None:
+    stuck = running(all_wait=True)
+    hang = decide(job(), stuck, stuck)
+    one_told = decide(hang, failed(KILLED), stuck, max_restart=0, now_seconds=100.0)
+    assert one_told.end is None
+    assert decide(one_told, failed(KILLED), failed(KILLED), max_restart=0, now_seconds=100.1).end is End.FAILED
+    assert decide(one_told, failed(KILLED), stuck, max_restart=0, now_seconds=105.1).end is End.FAILED, "but not for ever"
+
+
 def test_an_ended_job_stays_as_it_ended() -> None:
     ended = job(end=End.SUCCEEDED)
     assert decide(ended, failed(KILLED), failed(KILLED)) == ended

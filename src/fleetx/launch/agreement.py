@@ -17,6 +17,8 @@ from typing import Any
 
 SETTLE_SECONDS = 0.3
 """A rank that was killed makes others, elsewhere, raise an error; theirs may be known first."""
+ALL_HANG_SECONDS = 5.0
+"""Ranks that wait for each other on all nodes are to be named by all of them, also by one that is slow to look."""
 
 
 class Phase(enum.StrEnum):
@@ -131,7 +133,8 @@ def _has_stopped(job: Job, states: Mapping[int, NodeState], causes: Mapping[int,
 def _after_failure(job: Job, causes: Mapping[int, Cause], *, max_restart: int, now_seconds: float) -> Job:
     since = now_seconds if job.failing_since_seconds is None else job.failing_since_seconds
     has_crash = any(cause.is_crash for cause in causes.values())
-    if len(causes) < len(job.process_counts) and not has_crash and now_seconds - since < SETTLE_SECONDS:
+    settle_seconds = ALL_HANG_SECONDS if job.all_hang else 0.0 if has_crash else SETTLE_SECONDS
+    if len(causes) < len(job.process_counts) and now_seconds - since < settle_seconds:
         return replace(job, failing_since_seconds=since)
     node, cause = min(causes.items(), key=lambda item: (not item[1].is_crash, item[1].time_ns))
     if job.attempt >= max_restart or not cause.is_mendable:

@@ -245,7 +245,7 @@ class Supervisor(LocalElasticAgent):
 
     def _look_for_hang(self, running: list[int], job: Job) -> bool:
         elapsed_seconds = time.monotonic() - self._looked_seconds
-        if elapsed_seconds < HANG_POLL_SECONDS:
+        if elapsed_seconds < HANG_POLL_SECONDS and not job.all_hang:
             return False
         self._looked_seconds = time.monotonic()
         self._watched = {rank: self._observe(rank, elapsed_seconds) for rank in self._ranks(running)}
