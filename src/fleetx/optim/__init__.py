@@ -1,0 +1,10 @@
+"""Optimizers for very large batches, usable alone in any loop, and the schedules around them."""
+
+from __future__ import annotations
+
+from . import schedules
+from .lamb import Lamb
+from .lars import Lars
+from .trust_ratios import TrustRatios
+
+__all__ = ["Lamb", "Lars", "TrustRatios", "schedules"]

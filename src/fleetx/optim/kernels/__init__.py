@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def choose_kernels(optimizer, *, required):
+    return False

@@ -1,0 +1,198 @@
+"""LAMB (You et al. 2020, arXiv 1904.00962), by Fleet's kernel: corrected for bias, the ratio not clamped.
+
+m     = beta1 * m + (1 - beta1) * g
+s     = beta2 * s + (1 - beta2) * g * g
+u     = (m / (1 - beta1^t)) / (sqrt(s / (1 - beta2^t)) + eps) + decay * p      decay is 0 where the tensor is not decayed
+ratio = |p| / |u|                                                              1 where not adapted, or a norm is zero
+p     = p - lr * ratio * u
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..keys import boolean, number
+from .layerwise import Layerwise, Work, as_number
+from .lists import Numbers, in_cache, one_each, pick
+from .param_groups import DEFAULT_EXCLUSIONS, Flags
+
+
+def trust_ratio(weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
+    """The relative step of an adapted tensor is then the learning rate itself."""
+    ratio = weight_norm / direction_norm
+    return torch.where((weight_norm > 0) & (direction_norm > 0), ratio, torch.ones_like(ratio))
+
+
+def lamb_update(
+    param: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    step: float,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    adapt: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """New parameter, new moments, trust ratio. `step` counts from 1."""
+    mean = beta1 * mean + (1 - beta1) * grad
+    square = beta2 * square + (1 - beta2) * grad * grad
+    direction = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + eps) + decay * param
+    ratio = param.new_ones(())
+    if adapt:
+        ratio = trust_ratio(torch.linalg.vector_norm(param), torch.linalg.vector_norm(direction))
+    return param - lr * ratio * direction, mean, square, ratio
+
+
+def directions(
+    params: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    *,
+    corrections: tuple[Numbers, Numbers],
+    eps: float,
+    decay: float,
+) -> tuple[Tensor, ...]:
+    """The Adam direction of each block, with decay; corrections are 1 - beta1^t and the root of 1 - beta2^t."""
+    below = torch._foreach_sqrt(squares)
+    torch._foreach_div_(below, corrections[1])
+    torch._foreach_add_(below, eps)
+    torch._foreach_mul_(below, corrections[0])
+    found = torch._foreach_div(means, below)
+    if decay:
+        torch._foreach_add_(found, params, alpha=decay)
+    return tuple(found)
+
+
+def lamb_lists(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    *,
+    steps: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    adapt: bool,
+) -> Tensor | None:
+    """`lamb_update` of many tensors, in place; the trust ratios of adapted ones. Directions are computed twice, not kept."""
+    first, second = one_each(1 - beta1**steps), one_each((1 - beta2**steps).sqrt())
+    squared_norms: list[list[Tensor]] = [[] for _ in params]
+    for owners, (ws, gs, ms, ss) in in_cache(params, grads, means, squares):
+        torch._foreach_lerp_(ms, gs, 1 - beta1)
+        torch._foreach_mul_(ss, beta2)
+        torch._foreach_addcmul_(ss, gs, gs, 1 - beta2)
+        corrections = pick(first, owners), pick(second, owners)
+        found = directions(ws, ms, ss, corrections=corrections, eps=eps, decay=decay)
+        if not adapt:
+            torch._foreach_sub_(ws, torch._foreach_mul(found, lr))
+            continue
+        for owner, norm in zip(owners, torch._foreach_norm(found), strict=True):
+            squared_norms[owner].append(norm.square())
+    if not adapt:
+        return None
+    direction_norms = torch.stack([torch.stack(parts).sum().sqrt() for parts in squared_norms])
+    ratios = trust_ratio(torch.stack(torch._foreach_norm(params)), direction_norms)
+    rates = one_each(lr * ratios)
+    for owners, (ws, ms, ss) in in_cache(params, means, squares):
+        corrections = pick(first, owners), pick(second, owners)
+        found = directions(ws, ms, ss, corrections=corrections, eps=eps, decay=decay)
+        torch._foreach_sub_(ws, torch._foreach_mul(found, pick(rates, owners)))
+    return ratios
+
+
+@final
+class Lamb(Layerwise):
+    """Adam with one trust ratio per tensor. `params`: tensors, named tensors, or groups.
+
+    Tensors without weight decay are not adapted, unless `always_adapt`. `decay` and `adapt` (True or False) in a group
+    override that, and the exclusions, for all its parameters.
+    """
+
+    spellings = {"weight_decay": "lamb_weight_decay", "epsilon": "eps"}
+    decay_key = "lamb_weight_decay"
+    moments = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        lamb_weight_decay: float = 0.01,
+        *,
+        exclude_from_weight_decay: Sequence[str] = DEFAULT_EXCLUSIONS,
+        always_adapt: bool = False,
+        model: nn.Module | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        **synonyms: float,
+    ) -> None:
+        defaults = dict(lr=lr, betas=betas, eps=eps, lamb_weight_decay=lamb_weight_decay, always_adapt=always_adapt)
+        super().__init__(
+            params,
+            {**defaults, "maximize": maximize},
+            synonyms=synonyms,
+            exclude=exclude_from_weight_decay,
+            model=model,
+            foreach=foreach,
+            fused=fused,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ConfigError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
+        for beta in betas:
+            number(0.0, below=1.0).check("betas", beta)
+        number(0.0).check("eps", group["eps"])
+        number(0.0).check("lamb_weight_decay", group["lamb_weight_decay"])
+        boolean().check("always_adapt", group["always_adapt"])
+
+    def default_adapt(self, group: dict[str, Any], flags: Flags) -> Flags:
+        if group["always_adapt"]:
+            return Flags(flags.decay, True, f"{flags.why}; always_adapt")
+        if flags.decay and not group["lamb_weight_decay"]:
+            return Flags(flags.decay, False, "no weight decay, so not adapted: set always_adapt=True to adapt it")
+        return flags
+
+    def _settings(self, work: Work) -> dict[str, Any]:
+        group = work.group
+        return {
+            "lr": as_number(group["lr"]),
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "decay": group["lamb_weight_decay"] if work.decay else 0.0,
+            "adapt": work.adapt,
+        }
+
+    def update_one_by_one(self, work: Work) -> list[Tensor]:
+        ratios = []
+        moments = zip(*work.moments, strict=True)
+        for param, grad, (mean, square), count in zip(work.params, work.grads, moments, work.counts, strict=True):
+            settings = {"step": float(count), **self._settings(work)}
+            new_param, new_mean, new_square, ratio = lamb_update(param, grad, mean, square, **settings)
+            param.copy_(new_param)
+            mean.copy_(new_mean)
+            square.copy_(new_square)
+            ratios.append(ratio)
+        return ratios
+
+    def update_lists(self, work: Work) -> list[Tensor]:
+        steps = torch.stack(work.counts).double()  # 1 - beta2^t loses four digits in float32
+        ratios = lamb_lists(work.params, work.grads, *work.moments, steps=steps, **self._settings(work))
+        return [] if ratios is None else [ratios]

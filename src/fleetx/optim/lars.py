@@ -1,0 +1,148 @@
+"""LARS (You et al. 2017, arXiv 1708.03888), by Fleet's kernel: the rate of the day is kept in the velocity.
+
+    ratio = coeff * |p| / (|g| + decay * |p| + epsilon)       1 where the tensor is not adapted, or a norm is zero
+    v     = momentum * v + lr * ratio * (g + decay * p)       decay is 0 where the tensor is not decayed
+    p     = p - v
+
+A learning rate that changes does not rescale what the velocity holds already: not so in optimizers that wrap torch's SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..keys import number
+from .layerwise import Layerwise, Work, as_number
+from .lists import in_cache, one_each, pick
+from .param_groups import DEFAULT_EXCLUSIONS
+
+
+def trust_ratio(weight_norm: Tensor, grad_norm: Tensor, *, decay: float, coefficient: float, epsilon: float) -> Tensor:
+    ratio = coefficient * weight_norm / (grad_norm + decay * weight_norm + epsilon)
+    return torch.where((weight_norm > 0) & (grad_norm > 0), ratio, torch.ones_like(ratio))
+
+
+def lars_update(
+    param: Tensor,
+    grad: Tensor,
+    velocity: Tensor,
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    decay: float,
+    coefficient: float,
+    epsilon: float,
+    adapt: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New parameter, new velocity, trust ratio."""
+    ratio = param.new_ones(())
+    if adapt:
+        norms = torch.linalg.vector_norm(param), torch.linalg.vector_norm(grad)
+        ratio = trust_ratio(*norms, decay=decay, coefficient=coefficient, epsilon=epsilon)
+    velocity = momentum * velocity + lr * ratio * (grad + decay * param)
+    return param - velocity, velocity, ratio
+
+
+def lars_lists(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    decay: float,
+    coefficient: float,
+    epsilon: float,
+    adapt: bool,
+) -> Tensor | None:
+    """`lars_update` of many tensors, in place; the trust ratios of adapted ones."""
+    ratios, rates = None, None
+    if adapt:
+        norms = torch.stack(torch._foreach_norm(params)), torch.stack(torch._foreach_norm(grads))
+        ratios = trust_ratio(*norms, decay=decay, coefficient=coefficient, epsilon=epsilon)
+        rates = one_each(lr * ratios)
+    for owners, (some_params, some_grads, some_velocities) in in_cache(params, grads, velocities):
+        steps = torch._foreach_add(some_grads, some_params, alpha=decay) if decay else some_grads
+        steps = torch._foreach_mul(steps, lr if rates is None else pick(rates, owners))
+        torch._foreach_mul_(some_velocities, momentum)
+        torch._foreach_add_(some_velocities, steps)
+        torch._foreach_sub_(some_params, some_velocities)
+    return ratios
+
+
+@final
+class Lars(Layerwise):
+    """SGD with momentum and one trust ratio per tensor. `params`: tensors, named tensors, or groups.
+
+    `decay` and `adapt` (True or False) in a group override the exclusions for all its parameters.
+    `carry_norms` keeps each parameter's norm from the last update (kernels only); whatever else writes parameters in the
+    usual way makes it be measured anew; after a write to `param.data` call `forget_norms()`.
+    """
+
+    spellings = {"weight_decay": "lars_weight_decay", "eps": "epsilon"}
+    decay_key = "lars_weight_decay"
+    moments = ("momentum_buffer",)
+    counts_steps = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        lars_coeff: float = 0.001,
+        lars_weight_decay: float = 0.0005,
+        epsilon: float = 0.0,
+        *,
+        exclude_from_weight_decay: Sequence[str] = DEFAULT_EXCLUSIONS,
+        model: nn.Module | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        carry_norms: bool = False,
+        **synonyms: float,
+    ) -> None:
+        defaults = dict(lr=lr, momentum=momentum, lars_coeff=lars_coeff, lars_weight_decay=lars_weight_decay, epsilon=epsilon)
+        self.carry_norms = carry_norms
+        super().__init__(
+            params,
+            {**defaults, "maximize": maximize},
+            synonyms=synonyms,
+            exclude=exclude_from_weight_decay,
+            model=model,
+            foreach=foreach,
+            fused=fused,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        number(0.0, below=1.0).check("momentum", group["momentum"])
+        number(above=0.0).check("lars_coeff", group["lars_coeff"])
+        number(0.0).check("lars_weight_decay", group["lars_weight_decay"])
+        number(0.0).check("epsilon", group["epsilon"])
+
+    def _settings(self, work: Work) -> dict[str, Any]:
+        group = work.group
+        return {
+            "lr": as_number(group["lr"]),
+            "momentum": group["momentum"],
+            "decay": group["lars_weight_decay"] if work.decay else 0.0,
+            "coefficient": group["lars_coeff"],
+            "epsilon": group["epsilon"],
+            "adapt": work.adapt,
+        }
+
+    def update_one_by_one(self, work: Work) -> list[Tensor]:
+        ratios = []
+        for param, grad, (velocity,) in zip(work.params, work.grads, zip(*work.moments, strict=True), strict=True):
+            new_param, new_velocity, ratio = lars_update(param, grad, velocity, **self._settings(work))
+            param.copy_(new_param)
+            velocity.copy_(new_velocity)
+            ratios.append(ratio)
+        return ratios
+
+    def update_lists(self, work: Work) -> list[Tensor]:
+        ratios = lars_lists(work.params, work.grads, work.moments[0], **self._settings(work))
+        return [] if ratios is None else [ratios]

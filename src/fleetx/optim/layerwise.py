@@ -1,0 +1,311 @@
+"""What LARS and LAMB share: groups and their spellings, flags per parameter, state, and the choice between three ways to run.
+
+loop       the pure function, tensor by tensor       foreach=False, fused=False: the reference
+foreach    list operations, cut to the cache         the default, on any device
+fused      one kernel over the whole model           the default on CUDA, where Triton is there
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from ..keys import boolean, names, number
+from .lists import portions
+from .param_groups import Flags, Known, description, exclusion, known_parameters, require_words_mean_something
+from .trust_ratios import TrustRatios
+
+NARROW = (torch.float16, torch.bfloat16)
+"""Parameters of these types have a float32 copy in the state, which is what training moves."""
+
+
+def as_number(lr: float | Tensor) -> float | Tensor:
+    """A learning rate on the CPU is a plain number; one on a device stays there, so that nobody waits for it."""
+    return float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
+
+
+@dataclass(slots=True)
+class Work:
+    """What one update changes in tensors of one group with the same flags. Of 16-bit parameters: their float32 copies."""
+
+    group: dict[str, Any]
+    decay: bool
+    adapt: bool
+    names: list[str] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    moments: tuple[list[Tensor], ...] = ()
+    counts: list[Tensor] = field(default_factory=list)
+
+    def cut(self) -> Iterator[Work]:
+        for part in portions(self.params):
+            yield Work(
+                self.group,
+                self.decay,
+                self.adapt,
+                self.names[part],
+                self.params[part],
+                self.grads[part],
+                tuple(moment[part] for moment in self.moments),
+                self.counts[part],
+            )
+
+
+class Layerwise(Optimizer, abc.ABC):
+    """Abstract: a torch optimizer that scales each tensor's step."""
+
+    spellings: ClassVar[Mapping[str, str]]
+    """What torch users may write for a key."""
+    decay_key: ClassVar[str]
+    moments: ClassVar[tuple[str, ...]]
+    """State of the parameter's shape, by name."""
+    counts_steps: ClassVar[bool]
+    carry_norms: bool = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        synonyms: Mapping[str, Any],
+        exclude: Sequence[str],
+        model: nn.Module | None,
+        foreach: bool | None,
+        fused: bool | None,
+    ) -> None:
+        self.exclude = names().check("exclude_from_weight_decay", exclude)
+        self._model = model
+        self._want_foreach, self._want_fused = _checked_choice(foreach, fused)
+        self._known: list[list[Known]] = []
+        self.flags: list[list[Flags]] = []
+        """Of each group, of each of its parameters."""
+        self._complete = False
+        self._ratios: TrustRatios | None = None
+        self._kernels: Any = None
+        self._kernels_device: torch.device | None = None
+        for key, value in synonyms.items():
+            if key not in self.spellings:
+                raise TypeError(f"{type(self).__name__}() has no argument {key!r}")
+            defaults[self.spellings[key]] = value
+        super().__init__(params, {**defaults, "decay": None, "adapt": None})
+        self._complete = True
+        require_words_mean_something(self.exclude, [k for group in self._known for k in group], complete=True)
+
+    # --- what a rule supplies ---------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def check_group(self, group: dict[str, Any]) -> None: ...
+
+    @abc.abstractmethod
+    def update_one_by_one(self, work: Work) -> list[Tensor]:
+        """The pure function, tensor by tensor; returns the trust ratio of each."""
+
+    @abc.abstractmethod
+    def update_lists(self, work: Work) -> list[Tensor]:
+        """List operations; returns vectors of trust ratios of adapted tensors."""
+
+    def default_adapt(self, group: dict[str, Any], flags: Flags) -> Flags:
+        return flags
+
+    # --- groups and flags -------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        for theirs, ours in self.spellings.items():
+            if theirs in param_group:
+                param_group[ours] = param_group.pop(theirs)
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+            known = [*self._known, *known_parameters(self.param_groups[-1:], self._model)]
+            require_words_mean_something(self.exclude, [k for group in known for k in group], complete=self._complete)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        self._known = known
+        self._decide_flags()
+
+    def adopt_groups(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> None:
+        """Take over another optimizer's very group dicts, of the same parameters: schedulers and the user hold them."""
+        for group in groups:
+            group.update(settings)
+            self._check(group)
+        self.param_groups = groups
+        self._decide_flags()
+
+    def _check(self, group: dict[str, Any]) -> None:
+        if not isinstance(group["lr"], Tensor):
+            number(0.0).check("lr", group["lr"])
+        elif group["lr"].numel() != 1:
+            raise ConfigError(f"lr is a tensor of {group['lr'].numel()} elements; it must have one.")
+        boolean().check("maximize", group["maximize"])
+        for flag in ("decay", "adapt"):
+            if group.get(flag) is not None:
+                boolean().check(flag, group[flag])
+        self.check_group(group)
+        for param in group["params"]:
+            if not param.is_floating_point():
+                raise ConfigError(f"{type(self).__name__} takes real floating-point parameters; one is {param.dtype}.")
+
+    def _decide_flags(self) -> None:
+        self.flags = [
+            [self._decide(group, known) for known in of_group]
+            for group, of_group in zip(self.param_groups, self._known, strict=True)
+        ]
+        self._kernels = None
+
+    def parameters_with_flags(self) -> Iterator[tuple[dict[str, Any], Tensor, str, Flags]]:
+        """Group, parameter, name, flags: in the order of the groups."""
+        number_of_parameter = itertools.count()
+        for group, known, flags in zip(self.param_groups, self._known, self.flags, strict=True):
+            for param, known_of, flags_of in zip(group["params"], known, flags, strict=True):
+                unnamed = f"parameter {next(number_of_parameter)}"
+                yield group, param, known_of.name or unnamed, flags_of
+
+    def _decide(self, group: dict[str, Any], known: Known) -> Flags:
+        reason = exclusion(known, self.exclude)
+        flags = Flags(reason is None, reason is None, reason or "weight")
+        flags = self.default_adapt(group, flags)
+        given = {key: group[key] for key in ("decay", "adapt") if group.get(key) is not None}
+        if given:
+            said = ", ".join(f"{key}={value}" for key, value in given.items())
+            flags = dataclasses.replace(flags, why=f"its group says {said}", **given)
+        return flags
+
+    def describe(self) -> str:
+        """One line per parameter: is it decayed, is it adapted, and why."""
+        return description(
+            (name, param, dataclasses.replace(flags, decay=flags.decay and group[self.decay_key] > 0))
+            for group, param, name, flags in self.parameters_with_flags()
+        )
+
+    def trust_ratios(self) -> TrustRatios | None:
+        """Those of the last update; None before the first, or where no tensor is adapted. Reading a value waits for the device."""
+        return self._ratios
+
+    # --- one update -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        kernels = self._fused()
+        if kernels is not None:
+            self._ratios = kernels.step(self)
+            return loss
+        one_by_one = self._want_foreach is False
+        names: list[str] = []
+        ratios: list[Tensor] = []
+        for work in self._works():
+            for part in work.cut():
+                found = self.update_one_by_one(part) if one_by_one else self.update_lists(part)
+                if part.adapt:
+                    names += part.names
+                    ratios += found
+        self._write_back()
+        self._ratios = TrustRatios(names, ratios) if names else None
+        return loss
+
+    def _fused(self) -> Any:
+        """The kernels, where they are wanted and possible; chosen anew when the parameters are somewhere else."""
+        if self._want_fused is False or self._want_foreach:
+            return None
+        device = self.param_groups[0]["params"][0].device
+        if self._kernels is None or self._kernels_device != device:
+            from .kernels import choose_kernels
+
+            self._kernels, self._kernels_device = choose_kernels(self, required=self._want_fused is True), device
+        return self._kernels or None
+
+    def refuse_sparse(self, name: str) -> NoReturn:
+        raise ConfigError(
+            f"the gradient of {name} is sparse, and {type(self).__name__} needs the norm of all of it. "
+            "Build its embedding with sparse=False."
+        )
+
+    def _works(self) -> list[Work]:
+        """Tensors with a gradient, by group, flags and type."""
+        works: dict[Any, Work] = {}
+        for group, param, name, flags in self.parameters_with_flags():
+            if param.grad is None:
+                continue
+            if param.grad.layout is not torch.strided:
+                self.refuse_sparse(name)
+            state = self.state_of(param, count_on=torch.device("cpu"))
+            weight = _wide_copy(param, state) if param.dtype in NARROW else param
+            key = id(group), flags.decay, flags.adapt, weight.dtype, weight.device
+            work = works.setdefault(key, Work(group, flags.decay, flags.adapt, moments=tuple([] for _ in self.moments)))
+            grad = param.grad.to(weight.dtype)
+            work.names.append(name)
+            work.params.append(weight)
+            work.grads.append(-grad if group["maximize"] else grad)
+            for kept, moment in zip(work.moments, self.moments, strict=True):
+                kept.append(state[moment])
+            if self.counts_steps:
+                state["step"] += 1
+                work.counts.append(state["step"])
+        return list(works.values())
+
+    def _write_back(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dtype in NARROW and param.grad is not None:
+                    param.copy_(self.state[param]["master"])
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def state_of(self, param: Tensor, *, count_on: torch.device) -> dict[str, Any]:
+        """The state of one parameter, made at its first update."""
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            wide = torch.float32 if param.dtype in NARROW else param.dtype
+            if self.counts_steps:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=count_on)
+            for name in self.moments:
+                state[name] = torch.zeros_like(param, dtype=wide, memory_format=torch.preserve_format)
+            if wide != param.dtype:
+                state["master"] = param.detach().to(wide)
+        if self.counts_steps and state["step"].device != count_on:
+            state["step"] = state["step"].to(count_on)  # it was saved by another way to run
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        order = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for saved, param in zip(order, params, strict=True):
+            for name, value in state_dict["state"].get(saved, {}).items():
+                if isinstance(value, Tensor) and value.dtype != self.state[param][name].dtype:
+                    self.state[param][name] = value.to(self.state[param][name].device, copy=True)
+        self._decide_flags()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's: a copy has groups and state, and finds its kernels anew."""
+        return {**self.__dict__, "_kernels": None, "_ratios": None}
+
+
+def _wide_copy(param: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """The float32 copy. Where somebody else has written the parameter since, what was written counts."""
+    master: Tensor = state["master"]
+    torch.where(master.to(param.dtype) == param, master, param.to(master.dtype), out=master)
+    return master
+
+
+def _checked_choice(foreach: bool | None, fused: bool | None) -> tuple[bool | None, bool | None]:
+    for name, value in (("foreach", foreach), ("fused", fused)):
+        if value is not None:
+            boolean().check(name, value)
+    if foreach and fused:
+        raise ConfigError("foreach=True and fused=True are two ways to run one update. Set one of them, or neither.")
+    return foreach, fused

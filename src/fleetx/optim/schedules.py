@@ -1,0 +1,1 @@
+"""Learning rates of large batches."""
