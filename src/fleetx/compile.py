@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .alarms import AlarmReader
 from .buckets import Buckets
+from .checks import Checks
 from .comm import Comm
 from .errors import ConfigError, StrategyConflict
 from .first_look import FirstLook
 from .guards import NonFiniteGuard, RankCheck
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
-from .pipeline import Checks, Pipeline, Stages
+from .pipeline import Pipeline, Stages
 from .slots import Merge, Part, Site, Slot, not_available
 from .strategies.allreduce import DenseAllReduce
 from .strategy import DistributedStrategy
@@ -101,6 +103,8 @@ def compile_strategy(
         first_look=FirstLook(model),
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip),
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps),
+        alarms=AlarmReader(buckets),
+        comm=comm,
     )
     pipeline = Pipeline(stages, buckets, comm, checks)
     return Compiled(pipeline=pipeline, forward=filled.get(Slot.FORWARD))

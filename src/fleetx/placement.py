@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .comm import Comm, sharding_of
 from .errors import ConfigError
-from .pipeline import owner_of
+from .pairs import owner_of
 
 BROADCAST_BYTES = 64 * 2**20
 

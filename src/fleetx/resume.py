@@ -16,7 +16,8 @@ import torch
 from .errors import CheckpointError
 from .optimizer import FleetOptimizer
 from .optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
-from .pipeline import Pipeline, Window
+from .pipeline import Pipeline
+from .window import Window
 
 STAGES = ("backward", "reduce", "average")
 

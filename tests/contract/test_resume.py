@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from fleetx.pipeline import Window
 from fleetx.strategies import catalogue
+from fleetx.window import Window
 from harness import run_ranks
 from models import batch
 
@@ -184,7 +184,7 @@ def _without(rank: int, folder: str, what: str) -> dict[str, str]:
     elif what == "the loss scale":
         pipeline.stages.backward.load_state_dict(new.optimizer.pipeline.stages.backward.state_dict())
     elif what == "the usual weight":
-        pipeline._usual_weight *= 2.0**30  # a power of two: it matters once it overflows
+        pipeline.weighing.usual *= 2.0**30  # a power of two: it matters once it overflows
     elif what == "the common buffers":
         pipeline.buckets.tail.resume(new.optimizer.pipeline.buckets.tail.common())
     elif what == "the moments":
