@@ -10,7 +10,7 @@ p     = p - lr * ratio * u
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -53,30 +53,30 @@ def lamb_update(
 
 
 def directions(
-    params: Sequence[Tensor],
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
+    params: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
     *,
     corrections: tuple[Numbers, Numbers],
     eps: float,
     decay: float,
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     """The Adam direction of each block, with decay; corrections are 1 - beta1^t and the root of 1 - beta2^t."""
-    below = torch._foreach_sqrt(squares)
+    below = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(below, corrections[1])
     torch._foreach_add_(below, eps)
     torch._foreach_mul_(below, corrections[0])
-    found = torch._foreach_div(means, below)
+    found = list(torch._foreach_div(means, below))
     if decay:
         torch._foreach_add_(found, params, alpha=decay)
-    return tuple(found)
+    return found
 
 
 def lamb_lists(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
     *,
     steps: Tensor,
     lr: float | Tensor,
@@ -120,7 +120,7 @@ class Lamb(Layerwise):
     override that, and the exclusions, for all its parameters.
     """
 
-    spellings = {"weight_decay": "lamb_weight_decay", "epsilon": "eps"}
+    spellings: ClassVar[dict[str, str]] = {"weight_decay": "lamb_weight_decay", "epsilon": "eps"}
     decay_key = "lamb_weight_decay"
     moments = ("exp_avg", "exp_avg_sq")
     counts_steps = True

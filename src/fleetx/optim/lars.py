@@ -10,7 +10,7 @@ A learning rate that changes does not rescale what the velocity holds already: n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,9 @@ def lars_update(
 
 
 def lars_lists(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    velocities: Sequence[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    velocities: list[Tensor],
     *,
     lr: float | Tensor,
     momentum: float,
@@ -83,7 +83,7 @@ class Lars(Layerwise):
     usual way makes it be measured anew; after a write to `param.data` call `forget_norms()`.
     """
 
-    spellings = {"weight_decay": "lars_weight_decay", "eps": "epsilon"}
+    spellings: ClassVar[dict[str, str]] = {"weight_decay": "lars_weight_decay", "eps": "epsilon"}
     decay_key = "lars_weight_decay"
     moments = ("momentum_buffer",)
     counts_steps = False

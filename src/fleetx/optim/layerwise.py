@@ -188,13 +188,13 @@ class Layerwise(Optimizer, abc.ABC):
         )
 
     def trust_ratios(self) -> TrustRatios | None:
-        """Those of the last update; None before the first, or where no tensor is adapted. Reading a value waits for the device."""
+        """Those of the last update; None before the first, or where no tensor is adapted. Reading one waits for the device."""
         return self._ratios
 
     # --- one update -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

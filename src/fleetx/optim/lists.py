@@ -7,7 +7,7 @@ On other devices tensors stay whole: there a launch costs more than memory does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ BLOCK_ELEMENTS = 2**16
 PORTION_ELEMENTS = 2**20
 """Tensors measured before they are updated: still in the cache that cores share."""
 
-Numbers: TypeAlias = "Sequence[float] | Sequence[Tensor]"
+Numbers: TypeAlias = Any
+"""A list of floats or of tensors: torch's list operations take both, their signatures admit one at a time."""
 
 
 def portions(tensors: Sequence[Tensor]) -> Iterator[slice]:
@@ -80,4 +81,4 @@ def one_each(numbers: Tensor) -> Numbers:
 
 
 def pick(numbers: Numbers, owners: Sequence[int]) -> Numbers:
-    return [numbers[i] for i in owners]  # type: ignore[return-value]
+    return [numbers[i] for i in owners]
