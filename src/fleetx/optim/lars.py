@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from ..keys import number
+from ..keys import boolean, number
 from .layerwise import Layerwise, Work, as_number
 from .lists import in_cache, one_each, pick
 from .param_groups import DEFAULT_EXCLUSIONS
@@ -106,7 +106,8 @@ class Lars(Layerwise):
         **synonyms: float,
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, lars_coeff=lars_coeff, lars_weight_decay=lars_weight_decay, epsilon=epsilon)
-        self.carry_norms = carry_norms
+        self.carry_norms = boolean().check("carry_norms", carry_norms)
+        self._given: dict[int, Tensor] = {}
         super().__init__(
             params,
             {**defaults, "maximize": maximize},
@@ -122,6 +123,30 @@ class Lars(Layerwise):
         number(above=0.0).check("lars_coeff", group["lars_coeff"])
         number(0.0).check("lars_weight_decay", group["lars_weight_decay"])
         number(0.0).check("epsilon", group["epsilon"])
+
+    @property
+    def wants_gradient_norms(self) -> bool:
+        """Whether `take_gradient_norms` saves the kernels a pass over the gradients."""
+        return self._fused() is not None
+
+    def take_gradient_norms(self, params: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
+        """The norms of the gradients as the coming step finds them, from whoever has read these anyway. For one step."""
+        self._given = {id(param): norm for param, norm in zip(params, norms, strict=True)}
+
+    def given_norms(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """In this order; None unless all are there, in float32."""
+        norms = [self._given.get(id(param)) for param in params]
+        if not norms or any(norm is None or norm.dtype != torch.float32 for norm in norms):
+            return None
+        return [norm for norm in norms if norm is not None]
+
+    def after_kernels(self) -> None:
+        self._given = {}
+
+    def forget_norms(self) -> None:
+        """Somebody has written parameters through `.data`, which nobody can see."""
+        if self._kernels:
+            self._kernels.forget_norms()
 
     def _settings(self, work: Work) -> dict[str, Any]:
         group = work.group

@@ -113,6 +113,9 @@ class Layerwise(Optimizer, abc.ABC):
     def update_lists(self, work: Work) -> list[Tensor]:
         """List operations; returns vectors of trust ratios of adapted tensors."""
 
+    def after_kernels(self) -> None:
+        """What was given for one step is used up."""
+
     def default_adapt(self, group: dict[str, Any], flags: Flags) -> Flags:
         return flags
 
@@ -202,7 +205,10 @@ class Layerwise(Optimizer, abc.ABC):
         kernels = self._fused()
         if kernels is not None:
             self._ratios = kernels.step(self)
+            self.after_kernels()
             return loss
+        if self.carry_norms:
+            raise ConfigError("carry_norms=True saves the kernels a pass, and they do not run here. Leave it out.")
         one_by_one = self._want_foreach is False
         names: list[str] = []
         ratios: list[Tensor] = []
@@ -220,7 +226,7 @@ class Layerwise(Optimizer, abc.ABC):
         """The kernels, where they are wanted and possible; chosen anew when the parameters are somewhere else."""
         if self._want_fused is False or self._want_foreach:
             return None
-        device = self.param_groups[0]["params"][0].device
+        device = next(p.device for group in self.param_groups for p in group["params"])
         if self._kernels is None or self._kernels_device != device:
             from .kernels import choose_kernels
 
@@ -281,18 +287,36 @@ class Layerwise(Optimizer, abc.ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back."""
+        self._refuse_foreign(state_dict)
+        groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
+        for group, new in zip(groups, self.param_groups, strict=True):
+            group.update(new)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state  # the very dicts that others may hold: see adopt_groups
         params = [p for group in self.param_groups for p in group["params"]]
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
         for saved, param in zip(order, params, strict=True):
-            for name, value in state_dict["state"].get(saved, {}).items():
-                if isinstance(value, Tensor) and value.dtype != self.state[param][name].dtype:
-                    self.state[param][name] = value.to(self.state[param][name].device, copy=True)
+            if param.dtype in NARROW:
+                for name, value in state_dict["state"].get(saved, {}).items():
+                    if isinstance(value, Tensor) and name != "step":
+                        self.state[param][name] = value.to(param.device, torch.float32, copy=True)
         self._decide_flags()
 
+    def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
+        needed = [key for key, value in self.defaults.items() if value is not None]
+        missing = sorted({key for group in state_dict["param_groups"] for key in needed if key not in group})
+        if missing:
+            raise ConfigError(
+                f"this is the state of another optimizer than {type(self).__name__}: its groups have no {', '.join(missing)}. "
+                f"Load a state that {type(self).__name__} has saved."
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's: a copy has groups and state, and finds its kernels anew."""
-        return {**self.__dict__, "_kernels": None, "_ratios": None}
+        """As torch's: no hooks, and no `step` that a scheduler has wrapped. A copy finds its kernels anew."""
+        own = {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_") and k not in ("step", "_opt_called")}
+        return {**own, "_kernels": None, "_ratios": None}
 
 
 def _wide_copy(param: Tensor, state: Mapping[str, Any]) -> Tensor:

@@ -14,14 +14,14 @@ from torch import Tensor
 class TrustRatios:
     """By how much each adapted tensor's step was scaled. Making this never waits for the device; reading a value does."""
 
-    def __init__(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
-        """`values`: vectors that together hold one number per name."""
+    def __init__(self, names: Sequence[str | None], values: Sequence[Tensor]) -> None:
+        """`values`: vectors that together hold one number per name; None is the name of a tensor that is not adapted."""
         self._names, self._values = names, values
 
     @functools.cached_property
     def by_name(self) -> dict[str, float]:
         numbers: list[float] = torch.cat([v.detach().reshape(-1).double().cpu() for v in self._values]).tolist()
-        return dict(zip(self._names, numbers, strict=True))
+        return {name: number for name, number in zip(self._names, numbers, strict=True) if name is not None}
 
     @property
     def layer_min(self) -> str:
@@ -46,7 +46,7 @@ class TrustRatios:
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
     def __len__(self) -> int:
-        return len(self._names)
+        return sum(name is not None for name in self._names)
 
     def __repr__(self) -> str:
         return (

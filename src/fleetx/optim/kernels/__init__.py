@@ -1,5 +1,67 @@
-"""placeholder"""
+"""Kernels for CUDA, written in Triton: a whole model's update in one launch. Chosen where they can run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import ConfigError, FleetWarning
+
+if TYPE_CHECKING:
+    from ..layerwise import Layerwise
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose_kernels(optimizer, *, required):
+def choose_kernels(optimizer: Layerwise, *, required: bool) -> Any:
+    """The kernels for this optimizer, or False; a ConfigError if they are required and impossible."""
+    reason = _why_not(optimizer)
+    if reason is None:
+        from .fused import FusedStep
+
+        return FusedStep(optimizer)
+    if required:
+        raise ConfigError(f"fused=True, but {reason}. Leave fused out, and list operations are used where kernels cannot run.")
     return False
+
+
+def _why_not(optimizer: Layerwise) -> str | None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not all(_runs_on(param.device) for param in params):
+        elsewhere = next(param.device for param in params if not _runs_on(param.device))
+        return f"the kernels run on CUDA devices, and some parameters are on {elsewhere}"
+    if not has_triton():
+        _say_once()
+        return "Triton is not installed"
+    wrong = next((param.dtype for param in params if param.dtype not in TYPES), None)
+    if wrong is not None:
+        return f"a parameter is {wrong}, and the kernels know float32, bfloat16 and float16"
+    if not all(torch.ops.aten.is_non_overlapping_and_dense(param) for param in params):
+        return "a parameter has gaps in its memory"
+    if any(param.data_ptr() % 16 for param in params):
+        return "a parameter begins at an address that is no multiple of 16 bytes"
+    return None
+
+
+def _runs_on(device: torch.device) -> bool:
+    """Triton can interpret kernels on a CPU, very slowly: for tests."""
+    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _say_once() -> None:
+    warnings.warn(
+        "Triton is not installed: LARS and LAMB run as list operations, several times slower on a GPU than their kernels.",
+        FleetWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,116 @@
+"""What the kernels of LARS and LAMB share: reading and writing chunks by address, arriving, waiting.
+
+A row of the table describes one tensor: addresses first, then sizes. Kernels take items from a queue until it is empty.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROW_WORDS = 12
+"""Row: parameter, gradient, first moment, second moment, master, step, |g|, numel, first chunk, chunks, group, decayed."""
+PARAM, GRAD, FIRST, SECOND, MASTER, STEP, GRAD_NORM = map(tl.constexpr, range(7))
+NUMEL, FIRST_CHUNK, CHUNKS, GROUP, DECAYED = map(tl.constexpr, range(7, 12))
+ROW = tl.constexpr(ROW_WORDS)
+GROUP_NUMBERS = 8
+GROUP_WIDTH = tl.constexpr(GROUP_NUMBERS)
+SCALES = 4
+SCALE_WIDTH = tl.constexpr(SCALES)
+WHOLE, DIRECT, MEASURE, APPLY, SETTLE = map(tl.constexpr, range(5))
+KIND_SHIFT, TENSOR_SHIFT = tl.constexpr(60), tl.constexpr(32)
+TENSOR_MASK, CHUNK_MASK = tl.constexpr(0xFFFFFFF), tl.constexpr(0xFFFFFFFF)
+REDUCE_WIDTH = tl.constexpr(1024)
+
+
+@triton.jit
+def taken(items, item):
+    """Kind, tensor and chunk of an item of the queue."""
+    word = tl.load(items + item)
+    tensor = ((word >> TENSOR_SHIFT) & TENSOR_MASK).to(tl.int32)
+    return (word >> KIND_SHIFT).to(tl.int32), tensor, word & CHUNK_MASK
+
+
+@triton.jit
+def number(group, column: tl.constexpr):
+    """A setting of a group; they are kept in float64, since 1 - beta2^t is computed from them."""
+    return tl.load(group + column).to(tl.float32)
+
+
+@triton.jit
+def pointer_to(row, column: tl.constexpr, start, element: tl.constexpr, ALIGNED: tl.constexpr):
+    """The place of a chunk in one of a tensor's arrays. 128-bit accesses need to be told that they are possible."""
+    pointer = tl.load(row + column).to(tl.pointer_type(element))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + start
+
+
+@triton.jit
+def read(pointer, left, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
+    """A chunk in float32; what lies beyond the tensor's end is zero. Without a mask, if it is full: a mask forbids wide loads."""
+    place = tl.arange(0, CHUNK)
+    if FULL:
+        found = tl.load(pointer + place, eviction_policy=POLICY)
+    else:
+        found = tl.load(pointer + place, mask=place < left, other=0.0, eviction_policy=POLICY)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def write(pointer, value, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
+    place = tl.arange(0, CHUNK)
+    if FULL:
+        tl.store(pointer + place, value.to(element), eviction_policy=POLICY)
+    else:
+        tl.store(pointer + place, value.to(element), mask=place < left, eviction_policy=POLICY)
+
+
+@triton.jit
+def read_weight(row, start, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
+    """The float32 weight: of a 16-bit parameter its master copy, unless somebody else has written the parameter since."""
+    weight = read(pointer_to(row, PARAM, start, element, True), left, CHUNK, FULL, POLICY)
+    if element != tl.float32:
+        master = read(pointer_to(row, MASTER, start, tl.float32, True), left, CHUNK, FULL, POLICY)
+        weight = tl.where(master.to(element).to(tl.float32) == weight, master, weight)
+    return weight
+
+
+@triton.jit
+def write_weight(row, weight, start, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
+    write(pointer_to(row, PARAM, start, element, True), weight, left, element, CHUNK, FULL, POLICY)
+    if element != tl.float32:
+        write(pointer_to(row, MASTER, start, tl.float32, True), weight, left, tl.float32, CHUNK, FULL, POLICY)
+
+
+@triton.jit
+def arrive(counter, awaited):
+    """Whether this was the last chunk of its tensor. All that its threads have written is seen by whoever sees the count."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel") == awaited - 1
+
+
+@triton.jit
+def announce(flag):
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, 1, sem="release")
+
+
+@triton.jit
+def wait_for(flag):
+    """Only for items before this one in the queue, which somebody is working on."""
+    seen = tl.atomic_add(flag, 0, sem="acquire")
+    while seen == 0:
+        seen = tl.atomic_add(flag, 0, sem="acquire")
+
+
+@triton.jit
+def total(partials, count):
+    """Always in the same order: the same bits in every run. Past the first-level cache, which may hold a neighbour's past."""
+    place = tl.arange(0, REDUCE_WIDTH)
+    sums = tl.zeros([REDUCE_WIDTH], dtype=tl.float32)
+    begin = count * 0
+    while begin < count:
+        sums += tl.load(partials + begin + place, mask=begin + place < count, other=0.0, cache_modifier=".cg")
+        begin += REDUCE_WIDTH
+    return tl.sum(sums)

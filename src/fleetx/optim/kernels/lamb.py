@@ -1,0 +1,156 @@
+"""The kernel of LAMB: `fleetx.optim.lamb.lamb_update` for a whole model in one launch.
+
+The direction is computed twice, from moments that are still in the cache, rather than kept: the gradient stays as it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import (
+    APPLY,
+    CHUNKS,
+    DECAYED,
+    FIRST,
+    FIRST_CHUNK,
+    GRAD,
+    GROUP,
+    GROUP_WIDTH,
+    MEASURE,
+    NUMEL,
+    ROW,
+    SCALE_WIDTH,
+    SECOND,
+    STEP,
+    WHOLE,
+    announce,
+    arrive,
+    number,
+    pointer_to,
+    read,
+    read_weight,
+    taken,
+    total,
+    wait_for,
+    write,
+    write_weight,
+)
+
+LR, BETA1, BETA2, EPS, DECAY, SIGN, REST1, REST2 = map(tl.constexpr, range(8))
+"""REST: 1 - beta, from float64."""
+
+
+@triton.jit
+def trust_ratio(squared_weight, squared_direction):
+    weight, direction = tl.sqrt_rn(squared_weight), tl.sqrt_rn(squared_direction)
+    return tl.where((weight > 0) & (direction > 0), weight / direction, 1.0)
+
+
+@triton.jit
+def power(base, exponent):
+    """By squaring, in float64: 1 - beta2^t loses four digits in float32."""
+    result = base * 0.0 + 1.0
+    while exponent > 0:
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base = base * base
+        exponent = exponent // 2
+    return result
+
+
+@triton.jit
+def corrections(row, group):
+    """1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) of the coming step."""
+    step = (tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
+    first = 1.0 - power(tl.load(group + BETA1), step)
+    second = 1.0 - power(tl.load(group + BETA2), step)
+    return (1.0 / first).to(tl.float32), (1.0 / tl.sqrt(second)).to(tl.float32)
+
+
+@triton.jit
+def direction(weight, mean, square, correction1, correction2, decay, eps):
+    return mean * correction1 / (tl.sqrt(square) * correction2 + eps) + decay * weight
+
+
+@triton.jit
+def advance(row, start, left, group, correction1, correction2, kind, element: tl.constexpr, ALIGNED: tl.constexpr,
+            CHUNK: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    """New moments, and the squared norms of weight and direction. Unless its tensor is larger and adapted: the update too."""
+    weight = read_weight(row, start, left, element, CHUNK, FULL, "")
+    grad = number(group, SIGN) * read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, "evict_first")
+    mean_place, square_place = pointer_to(row, FIRST, start, tl.float32, True), pointer_to(row, SECOND, start, tl.float32, True)
+    mean, square = read(mean_place, left, CHUNK, FULL, ""), read(square_place, left, CHUNK, FULL, "")
+    mean = number(group, BETA1) * mean + number(group, REST1) * grad
+    square = number(group, BETA2) * square + number(group, REST2) * grad * grad
+    write(mean_place, mean, left, tl.float32, CHUNK, FULL, "")
+    write(square_place, square, left, tl.float32, CHUNK, FULL, "")
+    decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
+    found = direction(weight, mean, square, correction1, correction2, decay, number(group, EPS))
+    squared_weight, squared_direction = tl.sum(weight * weight), tl.sum(found * found)
+    if kind != MEASURE:
+        ratio = tl.full((), 1.0, tl.float32)
+        if kind == WHOLE:
+            ratio = trust_ratio(squared_weight, squared_direction)
+        new_weight = weight - number(group, LR) * ratio * found
+        write_weight(row, new_weight, start, left, element, CHUNK, FULL, "evict_first")
+    return squared_weight, squared_direction
+
+
+@triton.jit
+def apply(row, start, left, group, rate, correction1, correction2, element: tl.constexpr, CHUNK: tl.constexpr,
+          FULL: tl.constexpr):  # fmt: skip
+    weight = read_weight(row, start, left, element, CHUNK, FULL, "evict_first")
+    mean = read(pointer_to(row, FIRST, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
+    square = read(pointer_to(row, SECOND, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
+    decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
+    found = direction(weight, mean, square, correction1, correction2, decay, number(group, EPS))
+    write_weight(row, weight - rate * found, start, left, element, CHUNK, FULL, "evict_first")
+
+
+@triton.jit
+def settle(row, tensor, group, correction1, correction2, weight_sums, direction_sums, scales, ratios, kind):
+    """The last chunk of a tensor is measured: its ratio, what APPLY needs of this step, and the step's count."""
+    ratio = tl.full((), 1.0, tl.float32)
+    if (kind == MEASURE) | (kind == WHOLE):
+        first_chunk, count = tl.load(row + FIRST_CHUNK), tl.load(row + CHUNKS).to(tl.int32)
+        ratio = trust_ratio(total(weight_sums + first_chunk, count), total(direction_sums + first_chunk, count))
+    tl.store(scales + tensor * SCALE_WIDTH, number(group, LR) * ratio)
+    tl.store(scales + tensor * SCALE_WIDTH + 1, correction1)
+    tl.store(scales + tensor * SCALE_WIDTH + 2, correction2)
+    tl.store(ratios + tensor, ratio)
+    step = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
+    tl.store(step, tl.load(step) + 1.0)
+
+
+@triton.jit
+def lamb_kernel(items, n_items, rows, groups, weight_sums, direction_sums, queue, arrived, ready, scales, ratios,
+                element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    item = tl.atomic_add(queue, 1, sem="relaxed")
+    while item < n_items:
+        kind, tensor, chunk = taken(items, item)
+        row = rows + tensor * ROW
+        group = groups + tl.load(row + GROUP) * GROUP_WIDTH
+        start = chunk * CHUNK
+        left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
+        if kind == APPLY:
+            wait_for(ready + tensor)
+            scale = scales + tensor * SCALE_WIDTH
+            rate = tl.load(scale, cache_modifier=".cg")
+            correction1, correction2 = tl.load(scale + 1, cache_modifier=".cg"), tl.load(scale + 2, cache_modifier=".cg")
+            if left == CHUNK:
+                apply(row, start, left, group, rate, correction1, correction2, element, CHUNK, True)
+            else:
+                apply(row, start, left, group, rate, correction1, correction2, element, CHUNK, False)
+        else:
+            correction1, correction2 = corrections(row, group)
+            if left == CHUNK:
+                squares = advance(row, start, left, group, correction1, correction2, kind, element, ALIGNED, CHUNK, True)
+            else:
+                squares = advance(row, start, left, group, correction1, correction2, kind, element, ALIGNED, CHUNK, False)
+            slot = tl.load(row + FIRST_CHUNK) + chunk
+            tl.store(weight_sums + slot, squares[0])
+            tl.store(direction_sums + slot, squares[1])
+            if arrive(arrived + tensor, tl.load(row + CHUNKS).to(tl.int32)):
+                settle(row, tensor, group, correction1, correction2, weight_sums, direction_sums, scales, ratios, kind)
+                announce(ready + tensor)
+        item = tl.atomic_add(queue, 1, sem="relaxed")
