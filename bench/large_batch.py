@@ -1,0 +1,292 @@
+"""Do large batches converge? CIFAR-10 on a GPU, 30 epochs at batch 512, 2048 and 8192 with SGD, LARS and LAMB.
+
+    python bench/large_batch.py                      tunes every cell, then trains the best settings from three seeds
+    python bench/large_batch.py --tune               the tuning alone: one seed, judged on 5,000 held-out training images
+    python bench/large_batch.py --final              the final runs alone, with the best settings found in --out and --earlier
+    python bench/large_batch.py --seconds 0          no run: publishes what --out and --earlier hold
+    python bench/large_batch.py --table FILE.json    makes docs/large_batch.md of published figures
+    python bench/large_batch.py --smoke              made-up images and a tiny network on any machine; nothing is kept
+
+`--cells sgd@512,lars@8192` chooses cells, `--trials FILE` other settings (a JSON list; fields in bench/large_batch_recipe.py).
+Runs go in turns over the cells. Each appends a line to --out at once, and one that is there already is not repeated. With
+--seconds no run begins that would not end in time, and the tuning leaves time for the final runs. The last line is one JSON
+object with all runs and the verdicts, kept when there are final runs; the explanation is in docs/large_batch.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import cifar10
+from fleetx.errors import ConfigError, FleetError
+from large_batch_page import page
+from large_batch_recipe import FINAL_SEEDS, GRID, TUNING_SEED, Recipe, Trial, choose_cells, read_trials
+from large_batch_summary import best_trial, summarise, verdicts
+from large_batch_train import Split, Trainer, whole_micro_steps
+from results import FOLDER, publish, surroundings
+
+NAME = "large_batch"
+PAGE = Path(__file__).parents[1] / "docs" / "large_batch.md"
+MARGIN = 1.15  # a final run has more images than a trial, and clocks sink with heat
+SMOKE = Recipe(epochs=2, micro_batch=32, ema_images=256, bn_images=64, width=8)
+SMOKE_IMAGES = 256
+SMOKE_TRIALS = (
+    Trial("sgd", 64, 0.1, 5e-4),
+    Trial("lars", 64, 0.4, 5e-4, lars_coeff=0.02),
+    Trial("lamb", 64, 0.01, 0.02, beta2=0.99),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    phase: str
+    trial: Trial
+    seed: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how runs are made; what a process that makes them must know."""
+
+    recipe: Recipe
+    device: str
+    archive: Path | None  # None: made-up images
+    cache: Path
+    compiled: bool
+    deadline: float  # of time.monotonic(), which all processes of a machine share
+
+
+def tuning_jobs(cells: dict[str, list[Trial]]) -> list[Job]:
+    """In turns: the first trial of every cell, then the second of every cell."""
+    longest = max(map(len, cells.values()))
+    return [Job("tune", trials[turn], TUNING_SEED) for turn in range(longest) for trials in cells.values() if turn < len(trials)]
+
+
+def final_jobs(cells: dict[str, list[Trial]], records: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Job]:
+    """In turns by seed. A cell with one trial needs no tuning; one with more needs a result."""
+    best: list[Trial] = []
+    for cell, trials in cells.items():
+        found = best_trial(records, cell) or (trials[0] if len(trials) == 1 else None)
+        if found is None:
+            raise ConfigError(f"no tuning result of {cell} is known. Run --tune first, or give one trial for it with --trials.")
+        best.append(found)
+    return [Job("final", trial, seed) for seed in seeds for trial in best]
+
+
+def is_done(job: Job, records: Sequence[dict[str, Any]]) -> bool:
+    return any((r["phase"], r["trial"], r["seed"]) == (job.phase, job.trial.settings(), job.seed) for r in records)
+
+
+def in_time(now: float, deadline: float, seconds: Sequence[float], reserved: int) -> bool:
+    """Whether one more run ends before the deadline, with time left for `reserved` others; the first is always tried."""
+    if not seconds:
+        return now < deadline
+    return now + (1 + reserved) * MARGIN * statistics.fmean(seconds) <= deadline
+
+
+class Worker:
+    """One process's data and captured network, made when the first job comes."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        device = torch.device(place.device)
+        if device.type == "cuda":
+            torch.backends.cudnn.benchmark = True
+        if place.archive is None:
+            torch.set_num_threads(1)  # tensors this small take longer in several
+        self.trainer = Trainer(place.recipe, device, compiled=place.compiled)
+        train, test = loaded(place)
+        kept, held_out = cifar10.held_out(train)
+        self.splits = {
+            "tune": (on_device(kept, device), on_device(held_out, device)),
+            "final": (on_device(train, device), on_device(test, device)),
+        }
+        self.facts = {key: surroundings()[key] for key in ("device", "torch", "commit")}
+
+    def run(self, job: Job) -> dict[str, Any]:
+        figures = self.trainer.run(job.trial, job.seed, *self.splits[job.phase])
+        settings = {"phase": job.phase, "trial": job.trial.settings(), "seed": job.seed}
+        return {**settings, **figures, "recipe": asdict(self.place.recipe), **self.facts}
+
+
+def loaded(place: Place) -> tuple[cifar10.Images, cifar10.Images]:
+    if place.archive is not None:
+        splits = cifar10.load(place.archive, place.cache)
+        return splits["train"], splits["test"]
+    images = coloured_noise(SMOKE_IMAGES)
+    return images, images
+
+
+def coloured_noise(count: int) -> cifar10.Images:
+    """Random pixels under a colour that tells the class, so that a network can learn them in seconds."""
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 10, count, dtype=np.uint8)
+    colours = random.integers(0, 192, (10, 1, 1, 3), dtype=np.uint8)
+    return cifar10.Images(colours[labels] + random.integers(0, 64, (count, 32, 32, 3), dtype=np.uint8), labels)
+
+
+def on_device(images: cifar10.Images, device: torch.device) -> Split:
+    return Split(torch.from_numpy(images.images).to(device), torch.from_numpy(images.labels).to(device).long())
+
+
+def work(place: Place, jobs: Sequence[Job], file: Path, reserved: int, worker: Worker | None = None) -> None:
+    """Make the runs that fit in the time, one line in `file` for each as soon as it is done."""
+    seconds: list[float] = []
+    for job in jobs:
+        if not in_time(time.monotonic(), place.deadline, seconds, reserved):
+            return
+        worker = worker or Worker(place)
+        record = worker.run(job)
+        seconds.append(record["seconds"])
+        with file.open("a") as lines:
+            lines.write(json.dumps(record, allow_nan=False) + "\n")
+        print(told(record, job.trial), flush=True)
+
+
+def told(record: dict[str, Any], trial: Trial) -> str:
+    loss = "NaN" if record["train_loss"] is None else f"{record['train_loss']:.3f}"
+    ended = f", stopped: {record['stopped']}" if record["stopped"] else ""
+    return (
+        f"{record['phase']:5} {trial.cell:9} seed {record['seed']}  {record['accuracy']:5.2f} % (last weights "
+        f"{record['accuracy_last']:5.2f}) loss {loss} {record['seconds']:5.1f} s  {trial.describe()}{ended}"
+    )
+
+
+class Bench:
+    """The runs known so far, and how more of them are made."""
+
+    def __init__(self, place: Place, out: Path, earlier: Sequence[Path], processes: int) -> None:
+        self.place, self.out, self.earlier, self.processes = place, out, earlier, processes
+        self._worker: Worker | None = None
+        out.mkdir(parents=True, exist_ok=True)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Of this recipe alone, each run once."""
+        found: list[dict[str, Any]] = []
+        for file in [*self.earlier, *sorted(self.out.glob("runs*.jsonl"))]:
+            for record in read_records(file):
+                job = Job(record["phase"], Trial(**record["trial"]), record["seed"])
+                if record["recipe"] == asdict(self.place.recipe) and not is_done(job, found):
+                    found.append(record)
+        return found
+
+    def make(self, jobs: Sequence[Job], *, reserved: int = 0) -> None:
+        known = self.records()
+        jobs = [job for job in jobs if not is_done(job, known)]
+        if not jobs or time.monotonic() >= self.place.deadline:
+            return
+        if self.processes == 1:
+            self._worker = self._worker or Worker(self.place)
+            return work(self.place, jobs, self.out / "runs.jsonl", reserved, self._worker)
+        spawn = multiprocessing.get_context("spawn")
+        share = math.ceil(reserved / self.processes)
+        workers = []
+        for number in range(self.processes):
+            arguments = (self.place, jobs[number :: self.processes], self.out / f"runs-{number}.jsonl", share)
+            workers.append(spawn.Process(target=work, args=arguments))
+            workers[-1].start()
+        for process in workers:
+            process.join()
+        if any(process.exitcode for process in workers):
+            raise ConfigError(f"a process ended with {[p.exitcode for p in workers]}; its error is above. Other runs are kept.")
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """Runs of a file; a last line without an end is of a process that was killed while it wrote, and is left out."""
+    try:
+        lines = file.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as lines of JSON: {error}") from error
+
+
+def summary(bench: Bench, note: str | None) -> dict[str, Any]:
+    records = bench.records()
+    cells = summarise(records)
+    facts = {key: ", ".join(sorted({record[key] for record in records})) for key in ("device", "torch", "commit")}
+    figures = {**facts, "recipe": asdict(bench.place.recipe), "cells": cells, "verdicts": verdicts(cells), "runs": records}
+    return {**figures, "note": note} if note else figures
+
+
+def show(figures: dict[str, Any]) -> None:
+    for cell, one in figures["cells"].items():
+        tests = " ".join(f"{accuracy:.2f}" for accuracy in one["test"]) or "none"
+        held_out = "none" if one["held_out"] is None else f"{one['held_out']:.2f}"
+        print(f"{cell:9} {one['trials']} trials, held-out {held_out}; test {tests}; mean {one['mean']}, spread {one['spread']}")
+    for one in figures["verdicts"].values():
+        print(f"{ {True: 'yes', False: 'NO', None: '?'}[one['holds']]:3} {one['wanted']}: {one['number']}")
+
+
+def flags_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("tune", "final", "smoke", "compile"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--table", type=Path, help="published figures; --page says where the page goes")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--data", type=Path, default=cifar10.ARCHIVE)
+    parser.add_argument("--cache", type=Path, default=cifar10.CACHE)
+    parser.add_argument("--out", type=Path, default=Path("log") / NAME)
+    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files of runs made before")
+    parser.add_argument("--trials", type=Path)
+    parser.add_argument("--cells")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(FINAL_SEEDS))
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--note", help="a sentence for the page, such as what was tried before the tuning")
+    for name, value in asdict(Recipe()).items():
+        kind: Any = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": None}
+        parser.add_argument("--" + name.replace("_", "-"), **kind)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    start = time.monotonic()
+    flags = flags_of(arguments)
+    if flags.table:
+        flags.page.parent.mkdir(parents=True, exist_ok=True)
+        flags.page.write_text(page(json.loads(flags.table.read_text())))
+        return
+    if flags.processes < 1 or not flags.seconds >= 0:
+        raise ConfigError(f"--processes {flags.processes} --seconds {flags.seconds}: at least 1 process, and no negative time.")
+    given = {name: getattr(flags, name) for name in asdict(Recipe()) if getattr(flags, name) not in (None, False)}
+    recipe = replace(SMOKE if flags.smoke else Recipe(), **given)
+    trials = read_trials(flags.trials) if flags.trials else SMOKE_TRIALS if flags.smoke else GRID
+    cells = choose_cells(trials, flags.cells)
+    for trial in trials:
+        whole_micro_steps(trial.batch, recipe.micro_batch)
+    archive = None if flags.smoke else flags.data
+    place = Place(recipe, flags.device, archive, flags.cache, flags.compile, start + flags.seconds)
+    bench = Bench(place, flags.out, flags.earlier, flags.processes)
+    if flags.tune or not flags.final:
+        bench.make(tuning_jobs(cells), reserved=0 if flags.tune else len(cells) * len(flags.seeds))
+    if flags.final or not flags.tune:
+        if time.monotonic() < place.deadline:
+            bench.make(final_jobs(cells, bench.records(), flags.seeds))
+    figures = summary(bench, flags.note)
+    show(figures)
+    if flags.smoke or not any(record["phase"] == "final" for record in figures["runs"]):
+        return
+    publish(NAME, figures)
+    shutil.copy(FOLDER / f"{NAME}.json", flags.out)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FleetError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
