@@ -33,6 +33,7 @@ from .placement import (
     strip_compiled_prefix,
 )
 from .sampler import FleetSampler
+from .slots import Site
 from .strategy import DistributedStrategy
 
 __all__ = [
@@ -247,6 +248,9 @@ def _bind(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy)
     params = named_trainable(model, optimizer)
     refuse_unsuited(model, params)
     agree_on_model(params, model, optimizer, strategy.to_json(), here.comm)
+    site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device)
+    for part in strategy.parts():
+        part.check(site)
     restore_forwards(model)
     move(model, optimizer, params, here.device)
     broadcast_from_first(model, params, here.comm)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ConfigError
+from .optim.layerwise import Layerwise
 from .pipeline import Pipeline
 from .report import Report
 from .strategy import DistributedStrategy
@@ -128,6 +129,12 @@ class FleetOptimizer(Optimizer):
             "a parameter group cannot be added after fleet.distribute(...): the bucket layout is fixed for the run. "
             "Add it to your optimizer first, then call fleet.distribute(...)."
         )
+
+    def describe(self) -> str:
+        """How the update treats each parameter, where a strategy has put an optimizer of its own in place."""
+        if isinstance(self.update, Layerwise):
+            return self.update.describe()
+        return f"{type(self.update).__name__} treats the parameters of a group alike, as its groups say."
 
     def __repr__(self) -> str:
         return f"FleetOptimizer({self.update!r})"

@@ -135,6 +135,8 @@ class Part(abc.ABC):
     """False while a part is declared but not built: compiling it is an error, never a run without it."""
     talks_in_backward: ClassVar[bool] = False
     """It has collectives of its own inside backward; buckets are then reduced after it, never in between."""
+    inner: ClassVar[tuple[type[Optimizer], ...]] = ()
+    """Optimizers whose place this part takes; empty: it works with any."""
     why: ClassVar[str] = ""
     """One sentence for a conflict message: why this part needs the slots it claims."""
 
@@ -146,6 +148,9 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def claims(self) -> frozenset[Slot]: ...
+
+    def check(self, site: Site) -> None:  # noqa: B027 - most parts fit every site
+        """Refuse what this part cannot work with, before the model is touched. Every rank is here, with equal settings."""
 
     @abc.abstractmethod
     def build(self, site: Site) -> Mapping[Slot, Any]:

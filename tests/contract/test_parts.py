@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fitting import fitting
 from fleetx import fleet
 from fleetx.compile import check_parts
 from fleetx.errors import ConfigError, FleetWarning, StrategyConflict
@@ -43,7 +44,7 @@ def test_settings_survive_json_and_yaml(name: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_is_built_or_says_that_it_is_not(name: str, alone: None) -> None:
     model = cnn()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fitting([name], model.parameters(), lambda params: torch.optim.SGD(params, lr=0.1))
     if PARTS[name].available:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FleetWarning)
@@ -101,12 +102,12 @@ def test_every_pair_compiles_or_names_the_slot(first: str, second: str) -> None:
 
 def _train_pair(rank: int, first: str, second: str) -> tuple[list[float], list[torch.Tensor]]:
     model = cnn()
-    strategy = _strategy(
-        first, second, configs={"gradient_merge": {"k_steps": 2}} if "gradient_merge" in (first, second) else None
-    )
+    learning = {"gradient_merge": {"k_steps": 2}, "lars": {"lars_coeff": 0.1}}
+    strategy = _strategy(first, second, configs={name: learning[name] for name in (first, second) if name in learning})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FleetWarning)
-        model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy)
+        inner = fitting([first, second], model.parameters(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        model, optimizer = fleet.distribute(model, inner, strategy)
     losses = []
     for micro in range(24):
         x, y = learnable_images(2 * (micro % 4) + rank)

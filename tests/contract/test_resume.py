@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fitting import fitting
 from fleetx import fleet
 from fleetx.errors import FleetWarning
 from fleetx.strategies import catalogue
@@ -72,9 +73,8 @@ class Run:
         self.sampler = fleet.sampler(data, seed=5)
         self.loader = DataLoader(data, 4, sampler=self.sampler, drop_last=True)
         model = Tangled()
-        optimizer = torch.optim.AdamW(
-            [{"params": [model.last.weight]}, {"params": [p for n, p in model.named_parameters() if n != "last.weight"]}], lr=0.01
-        )
+        groups = [{"params": [model.last.weight]}, {"params": [p for n, p in model.named_parameters() if n != "last.weight"]}]
+        optimizer = fitting([name] if name else [], groups, lambda groups: torch.optim.AdamW(groups, lr=0.01))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FleetWarning)  # 16 bits are slow on this CPU
             self.model, self.optimizer = fleet.distribute(model, optimizer, _strategy(name))

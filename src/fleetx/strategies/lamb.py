@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from torch.optim import Optimizer
+
+from ..errors import FleetWarning
 from ..keys import boolean, key, names, number
-from ..slots import Part, Risk, Site, Slot, not_available
+from ..optim import Lamb as LambOptimizer
+from ..slots import Part, Risk, Site, Slot
+from ..takeover import (
+    named_groups,
+    require_inner,
+    require_neutral,
+    require_no_decay,
+    require_no_state,
+    take_over,
+    way_to_run,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lamb(Part):
     name: ClassVar[str] = "lamb"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
-    available: ClassVar[bool] = False
+    inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.Adam, torch.optim.AdamW)
     why: ClassVar[str] = "LAMB scales each layer's step by moments that it keeps itself."
 
     lamb_weight_decay: float = key(0.01, number(0.0), "weight decay, added to the Adam direction before the trust ratio")
@@ -28,8 +43,38 @@ class Lamb(Part):
     def claims(self) -> frozenset[Slot]:
         return frozenset({Slot.UPDATE, Slot.MOMENTUM})
 
+    def check(self, site: Site) -> None:
+        require_inner(self, site.optimizer, write="torch.optim.Adam(model.parameters(), lr=...)")
+        require_neutral(self, site.optimizer)
+        require_no_decay(self, site, key="lamb_weight_decay", excluded=self.exclude_from_weight_decay)
+        # Adam's moments mean the same here. But Adam keeps no float32 copy of 16-bit parameters, and its step sizes were others:
+        # whoever changes the rule in mid-run should have to say so.
+        require_no_state(self, site, why="A run begun by Adam is not gone on with by another rule unasked.")
+        self._optimizer(site)
+
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        raise not_available(self.name)
+        update = self._optimizer(site)
+        take_over(site.optimizer, update, self._settings())
+        if site.comm.rank == 0 and not any(flags.adapt for of_group in update.flags for flags in of_group):
+            warnings.warn(
+                "strategy.lamb adapts no tensor here, which makes it Adam: tensors without weight decay are not adapted. "
+                'Set a decay, or lamb_configs = {"always_adapt": True}.',
+                FleetWarning,
+                stacklevel=2,
+            )
+        return {Slot.UPDATE: update}
+
+    def _optimizer(self, site: Site) -> LambOptimizer:
+        return LambOptimizer(
+            named_groups(site, keys=("lr", "betas", "eps", "maximize", "decay", "adapt", *self._settings())),
+            exclude_from_weight_decay=self.exclude_from_weight_decay,
+            model=site.model,
+            **self._settings(),
+            **way_to_run(site.optimizer),
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {"lamb_weight_decay": self.lamb_weight_decay, "always_adapt": self.always_adapt}
 
     @classmethod
     def neutral(cls) -> None:

@@ -6,15 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..keys import key, names, number
-from ..slots import Part, Risk, Site, Slot, not_available
+import torch
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from ..keys import boolean, key, names, number
+from ..optim import Lars as LarsOptimizer
+from ..slots import Part, Risk, Site, Slot
+from ..takeover import (
+    named_groups,
+    require_inner,
+    require_neutral,
+    require_no_decay,
+    require_no_state,
+    take_over,
+    way_to_run,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lars(Part):
     name: ClassVar[str] = "lars"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
-    available: ClassVar[bool] = False
+    inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.SGD,)
     why: ClassVar[str] = "LARS scales each layer's step and folds the learning rate into its momentum."
 
     lars_coeff: float = key(0.001, number(above=0.0), "trust coefficient: how far a layer may move relative to its norm")
@@ -25,12 +39,38 @@ class Lars(Part):
     exclude_from_weight_decay: list[str] = key(
         ["norm", "bias"], names(), 'parts of parameter names without decay; "norm" and "bias" mean norm layers and biases'
     )
+    carry_norms: bool = key(False, boolean(), "keep each weight's norm from the last update (GPU kernels)")
 
     def claims(self) -> frozenset[Slot]:
         return frozenset({Slot.UPDATE, Slot.MOMENTUM})
 
+    def check(self, site: Site) -> None:
+        require_inner(self, site.optimizer, write="torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)")
+        require_neutral(self, site.optimizer)
+        if not all(group["momentum"] for group in site.optimizer.param_groups):
+            raise ConfigError("strategy.lars needs momentum, and the SGD given has momentum 0 in a group. Write momentum=0.9.")
+        require_no_decay(self, site, key="lars_weight_decay", excluded=self.exclude_from_weight_decay)
+        require_no_state(self, site, why="SGD's momentum holds no learning rate, that of LARS does: the numbers differ.")
+        self._optimizer(site)
+
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        raise not_available(self.name)
+        update = self._optimizer(site)
+        take_over(site.optimizer, update, self._settings())
+        return {Slot.UPDATE: update}
+
+    def _optimizer(self, site: Site) -> LarsOptimizer:
+        return LarsOptimizer(
+            named_groups(site, keys=("lr", "momentum", "maximize", "decay", "adapt", *self._settings())),
+            lr=site.optimizer.defaults["lr"],
+            exclude_from_weight_decay=self.exclude_from_weight_decay,
+            model=site.model,
+            carry_norms=self.carry_norms,
+            **self._settings(),
+            **way_to_run(site.optimizer),
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {"lars_coeff": self.lars_coeff, "lars_weight_decay": self.lars_weight_decay, "epsilon": self.epsilon}
 
     @classmethod
     def neutral(cls) -> None:

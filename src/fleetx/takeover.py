@@ -1,0 +1,176 @@
+"""An optimizer of ours in the place of the user's: the same group dicts, state and hooks, so that nobody notices."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .errors import ConfigError
+from .optim.layerwise import Layerwise
+from .optim.param_groups import DEFAULT_EXCLUSIONS, Known, exclusion, known_from_model
+from .placement import plain_name
+from .slots import Part, Site
+
+HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
+NEUTRAL: Mapping[str, Any] = {"nesterov": False, "dampening": 0, "amsgrad": False, "differentiable": False}
+
+
+# --- what is refused, before anything is touched --------------------------------------------------------------------
+
+
+def require_inner(part: Part, optimizer: Optimizer, *, write: str) -> None:
+    """Of exactly these classes: a step of the user's own, in a subclass, would be lost without a word."""
+    if type(optimizer) in part.inner:
+        return
+    given = type(optimizer).__name__
+    own = " of your own, whose step would be lost" if isinstance(optimizer, part.inner) else ""
+    names = " or ".join(f"torch.optim.{kind.__name__}" for kind in part.inner)
+    raise ConfigError(f"strategy.{part.name} takes the place of {names}; the optimizer is a {given}{own}. Write {write}.")
+
+
+def require_neutral(part: Part, optimizer: Optimizer) -> None:
+    """Settings that the rule has no place for must be off, in every group."""
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in NEUTRAL.items():
+            if group.get(name, value) != value:
+                raise ConfigError(
+                    f"strategy.{part.name} knows no {name}, and group {number} of the optimizer has {name}={group[name]!r}. "
+                    f"Write {name}={value!r}, or leave it out."
+                )
+
+
+def require_no_state(part: Part, site: Site, *, why: str) -> None:
+    """Asked on all ranks: a state that only rank 0 has loaded must not leave the others waiting."""
+    ranks = [rank for rank, count in enumerate(site.comm.gather_json(len(site.optimizer.state))) if count]
+    if ranks:
+        raise ConfigError(
+            f"strategy.{part.name} was given an optimizer that has made updates or loaded a state (on ranks {ranks}). {why} "
+            f"Give fleet.distribute(...) a new {type(site.optimizer).__name__}, and load a state of {part.name} into the "
+            "optimizer that it returns."
+        )
+
+
+def require_no_decay(part: Part, site: Site, *, key: str, excluded: Sequence[str]) -> None:
+    """The inner decay would act outside the trust ratio. Groups without decay beside others become exclusions."""
+    groups = site.optimizer.param_groups
+    decays = {float(group["weight_decay"]) for group in groups}
+    if decays == {0.0}:
+        return
+    write = f"weight_decay=0 in {type(site.optimizer).__name__}, in all its groups"
+    if len(decays - {0.0}) > 1:
+        listed = ", ".join(f'"{key}": {float(group["weight_decay"]):g} in group {i}' for i, group in enumerate(groups))
+        _refuse_decay(part, decays, f"{write}, and in the groups themselves {listed}")
+    names = parameter_names(site.model, site.optimizer)
+    plain = [name for group, named in zip(groups, names, strict=True) if not group["weight_decay"] for name in named]
+    decayed = [name for group, named in zip(groups, names, strict=True) if group["weight_decay"] for name in named]
+    words = exclusion_words(plain, decayed, site.model) if plain else list(excluded)
+    if words is None:
+        said = '"decay": False, "adapt": False in each group that has none'
+        _refuse_decay(part, decays, f'{write}, strategy.{part.name}_configs = {{"{key}": {max(decays):g}}}, and {said}')
+    listed = ", ".join(f'"{word}"' for word in words)
+    line = f'strategy.{part.name}_configs = {{"{key}": {max(decays):g}, "exclude_from_weight_decay": [{listed}]}}'
+    _refuse_decay(part, decays, f"{write}, and {line}")
+
+
+def _refuse_decay(part: Part, decays: set[float], write: str) -> NoReturn:
+    found = " and ".join(f"{decay:g}" for decay in sorted(decays))
+    raise ConfigError(
+        f"strategy.{part.name} decays weights itself, inside the trust ratio; the optimizer has weight_decay {found}. "
+        f"Write {write}."
+    )
+
+
+def exclusion_words(plain: Sequence[str], decayed: Sequence[str], model: nn.Module) -> list[str] | None:
+    """Few words that leave out all the plain parameters and none of the decayed; None if names cannot tell them apart."""
+    known = {k.name: k for k in known_from_model(model).values()}
+
+    def leaves_out(word: str) -> set[str]:
+        return {n for n in [*plain, *decayed] if exclusion(known.get(n, Known(n, 2, False)), [word]) is not None}
+
+    pieces = {".".join(p[i:j]) for p in (n.split(".") for n in plain) for i in range(len(p)) for j in range(i + 1, len(p) + 1)}
+    reach = {word: leaves_out(word) for word in [*DEFAULT_EXCLUSIONS, *sorted(pieces, key=lambda w: (len(w), w))]}
+    reach = {word: found for word, found in reach.items() if not found & set(decayed)}
+    words: list[str] = []
+    left = set(plain)
+    while left:
+        useful = [word for word, found in reach.items() if found & left]
+        if not useful:
+            return None
+        best = max(useful, key=lambda word: (word in DEFAULT_EXCLUSIONS, len(reach[word] & left)))
+        words.append(best)
+        left -= reach[best]
+    return words
+
+
+# --- handing over ---------------------------------------------------------------------------------------------------
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Of each group; the model's own names, where it has the parameter."""
+    named = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    found: list[list[str]] = []
+    for i, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [f"(outside the model: {j} of group {i})" for j in range(len(group["params"]))]
+        found.append([named.get(id(p), name) for p, name in zip(group["params"], given, strict=True)])
+    return found
+
+
+def named_groups(site: Site, *, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Copies of the groups with what the new optimizer reads of them."""
+    _take_back(site.optimizer)
+    return [
+        {**{k: group[k] for k in keys if k in group}, "params": list(zip(names, group["params"], strict=True))}
+        for group, names in zip(site.optimizer.param_groups, parameter_names(site.model, site.optimizer), strict=True)
+    ]
+
+
+def way_to_run(optimizer: Optimizer) -> dict[str, Any]:
+    """What the user has said of foreach and fused. fused=True is what happens by itself, where there are kernels."""
+    said = {(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups}
+    foreach, fused = said.pop() if len(said) == 1 else (None, None)
+    if foreach is False and not fused:
+        return {"foreach": False, "fused": False}
+    return {"foreach": foreach, "fused": False if fused is False else None}
+
+
+def take_over(inner: Optimizer, update: Layerwise, settings: Mapping[str, Any]) -> None:
+    """`update` gets the group dicts, the state and the hooks of `inner`, which from now on only holds them.
+
+    A key that a group has of its own counts more than the strategy's."""
+    added = [{key: value for key, value in settings.items() if key not in group} for group in inner.param_groups]
+    for group, values in zip(inner.param_groups, added, strict=True):
+        group.update(values)
+    inner.__dict__["_fleetx_added"] = [list(values) for values in added]
+    update.adopt_groups(inner.param_groups, {})
+    update.state = inner.state
+    for name in HOOKS:
+        setattr(update, name, getattr(inner, name))
+    # A scheduler built on `inner` asks whether that one has stepped, and it never will.
+    inner._opt_called = True  # type: ignore[attr-defined]
+    _refuse_use(inner, update)
+
+
+def _take_back(inner: Optimizer) -> None:
+    """Settings of a strategy before: of a pair that is gone, or that was refused half-way."""
+    for group, names in zip(inner.param_groups, inner.__dict__.pop("_fleetx_added", []), strict=False):
+        for name in names:
+            group.pop(name, None)
+
+
+def _refuse_use(inner: Optimizer, update: Layerwise) -> None:
+    """Stepping or loading the optimizer that was given would go past the one in its place."""
+    held, standing_in = weakref.ref(inner), weakref.ref(update)
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is held() and standing_in() is not None:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} was given to fleet.distribute(...), and {type(standing_in()).__name__} has "
+                "taken its place. Use the optimizer that fleet.distribute(...) returned."
+            )
+
+    inner.register_step_pre_hook(refuse)
+    inner.register_load_state_dict_pre_hook(refuse)
