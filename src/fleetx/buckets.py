@@ -27,17 +27,6 @@ from .tail import ALARMS, NO_ALARMS, Alarms, Tail
 Start = Callable[[Bucket], Pending]
 
 
-def global_norm(flats: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm over all buckets, without a device synchronisation; 16-bit buckets are summed in float32."""
-    narrow = any(flat.dtype.itemsize < 4 for flat in flats)
-    norms = torch._foreach_norm(list(flats), 2, torch.float32 if narrow else None)
-    if len(norms) == 1:
-        return norms[0]
-    wide = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
-    return total
-
-
 @final
 class Buckets:
     """All buckets of one model, with the hooks that fill them."""

@@ -17,6 +17,7 @@ from .comm import Comm
 from .errors import ConfigError, StrategyConflict
 from .first_look import FirstLook
 from .guards import NonFiniteGuard, RankCheck
+from .noise_scale import NoiseScaleMeter, require_measurable
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
 from .pipeline import Pipeline, Stages
@@ -90,6 +91,7 @@ def compile_strategy(
         update=filled.get(Slot.UPDATE, optimizer),
         average=filled.get(Slot.AVERAGE),
     )
+    require_measurable(strategy.noise_scale_steps, parts=parts, merge=stages.merge, comm=comm)
     allowed = strategy.find_unused_parameters
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=len(params) if allowed else 0) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
@@ -106,7 +108,8 @@ def compile_strategy(
         alarms=AlarmReader(buckets),
         comm=comm,
     )
-    pipeline = Pipeline(stages, buckets, comm, checks)
+    meter = NoiseScaleMeter(strategy.noise_scale_steps, merge=stages.merge, comm=comm)
+    pipeline = Pipeline(stages, buckets, comm, checks, meter)
     return Compiled(pipeline=pipeline, forward=filled.get(Slot.FORWARD))
 
 

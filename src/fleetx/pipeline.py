@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from . import pairs, progress, stopping
 from .bucket import Bucket
-from .buckets import Buckets, global_norm
+from .buckets import Buckets
 from .calls import require_loss
 from .checks import Checks
 from .comm import Comm, Pending
 from .errors import FleetError
+from .noise_scale import NoiseScaleMeter
+from .norms import GradientNorms
 from .progress import Phase
 from .report import Report
 from .slots import Average, Backward, Clip, Merge, Reduce, Step
@@ -40,10 +42,11 @@ class Stages:
 
 @final
 class Pipeline:
-    def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, checks: Checks) -> None:
+    def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, checks: Checks, meter: NoiseScaleMeter) -> None:
         self.stages, self.buckets, self.comm = stages, buckets, comm
-        self._checks = checks
+        self._checks, self.meter = checks, meter
         self.weighing = Weighing(stages.merge, stages.backward, comm)
+        self._norms = GradientNorms(buckets, stages.update)
         self.window = Window()
         self._finite = True
         """Of the window just reduced: whether to update."""
@@ -83,7 +86,7 @@ class Pipeline:
         if due:
             self._close()
         else:
-            self.buckets.keep()
+            self._keep()
         progress.at_step(self.index + 1)
 
     def step(self, *, recycle: bool = False) -> Report:
@@ -118,15 +121,24 @@ class Pipeline:
         if self.window.micro_steps == 0:
             self.buckets.zero(set_to_none=set_to_none)
 
+    def _keep(self) -> None:
+        """A micro-step inside a window is over."""
+        self.buckets.keep()
+        if self.meter.measures(self.index + 1):
+            self.meter.after_micro_step(self.buckets, self.window, self.weighing)
+
     # --- when due ---------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         """Make ready to reduce: inside the coming backward, or at once."""
         self._checks.before_reduce(self.window)
+        self.meter.begin_reduce()
         alarms = self._checks.alarms_of(self.window)
         self.buckets.arm(self._start, factor=self.weighing.factor(self.window), alarms=alarms)
 
     def _start(self, bucket: Bucket) -> Pending:
+        if self.meter.measures(self.index + 1):
+            self.meter.before_reduce(bucket)
         return self.stages.reduce.start(bucket, self._step(self.index + 1))
 
     def _close(self) -> None:
@@ -134,16 +146,18 @@ class Pipeline:
         self.window.closed = True
         used = self._checks.unused.after_reduce()
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
-        looks = self._checks.looks_at_norm(self.stages.backward)
-        self._grad_norm = global_norm(self.buckets.flats) if looks else None
-        self._finite = self._checks.judge(self._grad_norm, first=self.index == 0)
+        looks, measures = self._checks.looks_at_norm(self.stages.backward), self.meter.measures(self.index + 1)
+        self._grad_norm = self._norms.measure() if looks or measures else None
+        self._finite = self._checks.judge(self._grad_norm if looks else None, first=self.index == 0)
+        if measures and self._grad_norm is not None:
+            self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
 
     def _take_bare_gradients(self) -> None:
         """Gradients of a bare `loss.backward()`: one micro-step, reduced here without overlap."""
         self.weighing.refuse_bare(self.window)
         self.window.enter(None, None)
-        self.buckets.keep()
+        self._keep()
         if self.window.micro_steps >= self.stages.merge.micro_steps:
             self._reduce_now()
 
@@ -156,14 +170,13 @@ class Pipeline:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none."""
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
-            self._grad_norm = global_norm(self.buckets.flats)
+            self._grad_norm = self._norms.measure()
         finite = self._finite
         if not finite and self._checks.must_stop(self.stages.backward):
             self._checks.finite.refuse(self.index + 1, self.window.losses)
         self.index += 1
         if finite:
-            if self.stages.clip is not None and self._grad_norm is not None:
-                self.stages.clip(self.buckets.flats, self._grad_norm)
+            self._clip(recycle=recycle)
             self.stages.update.step()
         else:
             self._skip()
@@ -181,6 +194,16 @@ class Pipeline:
             self._checks.ranks.after_update(self.index)
         return report
 
+    def _clip(self, *, recycle: bool) -> None:
+        """CLIP; and an update that would take each gradient's norm is given it, where it is known."""
+        # After optimizer.backward(loss) the user may have changed a gradient by ways that leave no trace (`.data`).
+        known = (recycle or self.stages.clip is not None) and self._norms.hold()
+        factor = None
+        if self.stages.clip is not None and self._grad_norm is not None:
+            factor = self.stages.clip(self.buckets.flats, self._grad_norm)
+        if known:
+            self._norms.hand_over(factor=factor)
+
     def _skip(self) -> None:
         self.skipped += 1
         self._checks.finite.note_skip(self.index)
@@ -192,15 +215,18 @@ class Pipeline:
 
     def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None) -> Report:
         sent, self._reported_bytes = self.comm.bytes_sent - self._reported_bytes, self.comm.bytes_sent
+        ratios = getattr(self.stages.update, "trust_ratios", None)
         return Report(
             due=due,
             updated=updated,
             skipped=due and not updated,
             bytes_sent=round(sent),
             loss_scale=self.stages.backward.scale() if loss_scale is None else loss_scale,
+            trust_ratios=ratios() if updated and callable(ratios) else None,
             _losses=tuple(self.window.losses),
             _weights=tuple(self.window.weights),
             _grad_norm=self._grad_norm if due else None,
+            _noise=self.meter.means if due else None,
         )
 
     def _check_call(self, loss: Any, weight: float | None) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
+
+from .noise_scale import noise_scale_of
+
+if TYPE_CHECKING:
+    from .optim.trust_ratios import TrustRatios
 
 
 @final
@@ -23,9 +28,12 @@ class Report:
     loss_scale: float = 1.0
     period: int | None = None
     """Updates between two averagings (Local SGD)."""
+    trust_ratios: TrustRatios | None = None
+    """Of this update, by layer (LARS, LAMB); None where none was made."""
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)
     _weights: tuple[float, ...] = field(default=(), repr=False)
     _grad_norm: Tensor | None = field(default=None, repr=False)
+    _noise: Tensor | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float | None:
@@ -42,3 +50,12 @@ class Report:
     def grad_norm(self) -> float | None:
         """Global norm of the reduced gradients before clipping; None where nothing needed it."""
         return None if self._grad_norm is None else float(self._grad_norm)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The critical batch, smoothed over the measurements so far (strategy.noise_scale_steps): McCandlish et al. 2018.
+
+        A run with batches of this size takes twice the fewest possible samples, and twice the fewest possible updates. In
+        micro-batches of one rank; where minimize is given weight=, in its unit: samples or tokens. None: not known yet.
+        """
+        return None if self._noise is None else noise_scale_of(self._noise)

@@ -4,6 +4,7 @@ inner       the torch optimizer's own state dict, and the name of each parameter
 window      the micro-steps of a half-filled window: gradients summed so far, losses, weights
 stages      what each part of the strategy remembers (loss scale, residuals, ...)
 common      the floating buffers after the last update, from which the ranks' changes are averaged; a skip goes back to them
+noise_scale the running means of the gradient noise scale
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
         },
         "stages": {name: _stage_state(pipeline, name) for name in STAGES},
         "common": pipeline.common_buffers(),
+        "noise_scale": pipeline.meter.state_dict(),
     }
 
 
@@ -92,6 +94,7 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         if stage is not None and saved:
             stage.load_state_dict(saved)
     pipeline.load_common_buffers(state["common"])
+    pipeline.meter.load_state_dict(state.get("noise_scale"), device)
 
 
 def parameter_names(optimizer: FleetOptimizer) -> list[str]:

@@ -107,8 +107,8 @@ class Reduce(Protocol):
 
 
 class Clip(Protocol):
-    def __call__(self, flats: Sequence[Tensor], norm: Tensor) -> None:
-        """Limit the gradients in place, given their global norm."""
+    def __call__(self, flats: Sequence[Tensor], norm: Tensor) -> Tensor:
+        """Limit the gradients in place, given their global norm; what they were multiplied by."""
 
 
 class Average(Protocol):

@@ -38,7 +38,10 @@ GUARDS: dict[str, tuple[Any, Kind]] = {
     "on_nan_inf": ("stop", choice("stop", "skip", "off")),
     "desync_check_steps": (100, integer(0)),
 }
-SCALARS = COMMUNICATION | GUARDS
+DIAGNOSTICS: dict[str, tuple[Any, Kind]] = {
+    "noise_scale_steps": (0, integer(0)),
+}
+SCALARS = COMMUNICATION | GUARDS | DIAGNOSTICS
 
 
 class UnknownSettingError(ConfigError, AttributeError):
@@ -220,7 +223,8 @@ class DistributedStrategy:
         return self.to_dict() == other.to_dict() if isinstance(other, DistributedStrategy) else NotImplemented
 
     def __repr__(self) -> str:
-        return overview(self.to_dict(), scalars={"Communication Flags": COMMUNICATION, "Guards": GUARDS})
+        titles = {"Communication Flags": COMMUNICATION, "Guards": GUARDS, "Diagnostics": DIAGNOSTICS}
+        return overview(self.to_dict(), scalars=titles)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: what is on with all its settings, what is off only where it was changed, and the scalars."""

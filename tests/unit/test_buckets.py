@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fleetx.bucket import Bucket
-from fleetx.buckets import Buckets, global_norm
+from fleetx.buckets import Buckets
 from fleetx.comm import Pending
 from fleetx.errors import FleetError
 from fleetx.layout import bucket_lengths, bucket_runs
+from fleetx.norms import global_norm
 from harness import make_fake_comm
 
 

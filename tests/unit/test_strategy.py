@@ -383,6 +383,7 @@ def test_a_dict_holds_what_is_on_with_all_its_settings_and_the_scalars() -> None
         "find_unused_parameters": False,
         "on_nan_inf": "stop",
         "desync_check_steps": 100,
+        "noise_scale_steps": 0,
     }
 
 

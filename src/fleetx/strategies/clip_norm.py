@@ -26,10 +26,11 @@ class GlobalNormClip:
     def __init__(self, max_norm: float) -> None:
         self.max_norm = max_norm
 
-    def __call__(self, flats: Sequence[Tensor], norm: Tensor) -> None:
+    def __call__(self, flats: Sequence[Tensor], norm: Tensor) -> Tensor:
         factor = clip_factor(norm, self.max_norm)
         for flat in flats:
             flat.mul_(factor.to(flat.dtype))
+        return factor
 
 
 @dataclass(frozen=True, kw_only=True)
