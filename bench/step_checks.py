@@ -29,12 +29,12 @@ EXACT = 1e-12
 """Two formulas in float64."""
 
 Outcome = dict[str, Tensor]
-"""Parameters by name, and their state as `name/key`, on the CPU."""
+"""Parameters by name, and their state as `name/key`."""
 
 
 class Problem:
-    def __init__(self, shapes: Shapes, family: str) -> None:
-        self.shapes, self.family = shapes, family
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        self.shapes = shapes
         chance = torch.Generator().manual_seed(5)
         named = list(shapes.on_meta.named_parameters())
         self.names = [name for name, _ in named]
@@ -44,6 +44,8 @@ class Problem:
         self.values[adapted[1]].zero_()
         for gradients in self.gradients:
             gradients[adapted[2]].zero_()
+        self.values = [value.to(device) for value in self.values]
+        self.gradients = [[gradient.to(device) for gradient in gradients] for gradients in self.gradients]
 
     def model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         model = self.shapes.model(device, dtype)
@@ -64,6 +66,7 @@ class Way:
     views: Callable[[Sequence[Tensor]], list[Tensor]] = lambda params: [torch.empty_like(p) for p in params]
     rate_on_device: bool = False
     in_graph: bool = False
+    give_norms: bool = False
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
@@ -95,6 +98,8 @@ def take_steps(problem: Problem, way: Way, *, rounded: torch.dtype | None = None
         set_rate(optimizer, rate)
         if way.in_graph and i == 1:
             step = graph_of(optimizer)
+        if way.give_norms:
+            optimizer.take_gradient_norms(params, torch._foreach_norm(places))
         step()
     return outcome(problem, model, optimizer), optimizer
 
@@ -109,12 +114,12 @@ def graph_of(optimizer: Any) -> Callable[[], object]:
 
 
 def outcome(problem: Problem, model: nn.Module, optimizer: Any) -> Outcome:
-    found = {name: p.detach().to(CPU, copy=True) for name, p in zip(problem.names, model.parameters(), strict=True)}
+    found = {name: p.detach() for name, p in zip(problem.names, model.parameters(), strict=True)}
     state = getattr(optimizer, "state", {})
     for name, param in zip(problem.names, model.parameters(), strict=True):
         for key, value in state.get(param, {}).items():
             if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
-                found[f"{name}/{key}"] = value.detach().to(CPU, copy=True)
+                found[f"{name}/{key}"] = value.detach()
     return found
 
 
@@ -124,7 +129,7 @@ def difference(found: Outcome, wanted: Outcome, *, state: bool = True) -> float:
     for name, right in wanted.items():
         if not state and "/" in name:
             continue
-        a, b = found[name].double(), right.double()
+        a, b = found[name].double(), right.to(found[name].device).double()
         scale = b.abs().max().item()
         apart = (a - b).abs().max().item() / (scale or 1.0)
         worst = max(worst, apart if apart == apart else float("inf"))
@@ -142,8 +147,8 @@ def close(value: float, limit: float) -> dict[str, Any]:
 class Checks:
     """All of one family over one model. Each check is a row: ok, and the number behind it."""
 
-    def __init__(self, shapes: Shapes, family: str, device: torch.device) -> None:
-        self.problem, self.family, self.device = Problem(shapes, family), family, device
+    def __init__(self, problem: Problem, family: str, device: torch.device) -> None:
+        self.problem, self.family, self.device = problem, family, device
         self.rates = RATES[family]
         self.constant = (RATES[family][2],) * STEPS
 
@@ -171,7 +176,11 @@ class Checks:
                 "no_synchronisation": self.no_synchronisation,
             }
             if self.family == "lars":
-                kinds["carried_norms"] = lambda: self.against(plain, SAME_FORMULA, carry_norms=True)
+                kinds |= {
+                    "carried_norms": lambda: self.against(plain, SAME_FORMULA, carry_norms=True),
+                    "given_norms": lambda: self.against(plain, SAME_FORMULA, give_norms=True),
+                    "both_norms_known": lambda: self.against(plain, SAME_FORMULA, carry_norms=True, give_norms=True),
+                }
         else:
             kinds["foreach_float64"] = lambda: self.against(exact, EXACT, dtype=torch.float64, foreach=True)
         for name, check in kinds.items():
@@ -204,7 +213,7 @@ class Checks:
     def master(self) -> dict[str, Any]:
         """The float32 copy is compared with float64 from the same rounded values; the parameter is the copy, rounded."""
         narrow, _ = take_steps(self.problem, self.way(dtype=torch.bfloat16), rounded=torch.bfloat16)
-        reference = self.way(device=CPU, dtype=torch.float64, foreach=False, fused=False)
+        reference = self.way(dtype=torch.float64, foreach=False, fused=False)
         exact, _ = take_steps(self.problem, reference, rounded=torch.bfloat16)
         masters = {name: narrow[f"{name}/master"] for name in self.problem.names}
         rounded = all(torch.equal(narrow[name], masters[name].bfloat16()) for name in self.problem.names)

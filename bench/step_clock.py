@@ -140,7 +140,7 @@ def launches(contestant: Contestant, device: torch.device) -> dict[str, Any]:
     on_device = [
         event
         for event in profiler.events() or []
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
         and not getattr(event, "is_user_annotation", False)
         and not event.name.startswith(("Optimizer.", "ProfilerStep"))
     ]

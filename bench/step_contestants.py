@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.optim import Lamb, Lars
-from optimizer_shapes import CARRIED, TOUCH_ONCE, TWO_PASS, TWO_PASS_MASTER, Shapes, odd_views
+from optimizer_shapes import ONE_NORM_KNOWN, TOUCH_ONCE, TWO_PASS, TWO_PASS_MASTER, Shapes, odd_views
 from step_clock import Contestant
 from usual_loops import UsualLamb, UsualLars
 
@@ -187,8 +187,20 @@ class Arena:
             label, lambda model: make_ours(self.family, model, RATES[self.family], **options), ours=True, floor=floor
         )
 
-    def ours_given_norms(self) -> list[Contestant]:
-        raise Absent("gradient norms cannot be given yet")
+    def ours_given_norms(self, *, carry_norms: bool) -> list[Contestant]:
+        """The norms have been measured by another pass over the gradients, a reducer's or a clip's; giving them is timed."""
+        model = self.model()
+        params = list(model.parameters())
+        optimizer = make_ours(self.family, model, RATES[self.family], carry_norms=carry_norms)
+        norms = torch.stack(torch._foreach_norm(self.gradients)).unbind()
+
+        def step() -> None:
+            optimizer.take_gradient_norms(params, norms)
+            optimizer.step()
+
+        floor = (TOUCH_ONCE if carry_norms else ONE_NORM_KNOWN)[self.family].total(self.shapes)
+        label = "ours, both norms known" if carry_norms else "ours, given norms"
+        return [Contestant(label, step, floor_bytes=floor, ours=True)]
 
     # Others
 
@@ -197,20 +209,16 @@ class Arena:
         once = TOUCH_ONCE[self.family].total(self.shapes)
         rate = RATES[self.family]
 
-        def adamw(kind: str) -> list[Contestant]:
-            return self.plain(
-                f"torch AdamW {kind}", lambda m: torch.optim.AdamW(m.parameters(), rate, **{kind: True}), floor=once
-            )
+        def make(**kind: bool) -> Callable[[nn.Module], Any]:
+            if self.family == "lars":
+                return lambda model: torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM, **kind)
+            return lambda model: torch.optim.AdamW(model.parameters(), rate, **kind)  # type: ignore[arg-type]
 
-        def sgd(kind: str) -> list[Contestant]:
-            return self.plain(
-                f"torch SGD {kind}",
-                lambda m: torch.optim.SGD(m.parameters(), rate, momentum=MOMENTUM, **{kind: True}),
-                floor=once,
-            )
-
-        make, title = (sgd, "torch SGD") if self.family == "lars" else (adamw, "torch AdamW")
-        return [(f"{title} fused", lambda: make("fused")), (f"{title} foreach", lambda: make("foreach"))]
+        fused, foreach = (f"torch {'SGD' if self.family == 'lars' else 'AdamW'} {kind}" for kind in ("fused", "foreach"))
+        return [
+            (fused, lambda: self.plain(fused, make(fused=True), floor=once)),
+            (foreach, lambda: self.plain(foreach, make(foreach=True), floor=once)),
+        ]
 
     def torch_has_none(self) -> list[Contestant]:
         raise Absent(f"torch.optim has no {self.family.upper()}")
@@ -259,11 +267,11 @@ def on_gpu(arena: Arena) -> list[Row]:
     rows += attempt("ours, CUDA graph", arena.ours_in_graph, ours=True)
     rows += attempt("ours, bf16 and master", arena.ours_with_master, ours=True)
     if arena.family == "lars":
-        carried = CARRIED["lars"].total(arena.shapes)
-        rows += attempt(
-            "ours, carried norms", lambda: arena.ours_with("ours, carried norms", floor=carried, carry_norms=True), ours=True
-        )
-        rows += attempt("ours, given norms", arena.ours_given_norms, ours=True)
+        floor = ONE_NORM_KNOWN["lars"].total(arena.shapes)
+        label = "ours, carried norms"
+        rows += attempt(label, lambda: arena.ours_with(label, floor=floor, carry_norms=True), ours=True)
+        rows += attempt("ours, given norms", lambda: arena.ours_given_norms(carry_norms=False), ours=True)
+        rows += attempt("ours, both norms known", lambda: arena.ours_given_norms(carry_norms=True), ours=True)
     rows += attempt("ours, foreach", lambda: arena.ours_with("ours, foreach", foreach=True, fused=False), ours=True)
     rows += attempt("timm", lambda: arena.timm(foreach=False), ours=False)
     rows += attempt("timm foreach", lambda: arena.timm(foreach=True), ours=False)
