@@ -20,7 +20,6 @@ import json
 import math
 import multiprocessing
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -33,15 +32,15 @@ import torch
 
 import cifar10
 from fleetx.errors import ConfigError, FleetError
+from large_batch_jobs import Job, final_jobs, in_time, is_done, read_records, told, tuning_jobs
 from large_batch_page import page
-from large_batch_recipe import FINAL_SEEDS, GRID, TUNING_SEED, Recipe, Trial, choose_cells, read_trials
-from large_batch_summary import best_trial, summarise, verdicts
+from large_batch_recipe import FINAL_SEEDS, GRID, Recipe, Trial, choose_cells, read_trials
+from large_batch_summary import summarise, verdicts
 from large_batch_train import Split, Trainer, whole_micro_steps
 from results import FOLDER, publish, surroundings
 
 NAME = "large_batch"
 PAGE = Path(__file__).parents[1] / "docs" / "large_batch.md"
-MARGIN = 1.15  # a final run has more images than a trial, and clocks sink with heat
 SMOKE = Recipe(epochs=2, micro_batch=32, ema_images=256, bn_images=64, width=8)
 SMOKE_IMAGES = 256
 SMOKE_TRIALS = (
@@ -49,13 +48,6 @@ SMOKE_TRIALS = (
     Trial("lars", 64, 0.4, 5e-4, lars_coeff=0.02),
     Trial("lamb", 64, 0.01, 0.02, beta2=0.99),
 )
-
-
-@dataclass(frozen=True)
-class Job:
-    phase: str
-    trial: Trial
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -68,34 +60,6 @@ class Place:
     cache: Path
     compiled: bool
     deadline: float  # of time.monotonic(), which all processes of a machine share
-
-
-def tuning_jobs(cells: dict[str, list[Trial]]) -> list[Job]:
-    """In turns: the first trial of every cell, then the second of every cell."""
-    longest = max(map(len, cells.values()))
-    return [Job("tune", trials[turn], TUNING_SEED) for turn in range(longest) for trials in cells.values() if turn < len(trials)]
-
-
-def final_jobs(cells: dict[str, list[Trial]], records: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Job]:
-    """In turns by seed. A cell with one trial needs no tuning; one with more needs a result."""
-    best: list[Trial] = []
-    for cell, trials in cells.items():
-        found = best_trial(records, cell) or (trials[0] if len(trials) == 1 else None)
-        if found is None:
-            raise ConfigError(f"no tuning result of {cell} is known. Run --tune first, or give one trial for it with --trials.")
-        best.append(found)
-    return [Job("final", trial, seed) for seed in seeds for trial in best]
-
-
-def is_done(job: Job, records: Sequence[dict[str, Any]]) -> bool:
-    return any((r["phase"], r["trial"], r["seed"]) == (job.phase, job.trial.settings(), job.seed) for r in records)
-
-
-def in_time(now: float, deadline: float, seconds: Sequence[float], reserved: int) -> bool:
-    """Whether one more run ends before the deadline, with time left for `reserved` others; the first is always tried."""
-    if not seconds:
-        return now < deadline
-    return now + (1 + reserved) * MARGIN * statistics.fmean(seconds) <= deadline
 
 
 class Worker:
@@ -157,15 +121,6 @@ def work(place: Place, jobs: Sequence[Job], file: Path, reserved: int, worker: W
         print(told(record, job.trial), flush=True)
 
 
-def told(record: dict[str, Any], trial: Trial) -> str:
-    loss = "NaN" if record["train_loss"] is None else f"{record['train_loss']:.3f}"
-    ended = f", stopped: {record['stopped']}" if record["stopped"] else ""
-    return (
-        f"{record['phase']:5} {trial.cell:9} seed {record['seed']}  {record['accuracy']:5.2f} % (last weights "
-        f"{record['accuracy_last']:5.2f}) loss {loss} {record['seconds']:5.1f} s  {trial.describe()}{ended}"
-    )
-
-
 class Bench:
     """The runs known so far, and how more of them are made."""
 
@@ -177,12 +132,18 @@ class Bench:
     def records(self) -> list[dict[str, Any]]:
         """Of this recipe alone, each run once."""
         found: list[dict[str, Any]] = []
-        for file in [*self.earlier, *sorted(self.out.glob("runs*.jsonl"))]:
-            for record in read_records(file):
-                job = Job(record["phase"], Trial(**record["trial"]), record["seed"])
-                if record["recipe"] == asdict(self.place.recipe) and not is_done(job, found):
-                    found.append(record)
+        for record in self._lines():
+            job = Job(record["phase"], Trial(**record["trial"]), record["seed"])
+            if record["recipe"] == asdict(self.place.recipe) and not is_done(job, found):
+                found.append(record)
         return found
+
+    def of_other_recipes(self) -> int:
+        return sum(record["recipe"] != asdict(self.place.recipe) for record in self._lines())
+
+    def _lines(self) -> list[dict[str, Any]]:
+        files = [*self.earlier, *sorted(self.out.glob("runs*.jsonl"))]
+        return [record for file in files for record in read_records(file)]
 
     def make(self, jobs: Sequence[Job], *, reserved: int = 0) -> None:
         known = self.records()
@@ -203,15 +164,6 @@ class Bench:
             process.join()
         if any(process.exitcode for process in workers):
             raise ConfigError(f"a process ended with {[p.exitcode for p in workers]}; its error is above. Other runs are kept.")
-
-
-def read_records(file: Path) -> list[dict[str, Any]]:
-    """Runs of a file; a last line without an end is of a process that was killed while it wrote, and is left out."""
-    try:
-        lines = file.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as lines of JSON: {error}") from error
 
 
 def summary(bench: Bench, note: str | None) -> dict[str, Any]:
@@ -279,6 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             bench.make(final_jobs(cells, bench.records(), flags.seeds))
     figures = summary(bench, flags.note)
     show(figures)
+    if bench.of_other_recipes():
+        print(f"{bench.of_other_recipes()} runs of other recipes are in the same files, and not among these.")
     if flags.smoke or not any(record["phase"] == "final" for record in figures["runs"]):
         return
     publish(NAME, figures)

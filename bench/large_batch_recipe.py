@@ -10,28 +10,29 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fleetx.errors import ConfigError, did_you_mean
+from fleetx.optim.schedules import cosine_factor, polynomial_factor, progress, warmup_factor
 
 OPTIMIZERS = ("sgd", "lars", "lamb")
 BATCHES = (512, 2048, 8192)
 TUNING_SEED = 0
 FINAL_SEEDS = (1, 2, 3)
-DECAYS: dict[str, Callable[[float], float]] = {  # of the share of the updates after the warm-up that is still to come
-    "linear": lambda left: left,
-    "quadratic": lambda left: left**2,
-    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+DECAYS: dict[str, Callable[[float], float]] = {  # of how far the decay is, from 0 to 1
+    "linear": partial(polynomial_factor, power=1.0),
+    "quadratic": partial(polynomial_factor, power=2.0),
+    "cosine": cosine_factor,
 }
 
 
 def lr_at(update: int, updates: int, *, peak: float, warmup_share: float, decay: str) -> float:
-    """Of update 0 .. updates-1: up in a straight line to `peak` at the end of the warm-up, then down towards 0."""
+    """Of update 0 .. updates-1: in a straight line up to `peak` at the end of the warm-up, then down towards 0."""
     warmup = round(updates * warmup_share)
-    if update < warmup:
-        return peak * (update + 1) / warmup
-    return peak * DECAYS[decay]((updates - update) / (updates - warmup))
+    rise = warmup_factor(update, warmup_steps=warmup)
+    return peak * rise * DECAYS[decay](progress(update, total_steps=updates, warmup_steps=warmup))
 
 
 def ema_keep(batch: int, ema_images: int) -> float:

@@ -30,7 +30,8 @@ from resnet9 import ResNet9
 
 LOOKS = 30  # at the loss, in one run: each waits for the device
 CHANCE = 100 / 10
-STUCK_AFTER, STUCK_LOSS = 0.4, 2.29  # a loss of ln 10 = 2.303 says the same of all ten classes
+STUCK_SHARE, STUCK_UPDATES = 0.4, 50
+STUCK_LOSS = 2.29  # one of ln 10 = 2.303 says the same of all ten classes
 WARMUP_RUNS = 3
 
 
@@ -172,7 +173,7 @@ class Trainer:
             if since == look_every or update == updates - 1:
                 loss, since = float(self.loss_sum) / since, 0
                 self.loss_sum.zero_()
-                stopped = why_stop(loss, (update + 1) / updates)
+                stopped = why_stop(loss, update + 1, updates)
                 if stopped:
                     return update + 1, average, finite(loss), stopped
         return updates, average, finite(loss), None
@@ -216,12 +217,12 @@ def whole_micro_steps(batch: int, micro_batch: int) -> int:
     return batch // micro_batch
 
 
-def why_stop(loss: float, done: float) -> str | None:
-    """A sentence when a run cannot become anything: `done` is the share of its updates that are behind it."""
+def why_stop(loss: float, made: int, updates: int) -> str | None:
+    """A sentence when a run cannot become anything, after `made` of its updates."""
     if not math.isfinite(loss):
         return "the loss became NaN or infinite"
-    if done >= STUCK_AFTER and loss > STUCK_LOSS:
-        return f"the loss was still {loss:.3f} after {done:.0%} of the updates"
+    if made >= max(STUCK_UPDATES, STUCK_SHARE * updates) and loss > STUCK_LOSS:
+        return f"the loss was still {loss:.3f} after {made} of {updates} updates"
     return None
 
 
