@@ -44,7 +44,7 @@ Accuracy on the held-out images, of one seed; the choice of each cell in bold.
 
 ## Every final run
 
-Accuracy on the test images.
+Accuracy on the test images. A run with other settings than those chosen above is shown, and counts nowhere.
 
 {finals}
 """
@@ -123,7 +123,8 @@ def runs(records: Sequence[Record], phase: str, cells: Cells) -> str:
             if phase == "tune" and record["trial"] == cells[cell]["chosen"]:
                 accuracy = f"**{accuracy}**"
             head = [cell, str(record["seed"]), accuracy, f"{record['accuracy_last']:.2f}"]
-            tail = [str(record["updates"]), shown(record["train_loss"], 3), f"{record['seconds']:.1f}", record["stopped"] or ""]
+            loss = "NaN" if record["train_loss"] is None else f"{record['train_loss']:.3f}"
+            tail = [str(record["updates"]), loss, f"{record['seconds']:.1f}", record["stopped"] or ""]
             body.append([*head, *settings(record["trial"]), *tail])
     return table(header, body)
 
