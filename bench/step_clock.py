@@ -38,6 +38,8 @@ class Contestant:
     """Before each turn: its own gradients are put in place."""
     floor_bytes: int = 0
     ours: bool = False
+    keeps: object = None
+    """What must live as long as this: a graph knows addresses, and holds nothing."""
     samples: dict[str, list[float]] = field(default_factory=dict)
     steps: int = 1
 

@@ -175,7 +175,8 @@ class Arena:
         model = self.model()
         optimizer = make_ours(self.family, model, RATES[self.family])
         floor = TWO_PASS[self.family].total(self.shapes)
-        return [Contestant("ours, CUDA graph", captured(optimizer.step).replay, floor_bytes=floor, ours=True)]
+        graph = captured(optimizer.step)
+        return [Contestant("ours, CUDA graph", graph.replay, floor_bytes=floor, ours=True, keeps=(model, optimizer))]
 
     def ours_with_master(self) -> list[Contestant]:
         optimizer = make_ours(self.family, self.model(torch.bfloat16), RATES[self.family])
