@@ -27,9 +27,9 @@ def require_inner(part: Part, optimizer: Optimizer, *, write: str) -> None:
     if type(optimizer) in part.inner:
         return
     given = type(optimizer).__name__
-    own = " of your own, whose step would be lost" if isinstance(optimizer, part.inner) else ""
+    own = ", a class of your own whose step would be lost" if isinstance(optimizer, part.inner) else ""
     names = " or ".join(f"torch.optim.{kind.__name__}" for kind in part.inner)
-    raise ConfigError(f"strategy.{part.name} takes the place of {names}; the optimizer is a {given}{own}. Write {write}.")
+    raise ConfigError(f"strategy.{part.name} takes the place of {names}; the one given is {given}{own}. Write {write}.")
 
 
 def require_neutral(part: Part, optimizer: Optimizer) -> None:
