@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fitting import fitting
 from fleetx import fleet
 from fleetx.errors import FleetWarning
+from fleetx.strategies import catalogue
 from harness import raised, run_ranks
 from models import batch, cnn, learnable_images
 
@@ -34,8 +36,15 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "bf16_wire": {"bf16_allreduce": True},
     "sync_bn": {"sync_batch_norm": True},
     "unused": {"find_unused_parameters": True},
+    "lars": {"lars": True},
+    "lamb": {"lamb": True},
+    "lars_fp16_merge_clip": {
+        "lars": True, "amp": True, "amp_configs": {"dtype": "float16"}, "clip_norm": True,
+        "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2},
+    },
 }  # fmt: skip
-TOLERANCE = {"plain": 1e-4, "bf16_wire": 1e-2, "sync_bn": 1e-4, "unused": 1e-4}
+TOLERANCE = {"plain": 1e-4, "bf16_wire": 1e-2, "sync_bn": 1e-4, "unused": 1e-4, "lars": 1e-3, "lamb": 1e-2}
+"""LAMB as Adam: where a gradient is rounding noise, so is the direction of a full step."""
 
 
 def _train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +52,8 @@ def _train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     model = cnn()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FleetWarning)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        parts = [name for name in settings if name in catalogue()]
+        optimizer = fitting(parts, model.parameters(), lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
         model, ours = fleet.distribute(model, optimizer, fleet.DistributedStrategy(**settings))
     losses = []
     for micro in range(12):
