@@ -27,6 +27,8 @@ def require_inner(part: Part, optimizer: Optimizer, *, write: str) -> None:
     if type(optimizer) in part.inner:
         return
     given = type(optimizer).__name__
+    if isinstance(optimizer, Layerwise):
+        write += f"; or leave strategy.{part.name} out: {given} is a rule of its own"
     own = ", a class of your own whose step would be lost" if isinstance(optimizer, part.inner) else ""
     names = " or ".join(f"torch.optim.{kind.__name__}" for kind in part.inner)
     raise ConfigError(f"strategy.{part.name} takes the place of {names}; the one given is {given}{own}. Write {write}.")
@@ -45,7 +47,8 @@ def require_neutral(part: Part, optimizer: Optimizer) -> None:
 
 def require_no_state(part: Part, site: Site, *, why: str) -> None:
     """Asked on all ranks: a state that only rank 0 has loaded must not leave the others waiting."""
-    ranks = [rank for rank, count in enumerate(site.comm.gather_json(len(site.optimizer.state))) if count]
+    mine = any(site.optimizer.state.values())  # reading the state of a parameter leaves an empty one behind
+    ranks = [rank for rank, found in enumerate(site.comm.gather_json(mine)) if found]
     if ranks:
         raise ConfigError(
             f"strategy.{part.name} was given an optimizer that has made updates or loaded a state (on ranks {ranks}). {why} "

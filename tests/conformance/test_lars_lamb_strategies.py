@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +221,34 @@ def _stopped_and_loaded(rank: int, part: str, before: bool) -> tuple[Tensor, Ten
 def test_loading_the_optimizers_state_continues_to_the_bit_and_schedulers_go_on_acting(part: str, before: bool) -> None:
     for resumed, whole in run_ranks(_stopped_and_loaded, 2, part, before):
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def _checkpointed_in_bfloat16(rank: int, part: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
+    def pair() -> tuple[nn.Module, Any]:
+        model = net(torch.bfloat16)
+        return fleet.distribute(model, inner(part, model), with_part(part))
+
+    def updates(model: nn.Module, ours: Any, steps: range) -> dict[str, Tensor]:
+        for step in steps:
+            x, y = batch(10 * step + rank, dtype=torch.bfloat16)
+            ours.minimize(F.cross_entropy(model(x).float(), y))
+        return {n: ours.state[p]["master"].clone() for n, p in model.named_parameters()}
+
+    whole = updates(*pair(), range(6))
+    model, ours = pair()
+    updates(model, ours, range(3))
+    fleet.save_checkpoint(folder, step=3, model=model, optimizer=ours)
+    model, ours = pair()
+    assert fleet.load_checkpoint(folder, model=model, optimizer=ours) is not None
+    resumed = updates(model, ours, range(3, 6))
+    return resumed, whole, {p.dtype for p in model.parameters()}
+
+
+@both
+def test_a_checkpoint_of_16_bit_parameters_keeps_their_float32_copies_to_the_bit(part: str, tmp_path: Path) -> None:
+    ranks = run_ranks(_checkpointed_in_bfloat16, 2, part, str(tmp_path))
+    for resumed, whole, dtypes in ranks:
+        assert dtypes == {torch.bfloat16} and {t.dtype for t in resumed.values()} == {torch.float32}
+        for name, master in resumed.items():
+            torch.testing.assert_close(master, whole[name], rtol=0, atol=0)
+            torch.testing.assert_close(master, ranks[0][0][name], rtol=0, atol=0)

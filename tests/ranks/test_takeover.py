@@ -58,6 +58,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Net], Optimizer], str]] = {
     "adam for lars": ("lars", lambda m: Adam(m.parameters()), f"place of torch.optim.SGD; the one given is Adam. {WRITE_SGD}"),
     "sgd for lamb": ("lamb", lambda m: sgd(m), "the place of torch.optim.Adam or torch.optim.AdamW"),
     "a subclass": ("lars", lambda m: sgd(m, kind=MySGD), "MySGD, a class of your own whose step would be lost"),
+    "lars itself": ("lars", lambda m: Lars(m.parameters(), lr=0.1), "Lars. Write .*; or leave strategy.lars out: Lars is a rule"),
     "no momentum": ("lars", lambda m: SGD(m.parameters(), lr=0.1), "needs momentum, .* momentum 0 in a group. Write moment"),
     "nesterov": ("lars", lambda m: sgd(m, nesterov=True), "knows no nesterov, and group 0"),
     "dampening": ("lars", lambda m: sgd(m, dampening=0.1), "dampening=0.1. Write dampening=0"),
@@ -126,6 +127,13 @@ def test_an_optimizer_that_has_made_updates_is_refused(part: str, build: Callabl
     optimizer.step()
     with pytest.raises(ConfigError, match=rf"has made updates or loaded a state \(on ranks \[0\]\).*load a state of {part} into"):
         fleet.distribute(model, optimizer, fleet.DistributedStrategy(**{part: True}))
+
+
+def test_state_that_was_only_looked_at_is_none() -> None:
+    model = cnn()
+    given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert given.state[model[0].weight] == {} and len(given.state) == 1
+    trained(model, given, lars=True)
 
 
 def _loaded_on_one_rank(rank: int) -> str:
