@@ -209,6 +209,24 @@ def test_lars_has_the_groups_settings_and_a_group_may_have_its_own() -> None:
     assert adapted == ["yes", "yes", "no", "no", "no", "no"]
 
 
+def test_fleets_two_calls_do_the_same_in_either_order() -> None:
+    strategy = fleet.DistributedStrategy(lars=True)
+    results = []
+    for model_first in (True, False):
+        model = cnn()
+        given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if model_first:
+            fleet.distributed_model(model)
+        ours = fleet.distributed_optimizer(given, strategy)
+        if not model_first:
+            fleet.distributed_model(model)
+        x, y = batch(0, shape=(1, 6, 6))
+        ours.minimize(F.cross_entropy(model(x), y))
+        assert type(ours.update) is Lars
+        results.append(flat_state(model))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_lamb_has_betas_and_eps_of_adam(kind: Any) -> None:
     model = Net()

@@ -75,6 +75,19 @@ def test_a_state_saved_in_float64_is_cast_to_float32_parameters() -> None:
 
 
 @both
+def test_a_state_saved_in_float32_serves_16_bit_parameters(kind: Any) -> None:
+    wide, narrow = net(), net(torch.bfloat16)
+    saved = kind(wide.parameters(), lr=0.1, model=wide)
+    train(wide, saved, range(2))
+    loaded = kind(narrow.parameters(), lr=0.1, model=narrow)
+    loaded.load_state_dict(saved.state_dict())
+    moment = loaded.moments[0]
+    torch.testing.assert_close(loaded.state[narrow[0].weight][moment], saved.state[wide[0].weight][moment], rtol=0, atol=0)
+    train(narrow, loaded, range(2, 4))
+    assert loaded.state[narrow[0].weight]["master"].dtype == torch.float32
+
+
+@both
 def test_loading_keeps_the_very_group_dicts(kind: Any) -> None:
     model = net()
     optimizer = kind(model.parameters(), lr=0.1, model=model)

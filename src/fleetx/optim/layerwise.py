@@ -279,8 +279,8 @@ class Layerwise(Optimizer, abc.ABC):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=count_on)
             for name in self.moments:
                 state[name] = torch.zeros_like(param, dtype=wide, memory_format=torch.preserve_format)
-            if wide != param.dtype:
-                state["master"] = param.detach().to(wide)
+        if param.dtype in NARROW and "master" not in state:  # also where a float32 run saved the state
+            state["master"] = param.detach().to(torch.float32)
         if self.counts_steps and state["step"].device != count_on:
             state["step"] = state["step"].to(count_on)  # it was saved by another way to run
         return state
