@@ -1,6 +1,6 @@
 """What the kernels of LARS and LAMB share: reading and writing chunks by address, arriving, waiting.
 
-A row of the table describes one tensor: addresses first, then sizes. Kernels take items from a queue until it is empty.
+A row of the table describes one tensor: addresses first, then sizes. Each program has a list of items.
 """
 
 from __future__ import annotations
@@ -8,27 +8,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROW_WORDS = 12
-"""Row: parameter, gradient, first moment, second moment, master, step, |g|, numel, first chunk, chunks, group, decayed."""
+ROW_WORDS = 11
+"""Row: parameter, gradient, first moment, second moment, master, step, |g|, numel, first chunk, chunks, decayed."""
 PARAM, GRAD, FIRST, SECOND, MASTER, STEP, GRAD_NORM = map(tl.constexpr, range(7))
-NUMEL, FIRST_CHUNK, CHUNKS, GROUP, DECAYED = map(tl.constexpr, range(7, 12))
+NUMEL, FIRST_CHUNK, CHUNKS, DECAYED = map(tl.constexpr, range(7, 11))
 ROW = tl.constexpr(ROW_WORDS)
 GROUP_NUMBERS = 8
 GROUP_WIDTH = tl.constexpr(GROUP_NUMBERS)
 SCALES = 4
 SCALE_WIDTH = tl.constexpr(SCALES)
 WHOLE, DIRECT, MEASURE, APPLY, SETTLE = map(tl.constexpr, range(5))
-KIND_SHIFT, TENSOR_SHIFT = tl.constexpr(60), tl.constexpr(32)
-TENSOR_MASK, CHUNK_MASK = tl.constexpr(0xFFFFFFF), tl.constexpr(0xFFFFFFFF)
+KIND_SHIFT, GROUP_SHIFT, TENSOR_SHIFT = map(tl.constexpr, (60, 48, 28))
+GROUP_MASK, TENSOR_MASK, CHUNK_MASK = map(tl.constexpr, (0xFFF, 0xFFFFF, 0xFFFFFFF))
 REDUCE_WIDTH = tl.constexpr(1024)
 
 
 @triton.jit
-def taken(items, item):
-    """Kind, tensor and chunk of an item of the queue."""
-    word = tl.load(items + item)
-    tensor = ((word >> TENSOR_SHIFT) & TENSOR_MASK).to(tl.int32)
-    return (word >> KIND_SHIFT).to(tl.int32), tensor, word & CHUNK_MASK
+def parts(word):
+    """Kind, group, tensor and chunk of an item."""
+    kind, group = (word >> KIND_SHIFT).to(tl.int32), ((word >> GROUP_SHIFT) & GROUP_MASK).to(tl.int32)
+    return kind, group, ((word >> TENSOR_SHIFT) & TENSOR_MASK).to(tl.int32), word & CHUNK_MASK
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def announce(flag):
 
 @triton.jit
 def wait_for(flag):
-    """Only for items before this one in the queue, which somebody is working on."""
+    """order.py tells why this ends."""
     seen = tl.atomic_add(flag, 0, sem="acquire")
     while seen == 0:
         seen = tl.atomic_add(flag, 0, sem="acquire")

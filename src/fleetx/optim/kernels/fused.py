@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+import contextlib
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, final
 
 import torch
 import triton.language as tl
@@ -17,8 +20,9 @@ from .lamb import lamb_kernel
 from .lars import lars_kernel
 from .plan import Plan, Tensors, Tuning
 
-if TYPE_CHECKING:
-    from ..lars import Lars
+_grad_of = operator.attrgetter("grad")
+_is_contiguous = Tensor.is_contiguous
+_layout_of = operator.attrgetter("layout")
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -64,27 +68,33 @@ class FusedStep:
 
 @final
 class Batch:
-    """The parameters of one device and type."""
+    """The parameters of one device and type.
+
+    The host's work per step is a few passes of C functions over the parameters; a kernel that takes 0.2 ms must not wait
+    for it. What they find is compared with the step before: as a rule nothing has moved, and nothing is sent.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, members: Sequence[Member], tuning: Tuning) -> None:
         self.device, self.dtype, self.members, self.tuning = device, dtype, list(members), tuning
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._params = [member.param for member in members]
         self._everybody = tuple(range(len(members)))
+        self._contiguous = all(member.strides is None for member in members)
+        self._counts: list[int] = []
         self.carried: tuple[Plan, list[int], list[int]] | None = None
         """The plan whose sums hold the squared norms of the parameters; their addresses and versions at that time."""
 
     def step(self, optimizer: Layerwise) -> tuple[list[str | None], Tensor] | None:
-        grads = [param.grad for param in self._params]
-        active, params = self._everybody, self._params
-        if any(grad is None for grad in grads):
+        grads: list[Tensor] = list(map(_grad_of, self._params))
+        active, params, members = self._everybody, self._params, self.members
+        if not all(map(operator.is_not, grads, itertools.repeat(None))):
             active = tuple(i for i, grad in enumerate(grads) if grad is not None)
-            params = [self._params[i] for i in active]
-        members = self.members if active is self._everybody else [self.members[i] for i in active]
+            params, members = [self._params[i] for i in active], [self.members[i] for i in active]
+            grads = [grads[i] for i in active]
         if not params:
             return None
-        kept = self._dense(optimizer, members, [grad for grad in grads if grad is not None])
-        columns = self._columns(optimizer, params, kept)
+        grads = self._dense(optimizer, members, grads)
+        columns = self._columns(optimizer, params, grads)
         plan = self._plans.get(active) or self._new_plan(optimizer, active, members)
         settings = [_settings(optimizer, group) for group in optimizer.param_groups]
         ratios = torch.empty(len(params), dtype=torch.float32, device=self.device)
@@ -93,10 +103,13 @@ class Batch:
         else:
             self._launch_lars(optimizer, plan, params, columns, settings, ratios)
         torch.autograd.graph.increment_version(params)
-        return [member.name if member.flags.adapt else None for member in members], ratios
+        return plan.names, ratios
 
     def _dense(self, optimizer: Layerwise, members: Sequence[Member], grads: list[Tensor]) -> list[Tensor]:
         """Gradients in the memory order of their parameters; as a rule they are so already."""
+        strided = all(map(operator.is_, map(_layout_of, grads), itertools.repeat(torch.strided)))
+        if strided and self._contiguous and all(map(_is_contiguous, grads)):
+            return grads
         for i, (member, grad) in enumerate(zip(members, grads, strict=True)):
             if grad.layout is not torch.strided:
                 optimizer.refuse_sparse(member.name)
@@ -105,18 +118,20 @@ class Batch:
         return grads
 
     def _columns(self, optimizer: Layerwise, params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, list[int]]:
-        states = [optimizer.state[param] for param in params]
+        states = list(map(optimizer.state.__getitem__, params))
         if not all(states):
             states = [optimizer.state_of(param, count_on=self.device) for param in params]
-        columns = {"param": [p.data_ptr() for p in params], "grad": [g.data_ptr() for g in grads]}
+        columns = {"param": _addresses(params), "grad": _addresses(grads)}
         for column, name in zip(("first", "second"), optimizer.moments, strict=False):
-            columns[column] = [state[name].data_ptr() for state in states]
+            columns[column] = _addresses(map(operator.itemgetter(name), states))
         if optimizer.counts_steps:
-            if any(state["step"].device != self.device for state in states):
+            counts = _addresses(map(operator.itemgetter("step"), states))
+            if counts != self._counts:  # others than last time: perhaps loaded, and perhaps on the CPU
                 states = [optimizer.state_of(param, count_on=self.device) for param in params]
-            columns["step"] = [state["step"].data_ptr() for state in states]
+                counts = _addresses(map(operator.itemgetter("step"), states))
+            columns["step"] = self._counts = counts
         if self.dtype in NARROW:
-            columns["master"] = [state["master"].data_ptr() for state in states]
+            columns["master"] = _addresses(map(operator.itemgetter("master"), states))
         return columns
 
     def _new_plan(self, optimizer: Layerwise, active: tuple[int, ...], members: Sequence[Member]) -> Plan:
@@ -128,7 +143,8 @@ class Batch:
             decayed=[member.flags.decay for member in members],
             groups=[member.group for member in members],
         )
-        plan = Plan(tensors, n_groups=len(optimizer.param_groups), device=self.device, tuning=self.tuning)
+        names = [member.name if member.flags.adapt else None for member in members]
+        plan = Plan(tensors, names=names, n_groups=len(optimizer.param_groups), device=self.device, tuning=self.tuning)
         self._plans[active] = plan
         return plan
 
@@ -142,25 +158,23 @@ class Batch:
         plan.reset()
         return [rows, groups]
 
-    def _launch(self, kernel: Any, plan: Plan, items: Tensor, arguments: list[Any], **constants: Any) -> None:
-        aligned = constants.pop("aligned")
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else _nothing():
+    def _launch(self, kernel: Any, plan: Plan, items: Sequence[Tensor], arguments: list[Any], **constants: Any) -> None:
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             kernel[(plan.programs,)](
-                items,
-                items.numel(),
+                *items,
                 *arguments,
                 element=ELEMENTS[self.dtype],
-                ALIGNED=aligned,
                 CHUNK=plan.tuning.chunk_elements,
                 num_warps=plan.tuning.warps,
                 maxnreg=plan.tuning.registers,
+                launch_cooperative_grid=plan.programs > 1,  # all programs run from the start: order.py relies on it
                 **constants,
             )
 
     def _launch_lamb(self, optimizer: Layerwise, plan: Plan, columns: Any, settings: Any, ratios: Tensor) -> None:
         arguments = self._send(optimizer, plan, columns, settings)
-        arguments += [*plan.sums, plan.queue, plan.arrived, plan.ready, plan.scales, ratios]
-        self._launch(lamb_kernel, plan, plan.items(), arguments, aligned=_aligned(columns["grad"]))
+        arguments += [*plan.sums, plan.arrived, plan.ready, plan.scales, ratios]
+        self._launch(lamb_kernel, plan, plan.items(), arguments, ALIGNED=plan.is_aligned(columns["grad"]))
 
     def _launch_lars(self, optimizer: Any, plan: Plan, params: list[Tensor], columns: Any, settings: Any, ratios: Tensor) -> None:
         norms = optimizer.given_norms(params)
@@ -168,14 +182,14 @@ class Batch:
             columns["grad_norm"] = [norm.data_ptr() for norm in norms]
         carried = self._is_carried(plan, params, columns["param"])
         arguments = self._send(optimizer, plan, columns, settings)
-        arguments += [*plan.sums, plan.queue, plan.arrived, plan.ready, plan.scales, ratios]
+        arguments += [*plan.sums, plan.arrived, plan.ready, plan.scales, ratios]
         measured = carried and norms is not None
         self._launch(
             lars_kernel,
             plan,
             plan.items(measured=measured),
             arguments,
-            aligned=_aligned(columns["grad"]),
+            ALIGNED=plan.is_aligned(columns["grad"]),
             READ_WEIGHT=not carried,
             READ_GRAD=norms is None,
             CARRY=optimizer.carry_norms,
@@ -201,17 +215,5 @@ def _settings(optimizer: Layerwise, group: dict[str, Any]) -> list[float]:
     return [rate, group["momentum"], group["lars_weight_decay"], group["lars_coeff"], group["epsilon"], sign]
 
 
-def _aligned(addresses: Sequence[int]) -> bool:
-    """Whether 128-bit accesses are possible: gradients in a reducer's flat buffer begin anywhere."""
-    together = 0
-    for address in addresses:
-        together |= address
-    return together % 16 == 0
-
-
-class _nothing:  # noqa: N801
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))

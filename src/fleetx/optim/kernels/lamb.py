@@ -15,7 +15,6 @@ from .common import (
     FIRST,
     FIRST_CHUNK,
     GRAD,
-    GROUP,
     GROUP_WIDTH,
     MEASURE,
     NUMEL,
@@ -27,10 +26,10 @@ from .common import (
     announce,
     arrive,
     number,
+    parts,
     pointer_to,
     read,
     read_weight,
-    taken,
     total,
     wait_for,
     write,
@@ -73,8 +72,8 @@ def direction(weight, mean, square, correction1, correction2, decay, eps):
 
 
 @triton.jit
-def advance(row, start, left, group, correction1, correction2, kind, element: tl.constexpr, ALIGNED: tl.constexpr,
-            CHUNK: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+def advance(row, start, left, group, kind, element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+            FULL: tl.constexpr):  # fmt: skip
     """New moments, and the squared norms of weight and direction. Unless its tensor is larger and adapted: the update too."""
     weight = read_weight(row, start, left, element, CHUNK, FULL, "")
     grad = number(group, SIGN) * read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, "evict_first")
@@ -85,6 +84,7 @@ def advance(row, start, left, group, correction1, correction2, kind, element: tl
     write(mean_place, mean, left, tl.float32, CHUNK, FULL, "")
     write(square_place, square, left, tl.float32, CHUNK, FULL, "")
     decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
+    correction1, correction2 = corrections(row, group)
     found = direction(weight, mean, square, correction1, correction2, decay, number(group, EPS))
     squared_weight, squared_direction = tl.sum(weight * weight), tl.sum(found * found)
     if kind != MEASURE:
@@ -97,23 +97,26 @@ def advance(row, start, left, group, correction1, correction2, kind, element: tl
 
 
 @triton.jit
-def apply(row, start, left, group, rate, correction1, correction2, element: tl.constexpr, CHUNK: tl.constexpr,
-          FULL: tl.constexpr):  # fmt: skip
+def apply(row, start, left, ready, scales, group, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr):
     weight = read_weight(row, start, left, element, CHUNK, FULL, "evict_first")
     mean = read(pointer_to(row, FIRST, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
     square = read(pointer_to(row, SECOND, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
     decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
+    wait_for(ready)  # with all reads under way: these moments are the program's own
+    rate = tl.load(scales, cache_modifier=".cg")
+    correction1, correction2 = tl.load(scales + 1, cache_modifier=".cg"), tl.load(scales + 2, cache_modifier=".cg")
     found = direction(weight, mean, square, correction1, correction2, decay, number(group, EPS))
     write_weight(row, weight - rate * found, start, left, element, CHUNK, FULL, "evict_first")
 
 
 @triton.jit
-def settle(row, tensor, group, correction1, correction2, weight_sums, direction_sums, scales, ratios, kind):
+def settle(row, tensor, group, weight_sums, direction_sums, scales, ratios, kind):
     """The last chunk of a tensor is measured: its ratio, what APPLY needs of this step, and the step's count."""
     ratio = tl.full((), 1.0, tl.float32)
     if (kind == MEASURE) | (kind == WHOLE):
         first_chunk, count = tl.load(row + FIRST_CHUNK), tl.load(row + CHUNKS).to(tl.int32)
         ratio = trust_ratio(total(weight_sums + first_chunk, count), total(direction_sums + first_chunk, count))
+    correction1, correction2 = corrections(row, group)
     tl.store(scales + tensor * SCALE_WIDTH, number(group, LR) * ratio)
     tl.store(scales + tensor * SCALE_WIDTH + 1, correction1)
     tl.store(scales + tensor * SCALE_WIDTH + 2, correction2)
@@ -123,34 +126,30 @@ def settle(row, tensor, group, correction1, correction2, weight_sums, direction_
 
 
 @triton.jit
-def lamb_kernel(items, n_items, rows, groups, weight_sums, direction_sums, queue, arrived, ready, scales, ratios,
+def lamb_kernel(items, begins, rows, groups, weight_sums, direction_sums, arrived, ready, scales, ratios,
                 element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    item = tl.atomic_add(queue, 1, sem="relaxed")
-    while item < n_items:
-        kind, tensor, chunk = taken(items, item)
-        row = rows + tensor * ROW
-        group = groups + tl.load(row + GROUP) * GROUP_WIDTH
+    item, end = tl.load(begins + tl.program_id(0)), tl.load(begins + tl.program_id(0) + 1)
+    word = tl.load(items + item)
+    while item < end:
+        kind, group_number, tensor, chunk = parts(word)
+        item += 1
+        word = tl.load(items + item)  # of the next item, so that it is there in time
+        row, group = rows + tensor * ROW, groups + group_number * GROUP_WIDTH
         start = chunk * CHUNK
         left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
         if kind == APPLY:
-            wait_for(ready + tensor)
-            scale = scales + tensor * SCALE_WIDTH
-            rate = tl.load(scale, cache_modifier=".cg")
-            correction1, correction2 = tl.load(scale + 1, cache_modifier=".cg"), tl.load(scale + 2, cache_modifier=".cg")
             if left == CHUNK:
-                apply(row, start, left, group, rate, correction1, correction2, element, CHUNK, True)
+                apply(row, start, left, ready + tensor, scales + tensor * SCALE_WIDTH, group, element, CHUNK, True)
             else:
-                apply(row, start, left, group, rate, correction1, correction2, element, CHUNK, False)
+                apply(row, start, left, ready + tensor, scales + tensor * SCALE_WIDTH, group, element, CHUNK, False)
         else:
-            correction1, correction2 = corrections(row, group)
             if left == CHUNK:
-                squares = advance(row, start, left, group, correction1, correction2, kind, element, ALIGNED, CHUNK, True)
+                squares = advance(row, start, left, group, kind, element, ALIGNED, CHUNK, True)
             else:
-                squares = advance(row, start, left, group, correction1, correction2, kind, element, ALIGNED, CHUNK, False)
+                squares = advance(row, start, left, group, kind, element, ALIGNED, CHUNK, False)
             slot = tl.load(row + FIRST_CHUNK) + chunk
             tl.store(weight_sums + slot, squares[0])
             tl.store(direction_sums + slot, squares[1])
             if arrive(arrived + tensor, tl.load(row + CHUNKS).to(tl.int32)):
-                settle(row, tensor, group, correction1, correction2, weight_sums, direction_sums, scales, ratios, kind)
+                settle(row, tensor, group, weight_sums, direction_sums, scales, ratios, kind)
                 announce(ready + tensor)
-        item = tl.atomic_add(queue, 1, sem="relaxed")

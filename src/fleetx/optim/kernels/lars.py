@@ -13,7 +13,6 @@ from .common import (
     FIRST_CHUNK,
     GRAD,
     GRAD_NORM,
-    GROUP,
     GROUP_WIDTH,
     MEASURE,
     NUMEL,
@@ -23,10 +22,10 @@ from .common import (
     announce,
     arrive,
     number,
+    parts,
     pointer_to,
     read,
     read_weight,
-    taken,
     total,
     wait_for,
     write,
@@ -58,18 +57,21 @@ def measure(row, start, left, element: tl.constexpr, ALIGNED: tl.constexpr, READ
 
 
 @triton.jit
-def apply(row, start, left, rate, group, is_whole, element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+def apply(row, start, left, kind, ready, rates, group, element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
           FULL: tl.constexpr):  # fmt: skip
-    """Update one chunk; if it is a whole tensor, its ratio is found here. Returns rate / lr and the new squared norm."""
+    """Update one chunk; if it is a whole tensor, its ratio is found here. Returns the ratio and the new squared norm."""
     weight = read_weight(row, start, left, element, CHUNK, FULL, "evict_first")
     grad = number(group, SIGN) * read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, "evict_first")
     place = pointer_to(row, FIRST, start, tl.float32, True)
     velocity = read(place, left, CHUNK, FULL, "evict_first")
     decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
-    ratio = tl.full((), 1.0, tl.float32)
-    if is_whole:
+    ratio, rate = tl.full((), 1.0, tl.float32), number(group, LR)
+    if kind == WHOLE:
         ratio = trust_ratio(tl.sum(weight * weight), tl.sum(grad * grad), decay, group)
-        rate = number(group, LR) * ratio
+        rate = rate * ratio
+    if kind == APPLY:
+        wait_for(ready)  # with all reads under way
+        rate = tl.load(rates, cache_modifier=".cg")
     velocity = number(group, MOMENTUM) * velocity + rate * (grad + decay * weight)
     weight = weight - velocity
     write(place, velocity, left, tl.float32, CHUNK, FULL, "evict_first")
@@ -94,14 +96,16 @@ def settle(row, tensor, group, weight_sums, grad_sums, rates, ratios, READ_GRAD:
 
 
 @triton.jit
-def lars_kernel(items, n_items, rows, groups, weight_sums, grad_sums, queue, arrived, ready, rates, ratios,
+def lars_kernel(items, begins, rows, groups, weight_sums, grad_sums, arrived, ready, rates, ratios,
                 element: tl.constexpr, ALIGNED: tl.constexpr, READ_WEIGHT: tl.constexpr, READ_GRAD: tl.constexpr,
                 CARRY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    item = tl.atomic_add(queue, 1, sem="relaxed")
-    while item < n_items:
-        kind, tensor, chunk = taken(items, item)
-        row = rows + tensor * ROW
-        group = groups + tl.load(row + GROUP) * GROUP_WIDTH
+    item, end = tl.load(begins + tl.program_id(0)), tl.load(begins + tl.program_id(0) + 1)
+    word = tl.load(items + item)
+    while item < end:
+        kind, group_number, tensor, chunk = parts(word)
+        item += 1
+        word = tl.load(items + item)  # of the next item, so that it is there in time
+        row, group = rows + tensor * ROW, groups + group_number * GROUP_WIDTH
         start = chunk * CHUNK
         left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
         slot = tl.load(row + FIRST_CHUNK) + chunk
@@ -121,16 +125,11 @@ def lars_kernel(items, n_items, rows, groups, weight_sums, grad_sums, queue, arr
                 settle(row, tensor, group, weight_sums, grad_sums, rates, ratios, READ_GRAD)
                 announce(ready + tensor)
         else:
-            rate = number(group, LR)
-            if kind == APPLY:
-                wait_for(ready + tensor)
-                rate = tl.load(rates + tensor, cache_modifier=".cg")
             if left == CHUNK:
-                done = apply(row, start, left, rate, group, kind == WHOLE, element, ALIGNED, CHUNK, True)
+                done = apply(row, start, left, kind, ready + tensor, rates + tensor, group, element, ALIGNED, CHUNK, True)
             else:
-                done = apply(row, start, left, rate, group, kind == WHOLE, element, ALIGNED, CHUNK, False)
+                done = apply(row, start, left, kind, ready + tensor, rates + tensor, group, element, ALIGNED, CHUNK, False)
             if kind == WHOLE:
                 tl.store(ratios + tensor, done[0])
             if CARRY:
                 tl.store(weight_sums + slot, done[1])
-        item = tl.atomic_add(queue, 1, sem="relaxed")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .common import GROUP_NUMBERS, ROW_WORDS, SCALES
-from .order import Item, chunks_of, work_order
+from .order import chunks_of, work_order
 from .table import Table
 
 COLUMN = {
-    name: i
-    for i, name in enumerate("param grad first second master step grad_norm numel first_chunk chunks group decayed".split())
+    name: i for i, name in enumerate("param grad first second master step grad_norm numel first_chunk chunks decayed".split())
 }
 
 
@@ -29,7 +31,8 @@ class Tuning:
     registers: int | None = None
     """At most so many per thread; None: as the compiler likes."""
     programs_per_processor: int = 2
-    lag_per_program: float = 1.0
+    lag: int = 1
+    """Items between a chunk's measurement and its update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ def processors(device: torch.device) -> int:
 class Plan:
     """Everything a launch needs but addresses and settings, on the device."""
 
-    def __init__(self, tensors: Tensors, *, n_groups: int, device: torch.device, tuning: Tuning) -> None:
-        self.tuning, self.device = tuning, device
+    def __init__(self, tensors: Tensors, *, names: list[str | None], n_groups: int, device: torch.device, tuning: Tuning) -> None:
+        self.tuning, self.device, self.names = tuning, device, names
         self.programs = processors(device) * tuning.programs_per_processor
         self.n_tensors = count = len(tensors.numels)
         self._chunks = [chunks_of(numel, tuning.chunk_elements) for numel in tensors.numels]
@@ -60,35 +63,55 @@ class Plan:
         self._rows[:, COLUMN["numel"]] = tensors.numels
         self._rows[:, COLUMN["chunks"]] = self._chunks
         self._rows[:, COLUMN["first_chunk"]] = np.cumsum([0, *self._chunks[:-1]])
-        self._rows[:, COLUMN["group"]] = tensors.groups
         self._rows[:, COLUMN["decayed"]] = tensors.decayed
         self._groups = np.zeros((n_groups, GROUP_NUMBERS), dtype=np.float64)
         self.table = Table(self._rows.size + self._groups.size, device)
         padded = -(-count // 4) * 4  # so that each part begins where 128-bit accesses may
-        self._counters = torch.zeros(4 + 2 * padded, dtype=torch.int32, device=device)
-        self.queue, self.arrived, self.ready = self._counters.split([4, padded, padded])
+        self._counters = torch.zeros(2 * padded, dtype=torch.int32, device=device)
+        self.arrived, self.ready = self._counters.split(padded)
         self.sums = [torch.zeros(sum(self._chunks), dtype=torch.float32, device=device) for _ in range(2)]
         self.scales = torch.zeros(count * SCALES, dtype=torch.float32, device=device)
-        self._items: dict[bool, Tensor] = {}
+        self._group_of = tensors.groups
+        self._last_columns: Mapping[str, Sequence[int]] = {}
+        self._last_settings: Sequence[Sequence[float]] = []
+        self._words = np.zeros(0, dtype=np.int64)
+        self._cut: tuple[Tensor, Tensor, Tensor] | None = None
+        self._judged: list[int] = []
+        self._is_aligned = False
+        self._items: dict[bool, tuple[Tensor, Tensor]] = {}
 
-    def items(self, *, measured: bool = False) -> Tensor:
+    def items(self, *, measured: bool = False) -> tuple[Tensor, Tensor]:
+        """All programs' items one after the other, and where each program's begin."""
         if measured not in self._items:
-            lag = round(self.programs * self.tuning.lag_per_program)
-            order: list[Item] = work_order(self._chunks, self._adapted, lag=lag, measured=measured)
-            words = torch.tensor([item.word() for item in order], dtype=torch.int64)
-            self._items[measured] = words.to(self.device)
+            lists = work_order(self._chunks, self._adapted, programs=self.programs, lag=self.tuning.lag, measured=measured)
+            words = [item.word(self._group_of[item.tensor]) for items in lists for item in items]
+            begins = list(itertools.accumulate((len(items) for items in lists), initial=0))
+            # One word more: a program looks at the next before it knows that there is none.
+            listed = torch.tensor([*words, 0], dtype=torch.int64), torch.tensor(begins, dtype=torch.int32)
+            self._items[measured] = listed[0].to(self.device), listed[1].to(self.device)
         return self._items[measured]
 
     def send(self, columns: Mapping[str, Sequence[int]], settings: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
         """Rows and groups on the device."""
-        for name, addresses in columns.items():
-            self._rows[:, COLUMN[name]] = addresses
-        for number, values in enumerate(settings):
-            self._groups[number, : len(values)] = values
-        words = np.concatenate([self._rows.reshape(-1), self._groups.reshape(-1).view(np.int64)])
-        rows, groups = self.table.send(words).split([self._rows.size, self._groups.size])
-        return rows, groups.view(torch.float64)
+        if columns != self._last_columns or settings != self._last_settings:
+            self._last_columns, self._last_settings = dict(columns), settings
+            for name, addresses in columns.items():
+                self._rows[:, COLUMN[name]] = addresses
+            for number, values in enumerate(settings):
+                self._groups[number, : len(values)] = values
+            self._words = np.concatenate([self._rows.reshape(-1), self._groups.reshape(-1).view(np.int64)])
+        table = self.table.send(self._words)
+        if self._cut is None or self._cut[0] is not table:
+            rows, groups = table.split([self._rows.size, self._groups.size])
+            self._cut = table, rows, groups.view(torch.float64)
+        return self._cut[1:]
+
+    def is_aligned(self, addresses: list[int]) -> bool:
+        """Whether 128-bit accesses are possible: gradients in a reducer's flat buffer begin anywhere."""
+        if addresses != self._judged:
+            self._judged, self._is_aligned = addresses, functools.reduce(operator.or_, addresses) % 16 == 0
+        return self._is_aligned
 
     def reset(self) -> None:
-        """Before each launch: the queue is full again, and nobody has arrived."""
+        """Before each launch: nobody has arrived."""
         self._counters.zero_()
