@@ -19,7 +19,7 @@ from .errors import ConfigError, did_you_mean
 from .flag_values import accepts, value_of
 from .keys import Kind, boolean, integer, key, number, require
 from .strategies import catalogue
-from .strategy import COMMUNICATION, GUARDS, SCALARS, DistributedStrategy
+from .strategy import COMMUNICATION, DIAGNOSTICS, GUARDS, SCALARS, DistributedStrategy
 
 RESUME_FOLDER = "checkpoints"
 BOOLEANS = frozenset({"true", "false", "True", "False"})
@@ -251,5 +251,5 @@ def _groups(configs: TrainConfigs) -> Iterator[tuple[str, str | None, list[Row]]
         rows: list[Row] = [(name, boolean(), "switches it on or off", getattr(configs.strategy, name))]
         rows += [(f"{name}.{f.name}", f.metadata["kind"], f.metadata["doc"], settings[f.name]) for f in dataclasses.fields(part)]
         yield name, " ".join([*lines[:1], *missing]) or None, rows
-    for title, scalars in {"communication": COMMUNICATION, "guards": GUARDS}.items():
+    for title, scalars in {"communication": COMMUNICATION, "guards": GUARDS, "diagnostics": DIAGNOSTICS}.items():
         yield title, None, [(name, kind, "", getattr(configs.strategy, name)) for name, (_, kind) in scalars.items()]
