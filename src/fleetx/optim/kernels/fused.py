@@ -27,6 +27,13 @@ _layout_of = operator.attrgetter("layout")
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+TUNINGS = {
+    torch.float32: Tuning(),
+    torch.bfloat16: Tuning(programs_per_processor=1),
+    torch.float16: Tuning(programs_per_processor=1),
+}
+
+
 class Member:
     """One parameter, with what does not change from step to step."""
 
@@ -42,14 +49,16 @@ class FusedStep:
     """The kernels of one optimizer."""
 
     def __init__(self, optimizer: Layerwise, tuning: Tuning | None = None) -> None:
-        self.tuning = tuning or Tuning()
         self._batches: dict[tuple[torch.device, torch.dtype], Batch] = {}
         numbers = {id(group): number for number, group in enumerate(optimizer.param_groups)}
         members: dict[tuple[torch.device, torch.dtype], list[Member]] = {}
         for group, param, name, flags in optimizer.parameters_with_flags():
             kind = param.device, param.dtype
             members.setdefault(kind, []).append(Member(param, name, numbers[id(group)], flags))
-        self._batches = {kind: Batch(kind[0], kind[1], of_kind, self.tuning) for kind, of_kind in members.items()}
+        self._batches = {
+            (device, dtype): Batch(device, dtype, of_kind, tuning or TUNINGS[dtype])
+            for (device, dtype), of_kind in members.items()
+        }
 
     def step(self, optimizer: Layerwise) -> TrustRatios | None:
         names: list[str | None] = []
@@ -166,7 +175,7 @@ class Batch:
                 element=ELEMENTS[self.dtype],
                 CHUNK=plan.tuning.chunk_elements,
                 num_warps=plan.tuning.warps,
-                maxnreg=plan.tuning.registers,
+                maxnreg=plan.registers,
                 launch_cooperative_grid=plan.programs > 1,  # all programs run from the start: order.py relies on it
                 **constants,
             )

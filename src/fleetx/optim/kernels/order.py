@@ -20,6 +20,7 @@ import enum
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 KIND_SHIFT, GROUP_SHIFT, TENSOR_SHIFT = 60, 48, 28
 MOST_GROUPS, MOST_TENSORS, MOST_CHUNKS = 2 ** (KIND_SHIFT - GROUP_SHIFT), 2 ** (GROUP_SHIFT - TENSOR_SHIFT), 2**TENSOR_SHIFT
@@ -33,8 +34,7 @@ class Kind(enum.IntEnum):
     SETTLE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     kind: Kind
     tensor: int
     chunk: int

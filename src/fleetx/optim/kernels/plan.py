@@ -28,11 +28,16 @@ class Tuning:
 
     chunk_elements: int = 4096
     warps: int = 8
-    registers: int | None = None
-    """At most so many per thread; None: as the compiler likes."""
     programs_per_processor: int = 2
-    lag: int = 1
+    lag: int = 2
     """Items between a chunk's measurement and its update."""
+
+    def registers(self, device: torch.device) -> int | None:
+        """What a thread may use so that all programs run at once: they wait for each other."""
+        if device.type != "cuda":
+            return None
+        of_processor: int = torch.cuda.get_device_properties(device).regs_per_multiprocessor
+        return min(255, of_processor // (self.programs_per_processor * self.warps * 32) // 8 * 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Plan:
 
     def __init__(self, tensors: Tensors, *, names: list[str | None], n_groups: int, device: torch.device, tuning: Tuning) -> None:
         self.tuning, self.device, self.names = tuning, device, names
+        self.registers = tuning.registers(device)
         self.programs = processors(device) * tuning.programs_per_processor
         self.n_tensors = count = len(tensors.numels)
         self._chunks = [chunks_of(numel, tuning.chunk_elements) for numel in tensors.numels]
