@@ -27,13 +27,6 @@ _layout_of = operator.attrgetter("layout")
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-TUNINGS = {
-    torch.float32: Tuning(),
-    torch.bfloat16: Tuning(programs_per_processor=1),
-    torch.float16: Tuning(programs_per_processor=1),
-}
-
-
 class Member:
     """One parameter, with what does not change from step to step."""
 
@@ -56,8 +49,7 @@ class FusedStep:
             kind = param.device, param.dtype
             members.setdefault(kind, []).append(Member(param, name, numbers[id(group)], flags))
         self._batches = {
-            (device, dtype): Batch(device, dtype, of_kind, tuning or TUNINGS[dtype])
-            for (device, dtype), of_kind in members.items()
+            (device, dtype): Batch(device, dtype, of_kind, tuning or Tuning()) for (device, dtype), of_kind in members.items()
         }
 
     def step(self, optimizer: Layerwise) -> TrustRatios | None:
@@ -167,16 +159,18 @@ class Batch:
         plan.reset()
         return [rows, groups]
 
-    def _launch(self, kernel: Any, plan: Plan, items: Sequence[Tensor], arguments: list[Any], **constants: Any) -> None:
+    def _launch(self, kernel: Any, plan: Plan, items: Tensor, arguments: list[Any], **constants: Any) -> None:
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            kernel[(plan.programs,)](
-                *items,
+            kernel[(items.numel(),)](
+                items,
+                plan.queue,
                 *arguments,
                 element=ELEMENTS[self.dtype],
                 CHUNK=plan.tuning.chunk_elements,
                 num_warps=plan.tuning.warps,
-                maxnreg=plan.registers,
-                launch_cooperative_grid=plan.programs > 1,  # all programs run from the start: order.py relies on it
+                maxnreg=plan.tuning.registers,
+                KEEP=plan.tuning.keep,
+                TICKET=plan.tuning.ticket,
                 **constants,
             )
 

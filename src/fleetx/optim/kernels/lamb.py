@@ -73,16 +73,16 @@ def direction(weight, mean, square, correction1, correction2, decay, eps):
 
 @triton.jit
 def advance(row, start, left, group, kind, element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-            FULL: tl.constexpr):  # fmt: skip
+            FULL: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     """New moments, and the squared norms of weight and direction. Unless its tensor is larger and adapted: the update too."""
-    weight = read_weight(row, start, left, element, CHUNK, FULL, "")
+    weight = read_weight(row, start, left, element, CHUNK, FULL, KEEP)
     grad = number(group, SIGN) * read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, "evict_first")
     mean_place, square_place = pointer_to(row, FIRST, start, tl.float32, True), pointer_to(row, SECOND, start, tl.float32, True)
-    mean, square = read(mean_place, left, CHUNK, FULL, ""), read(square_place, left, CHUNK, FULL, "")
+    mean, square = read(mean_place, left, CHUNK, FULL, KEEP), read(square_place, left, CHUNK, FULL, KEEP)
     mean = number(group, BETA1) * mean + number(group, REST1) * grad
     square = number(group, BETA2) * square + number(group, REST2) * grad * grad
-    write(mean_place, mean, left, tl.float32, CHUNK, FULL, "")
-    write(square_place, square, left, tl.float32, CHUNK, FULL, "")
+    write(mean_place, mean, left, tl.float32, CHUNK, FULL, KEEP)
+    write(square_place, square, left, tl.float32, CHUNK, FULL, KEEP)
     decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
     correction1, correction2 = corrections(row, group)
     found = direction(weight, mean, square, correction1, correction2, decay, number(group, EPS))
@@ -99,10 +99,10 @@ def advance(row, start, left, group, kind, element: tl.constexpr, ALIGNED: tl.co
 @triton.jit
 def apply(row, start, left, ready, scales, group, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr):
     weight = read_weight(row, start, left, element, CHUNK, FULL, "evict_first")
+    decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
+    wait_for(ready)  # before the moments are read: another program has written them
     mean = read(pointer_to(row, FIRST, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
     square = read(pointer_to(row, SECOND, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
-    decay = number(group, DECAY) * tl.load(row + DECAYED).to(tl.float32)
-    wait_for(ready)  # with all reads under way: these moments are the program's own
     rate = tl.load(scales, cache_modifier=".cg")
     correction1, correction2 = tl.load(scales + 1, cache_modifier=".cg"), tl.load(scales + 2, cache_modifier=".cg")
     found = direction(weight, mean, square, correction1, correction2, decay, number(group, EPS))
@@ -126,30 +126,31 @@ def settle(row, tensor, group, weight_sums, direction_sums, scales, ratios, kind
 
 
 @triton.jit
-def lamb_kernel(items, begins, rows, groups, weight_sums, direction_sums, arrived, ready, scales, ratios,
-                element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    item, end = tl.load(begins + tl.program_id(0)), tl.load(begins + tl.program_id(0) + 1)
-    word = tl.load(items + item)
-    while item < end:
-        kind, group_number, tensor, chunk = parts(word)
-        item += 1
-        word = tl.load(items + item)  # of the next item, so that it is there in time
-        row, group = rows + tensor * ROW, groups + group_number * GROUP_WIDTH
-        start = chunk * CHUNK
-        left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
-        if kind == APPLY:
-            if left == CHUNK:
-                apply(row, start, left, ready + tensor, scales + tensor * SCALE_WIDTH, group, element, CHUNK, True)
-            else:
-                apply(row, start, left, ready + tensor, scales + tensor * SCALE_WIDTH, group, element, CHUNK, False)
+def lamb_kernel(items, queue, rows, groups, weight_sums, direction_sums, arrived, ready, scales, ratios,
+                element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, KEEP: tl.constexpr,
+                TICKET: tl.constexpr):  # fmt: skip
+    # By ticket: a program's number says nothing of when it starts, and order.py relies on the order.
+    if TICKET:
+        item = tl.atomic_add(queue, 1, sem="relaxed")
+    else:
+        item = tl.program_id(0)
+    kind, group_number, tensor, chunk = parts(tl.load(items + item))
+    row, group = rows + tensor * ROW, groups + group_number * GROUP_WIDTH
+    start = chunk * CHUNK
+    left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
+    if kind == APPLY:
+        if left == CHUNK:
+            apply(row, start, left, ready + tensor, scales + tensor * SCALE_WIDTH, group, element, CHUNK, True)
         else:
-            if left == CHUNK:
-                squares = advance(row, start, left, group, kind, element, ALIGNED, CHUNK, True)
-            else:
-                squares = advance(row, start, left, group, kind, element, ALIGNED, CHUNK, False)
-            slot = tl.load(row + FIRST_CHUNK) + chunk
-            tl.store(weight_sums + slot, squares[0])
-            tl.store(direction_sums + slot, squares[1])
-            if arrive(arrived + tensor, tl.load(row + CHUNKS).to(tl.int32)):
-                settle(row, tensor, group, weight_sums, direction_sums, scales, ratios, kind)
-                announce(ready + tensor)
+            apply(row, start, left, ready + tensor, scales + tensor * SCALE_WIDTH, group, element, CHUNK, False)
+    else:
+        if left == CHUNK:
+            squares = advance(row, start, left, group, kind, element, ALIGNED, CHUNK, True, KEEP)
+        else:
+            squares = advance(row, start, left, group, kind, element, ALIGNED, CHUNK, False, KEEP)
+        slot = tl.load(row + FIRST_CHUNK) + chunk
+        tl.store(weight_sums + slot, squares[0])
+        tl.store(direction_sums + slot, squares[1])
+        if arrive(arrived + tensor, tl.load(row + CHUNKS).to(tl.int32)):
+            settle(row, tensor, group, weight_sums, direction_sums, scales, ratios, kind)
+            announce(ready + tensor)

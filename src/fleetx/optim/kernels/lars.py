@@ -45,13 +45,13 @@ def trust_ratio(squared_weight, squared_grad, decay, group):
 
 @triton.jit
 def measure(row, start, left, element: tl.constexpr, ALIGNED: tl.constexpr, READ_WEIGHT: tl.constexpr,
-            READ_GRAD: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+            READ_GRAD: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     squared_weight, squared_grad = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     if READ_WEIGHT:
-        weight = read_weight(row, start, left, element, CHUNK, FULL, "")
+        weight = read_weight(row, start, left, element, CHUNK, FULL, KEEP)
         squared_weight = tl.sum(weight * weight)
     if READ_GRAD:
-        grad = read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, "")
+        grad = read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, KEEP)
         squared_grad = tl.sum(grad * grad)
     return squared_weight, squared_grad
 
@@ -96,40 +96,40 @@ def settle(row, tensor, group, weight_sums, grad_sums, rates, ratios, READ_GRAD:
 
 
 @triton.jit
-def lars_kernel(items, begins, rows, groups, weight_sums, grad_sums, arrived, ready, rates, ratios,
+def lars_kernel(items, queue, rows, groups, weight_sums, grad_sums, arrived, ready, rates, ratios,
                 element: tl.constexpr, ALIGNED: tl.constexpr, READ_WEIGHT: tl.constexpr, READ_GRAD: tl.constexpr,
-                CARRY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    item, end = tl.load(begins + tl.program_id(0)), tl.load(begins + tl.program_id(0) + 1)
-    word = tl.load(items + item)
-    while item < end:
-        kind, group_number, tensor, chunk = parts(word)
-        item += 1
-        word = tl.load(items + item)  # of the next item, so that it is there in time
-        row, group = rows + tensor * ROW, groups + group_number * GROUP_WIDTH
-        start = chunk * CHUNK
-        left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
-        slot = tl.load(row + FIRST_CHUNK) + chunk
-        if (kind == MEASURE) | (kind == SETTLE):
-            awaited = tl.full((), 1, tl.int32)
-            if kind == MEASURE:
-                awaited = tl.load(row + CHUNKS).to(tl.int32)
-                if left == CHUNK:
-                    squares = measure(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, True)
-                else:
-                    squares = measure(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, False)
-                if READ_WEIGHT:
-                    tl.store(weight_sums + slot, squares[0])
-                if READ_GRAD:
-                    tl.store(grad_sums + slot, squares[1])
-            if arrive(arrived + tensor, awaited):
-                settle(row, tensor, group, weight_sums, grad_sums, rates, ratios, READ_GRAD)
-                announce(ready + tensor)
-        else:
+                CARRY: tl.constexpr, CHUNK: tl.constexpr, KEEP: tl.constexpr, TICKET: tl.constexpr):  # fmt: skip
+    # By ticket: a program's number says nothing of when it starts, and order.py relies on the order.
+    if TICKET:
+        item = tl.atomic_add(queue, 1, sem="relaxed")
+    else:
+        item = tl.program_id(0)
+    kind, group_number, tensor, chunk = parts(tl.load(items + item))
+    row, group = rows + tensor * ROW, groups + group_number * GROUP_WIDTH
+    start = chunk * CHUNK
+    left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
+    slot = tl.load(row + FIRST_CHUNK) + chunk
+    if (kind == MEASURE) | (kind == SETTLE):
+        awaited = tl.full((), 1, tl.int32)
+        if kind == MEASURE:
+            awaited = tl.load(row + CHUNKS).to(tl.int32)
             if left == CHUNK:
-                done = apply(row, start, left, kind, ready + tensor, rates + tensor, group, element, ALIGNED, CHUNK, True)
+                squares = measure(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, True, KEEP)
             else:
-                done = apply(row, start, left, kind, ready + tensor, rates + tensor, group, element, ALIGNED, CHUNK, False)
-            if kind == WHOLE:
-                tl.store(ratios + tensor, done[0])
-            if CARRY:
-                tl.store(weight_sums + slot, done[1])
+                squares = measure(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, False, KEEP)
+            if READ_WEIGHT:
+                tl.store(weight_sums + slot, squares[0])
+            if READ_GRAD:
+                tl.store(grad_sums + slot, squares[1])
+        if arrive(arrived + tensor, awaited):
+            settle(row, tensor, group, weight_sums, grad_sums, rates, ratios, READ_GRAD)
+            announce(ready + tensor)
+    else:
+        if left == CHUNK:
+            done = apply(row, start, left, kind, ready + tensor, rates + tensor, group, element, ALIGNED, CHUNK, True)
+        else:
+            done = apply(row, start, left, kind, ready + tensor, rates + tensor, group, element, ALIGNED, CHUNK, False)
+        if kind == WHOLE:
+            tl.store(ratios + tensor, done[0])
+        if CARRY:
+            tl.store(weight_sums + slot, done[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,16 +27,12 @@ class Tuning:
 
     chunk_elements: int = 4096
     warps: int = 8
-    programs_per_processor: int = 2
-    lag: int = 2
-    """Items between a chunk's measurement and its update."""
-
-    def registers(self, device: torch.device) -> int | None:
-        """What a thread may use so that all programs run at once: they wait for each other."""
-        if device.type != "cuda":
-            return None
-        of_processor: int = torch.cuda.get_device_properties(device).regs_per_multiprocessor
-        return min(255, of_processor // (self.programs_per_processor * self.warps * 32) // 8 * 8)
+    registers: int | None = None
+    """At most so many per thread; None: as the compiler likes."""
+    lag: int = 264
+    """Items between a tensor's last measurement and its first update."""
+    keep: str = ""
+    ticket: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +45,12 @@ class Tensors:
     groups: Sequence[int]
 
 
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 @final
 class Plan:
     """Everything a launch needs but addresses and settings, on the device."""
 
     def __init__(self, tensors: Tensors, *, names: list[str | None], n_groups: int, device: torch.device, tuning: Tuning) -> None:
         self.tuning, self.device, self.names = tuning, device, names
-        self.registers = tuning.registers(device)
-        self.programs = processors(device) * tuning.programs_per_processor
         self.n_tensors = count = len(tensors.numels)
         self._chunks = [chunks_of(numel, tuning.chunk_elements) for numel in tensors.numels]
         self._adapted = tensors.adapted
@@ -73,8 +62,8 @@ class Plan:
         self._groups = np.zeros((n_groups, GROUP_NUMBERS), dtype=np.float64)
         self.table = Table(self._rows.size + self._groups.size, device)
         padded = -(-count // 4) * 4  # so that each part begins where 128-bit accesses may
-        self._counters = torch.zeros(2 * padded, dtype=torch.int32, device=device)
-        self.arrived, self.ready = self._counters.split(padded)
+        self._counters = torch.zeros(4 + 2 * padded, dtype=torch.int32, device=device)
+        self.queue, self.arrived, self.ready = self._counters.split([4, padded, padded])
         self.sums = [torch.zeros(sum(self._chunks), dtype=torch.float32, device=device) for _ in range(2)]
         self.scales = torch.zeros(count * SCALES, dtype=torch.float32, device=device)
         self._group_of = tensors.groups
@@ -84,17 +73,14 @@ class Plan:
         self._cut: tuple[Tensor, Tensor, Tensor] | None = None
         self._judged: list[int] = []
         self._is_aligned = False
-        self._items: dict[bool, tuple[Tensor, Tensor]] = {}
+        self._items: dict[bool, Tensor] = {}
 
-    def items(self, *, measured: bool = False) -> tuple[Tensor, Tensor]:
-        """All programs' items one after the other, and where each program's begin."""
+    def items(self, *, measured: bool = False) -> Tensor:
+        """All items in the order in which they are taken."""
         if measured not in self._items:
-            lists = work_order(self._chunks, self._adapted, programs=self.programs, lag=self.tuning.lag, measured=measured)
-            words = [item.word(self._group_of[item.tensor]) for items in lists for item in items]
-            begins = list(itertools.accumulate((len(items) for items in lists), initial=0))
-            # One word more: a program looks at the next before it knows that there is none.
-            listed = torch.tensor([*words, 0], dtype=torch.int64), torch.tensor(begins, dtype=torch.int32)
-            self._items[measured] = listed[0].to(self.device), listed[1].to(self.device)
+            order = work_order(self._chunks, self._adapted, lag=self.tuning.lag, measured=measured)
+            words = torch.tensor([item.word(self._group_of[item.tensor]) for item in order], dtype=torch.int64)
+            self._items[measured] = words.to(self.device)
         return self._items[measured]
 
     def send(self, columns: Mapping[str, Sequence[int]], settings: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
@@ -119,5 +105,5 @@ class Plan:
         return self._is_aligned
 
     def reset(self) -> None:
-        """Before each launch: nobody has arrived."""
+        """Before each launch: the first ticket is next, and nobody has arrived."""
         self._counters.zero_()
