@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..keys import boolean, number
+from . import cpu
 from .layerwise import Layerwise, Work, as_number
-from .lists import Numbers, in_cache, one_each, pick
+from .lists import Numbers, norms, one_each, subtract
 from .param_groups import DEFAULT_EXCLUSIONS, Flags
 
 
@@ -54,18 +55,25 @@ def lamb_update(
 
 def directions(
     params: list[Tensor],
+    grads: list[Tensor],
     means: list[Tensor],
     squares: list[Tensor],
     *,
-    corrections: tuple[Numbers, Numbers],
-    eps: float,
+    steps: list[Tensor],
     decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
 ) -> list[Tensor]:
-    """The Adam direction of each block, with decay; corrections are 1 - beta1^t and the root of 1 - beta2^t."""
+    """The direction of each tensor, with decay; its moments are brought up to date in place."""
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    counts = torch.stack(steps).double()  # 1 - beta2^t loses four digits in float32
     below = list(torch._foreach_sqrt(squares))
-    torch._foreach_div_(below, corrections[1])
+    torch._foreach_div_(below, one_each((1 - beta2**counts).sqrt()))
     torch._foreach_add_(below, eps)
-    torch._foreach_mul_(below, corrections[0])
+    torch._foreach_mul_(below, one_each(1 - beta1**counts))
     found = list(torch._foreach_div(means, below))
     if decay:
         torch._foreach_add_(found, params, alpha=decay)
@@ -78,7 +86,7 @@ def lamb_lists(
     means: list[Tensor],
     squares: list[Tensor],
     *,
-    steps: Tensor,
+    steps: list[Tensor],
     lr: float | Tensor,
     beta1: float,
     beta2: float,
@@ -86,29 +94,20 @@ def lamb_lists(
     decay: float,
     adapt: bool,
 ) -> Tensor | None:
-    """`lamb_update` of many tensors, in place; the trust ratios of adapted ones. Directions are computed twice, not kept."""
-    first, second = one_each(1 - beta1**steps), one_each((1 - beta2**steps).sqrt())
-    squared_norms: list[list[Tensor]] = [[] for _ in params]
-    for owners, (ws, gs, ms, ss) in in_cache(params, grads, means, squares):
-        torch._foreach_lerp_(ms, gs, 1 - beta1)
-        torch._foreach_mul_(ss, beta2)
-        torch._foreach_addcmul_(ss, gs, gs, 1 - beta2)
-        corrections = pick(first, owners), pick(second, owners)
-        found = directions(ws, ms, ss, corrections=corrections, eps=eps, decay=decay)
-        if not adapt:
-            torch._foreach_sub_(ws, torch._foreach_mul(found, lr))
-            continue
-        for owner, norm in zip(owners, torch._foreach_norm(found), strict=True):
-            squared_norms[owner].append(norm.square())
-    if not adapt:
+    """`lamb_update` of many tensors, in place; the trust ratios of adapted ones."""
+    fixed = {"beta1": beta1, "beta2": beta2, "eps": eps}
+    on_kernels = cpu.kernels_take(params, grads, means, squares)
+    if on_kernels and not adapt and not decay:
+        cpu.adam(params, grads, means, squares, steps=steps, lr=float(lr), **fixed)
         return None
-    direction_norms = torch.stack([torch.stack(parts).sum().sqrt() for parts in squared_norms])
-    ratios = trust_ratio(torch.stack(torch._foreach_norm(params)), direction_norms)
-    rates = one_each(lr * ratios)
-    for owners, (ws, ms, ss) in in_cache(params, means, squares):
-        corrections = pick(first, owners), pick(second, owners)
-        found = directions(ws, ms, ss, corrections=corrections, eps=eps, decay=decay)
-        torch._foreach_sub_(ws, torch._foreach_mul(found, pick(rates, owners)))
+    if on_kernels:
+        weights, found, measured = cpu.directions_by_adam(params, grads, means, squares, steps=steps, decay=decay, **fixed)
+    else:
+        weights, found = params, directions(params, grads, means, squares, steps=steps, decay=decay, **fixed)
+        measured = norms([*params, *found]).view(2, -1)
+    ratios = trust_ratio(*measured) if adapt else None
+    rates: Numbers = [lr] * len(params) if ratios is None else one_each(lr * ratios)
+    subtract(weights, found, factors=rates if len(rates) == len(weights) else rates * len(weights))
     return ratios
 
 
@@ -193,6 +192,5 @@ class Lamb(Layerwise):
         return ratios
 
     def update_lists(self, work: Work) -> list[Tensor]:
-        steps = torch.stack(work.counts).double()  # 1 - beta2^t loses four digits in float32
-        ratios = lamb_lists(work.params, work.grads, *work.moments, steps=steps, **self._settings(work))
+        ratios = lamb_lists(work.params, work.grads, *work.moments, steps=work.counts, **self._settings(work))
         return [] if ratios is None else [ratios]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..keys import boolean, number
+from . import cpu
 from .layerwise import Layerwise, Work, as_number
-from .lists import in_cache, one_each, pick
+from .lists import Numbers, norms, one_each
 from .param_groups import DEFAULT_EXCLUSIONS
 
 
@@ -60,17 +61,20 @@ def lars_lists(
     adapt: bool,
 ) -> Tensor | None:
     """`lars_update` of many tensors, in place; the trust ratios of adapted ones."""
-    ratios, rates = None, None
+    ratios = None
+    rates: Numbers = [lr] * len(params)
     if adapt:
-        norms = torch.stack(torch._foreach_norm(params)), torch.stack(torch._foreach_norm(grads))
-        ratios = trust_ratio(*norms, decay=decay, coefficient=coefficient, epsilon=epsilon)
+        measured = norms([*params, *grads]).view(2, -1)
+        ratios = trust_ratio(*measured, decay=decay, coefficient=coefficient, epsilon=epsilon)
         rates = one_each(lr * ratios)
-    for owners, (some_params, some_grads, some_velocities) in in_cache(params, grads, velocities):
-        steps = torch._foreach_add(some_grads, some_params, alpha=decay) if decay else some_grads
-        steps = torch._foreach_mul(steps, lr if rates is None else pick(rates, owners))
-        torch._foreach_mul_(some_velocities, momentum)
-        torch._foreach_add_(some_velocities, steps)
-        torch._foreach_sub_(some_params, some_velocities)
+    if momentum and cpu.kernels_take(params, grads, velocities) and all(cpu.rate_survives(r, params[0].dtype) for r in rates):
+        cpu.lars_by_sgd(params, grads, velocities, rates=rates, momentum=momentum, decay=decay)
+        return ratios
+    steps = torch._foreach_add(grads, params, alpha=decay) if decay else grads
+    steps = torch._foreach_mul(steps, rates)
+    torch._foreach_mul_(velocities, momentum)
+    torch._foreach_add_(velocities, steps)
+    torch._foreach_sub_(params, velocities)
     return ratios
 
 

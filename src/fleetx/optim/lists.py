@@ -1,8 +1,4 @@
-"""Cutting work so that a CPU finds it in its cache, and numbers that differ from tensor to tensor.
-
-A list operation over a whole model reads it from memory once per operation. Over blocks of a cache's size it reads it once.
-On other devices tensors stay whole: there a launch costs more than memory does.
-"""
+"""What list operations need beside tensors: work in portions, and numbers that differ from tensor to tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +8,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 2**16
-"""Five blocks of float32 fit the 2 MB of cache that a core has."""
-PORTION_ELEMENTS = 2**20
-"""Tensors measured before they are updated: still in the cache that cores share."""
+from . import cpu
+
+PORTION_ELEMENTS = 2**21
+"""Tensors measured before they are updated: still in the cache that a CPU's cores share."""
 
 Numbers: TypeAlias = Any
 """A list of floats or of tensors: torch's list operations take both, their signatures admit one at a time."""
 
 
 def portions(tensors: Sequence[Tensor]) -> Iterator[slice]:
-    """Runs of whole tensors, each run small or a single tensor."""
+    """On a CPU runs of whole tensors, each run small or a single tensor. Elsewhere a launch costs more than memory does."""
     if not tensors or tensors[0].device.type != "cpu":
         yield slice(0, len(tensors))
         return
@@ -35,41 +31,11 @@ def portions(tensors: Sequence[Tensor]) -> Iterator[slice]:
     yield slice(start, len(tensors))
 
 
-def in_cache(*lists: Sequence[Tensor]) -> Iterator[tuple[list[int], tuple[list[Tensor], ...]]]:
-    """Blocks of equal places in each list, with the index of the tensor that each block is of."""
-    if not lists[0] or lists[0][0].device.type != "cpu":
-        yield list(range(len(lists[0]))), tuple(list(tensors) for tensors in lists)
-        return
-    owners: list[int] = []
-    blocks: tuple[list[Tensor], ...] = tuple([] for _ in lists)
-    size = 0
-    for i, parallel in enumerate(zip(*lists, strict=True)):
-        for pieces in zip(*_pieces(parallel), strict=True):
-            if owners and size + pieces[0].numel() > BLOCK_ELEMENTS:
-                yield owners, blocks
-                owners, blocks, size = [], tuple([] for _ in lists), 0
-            owners.append(i)
-            for kept, piece in zip(blocks, pieces, strict=True):
-                kept.append(piece)
-            size += pieces[0].numel()
-    if owners:
-        yield owners, blocks
-
-
-def _pieces(parallel: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Tensors of one layout are cut alike in the order of their memory; others stay whole."""
-    first = parallel[0]
-    if first.numel() <= BLOCK_ELEMENTS:
-        return [[tensor] for tensor in parallel]
-    alike = all(tensor.stride() == first.stride() for tensor in parallel)
-    if not alike or not torch.ops.aten.is_non_overlapping_and_dense(first):
-        return [[tensor] for tensor in parallel]
-    return [flat(tensor).split(BLOCK_ELEMENTS) for tensor in parallel]
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor in the order of its memory, whatever its strides."""
-    return torch.as_strided(tensor, (tensor.numel(),), (1,), int(tensor.storage_offset()))
+def norms(tensors: list[Tensor]) -> Tensor:
+    """One vector; on a CPU in float64."""
+    if tensors[0].device.type == "cpu":
+        return torch.tensor(cpu.norms(tensors), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(tensors))
 
 
 def one_each(numbers: Tensor) -> Numbers:
@@ -80,5 +46,11 @@ def one_each(numbers: Tensor) -> Numbers:
     return list(numbers.unbind())
 
 
-def pick(numbers: Numbers, owners: Sequence[int]) -> Numbers:
-    return [numbers[i] for i in owners]
+def subtract(tensors: list[Tensor], others: list[Tensor], *, factors: Numbers) -> None:
+    """tensor - factor * other, in place: in one pass where factors are plain numbers. Spoils `others`."""
+    if isinstance(factors[0], Tensor):
+        torch._foreach_mul_(others, factors)
+        torch._foreach_sub_(tensors, others)
+        return
+    for tensor, other, factor in zip(tensors, others, factors, strict=True):
+        tensor.sub_(other, alpha=factor)
