@@ -1,6 +1,6 @@
-"""What the kernels of LARS and LAMB share: reading and writing chunks by address, arriving, waiting.
+"""What the kernels of LARS and LAMB share: the table, and reading and writing chunks by address.
 
-A row of the table describes one tensor: addresses first, then sizes. Each program has a list of items.
+A row of the table describes one tensor: addresses first, then sizes. Below the rows are the settings of each group.
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ GROUP_NUMBERS = 8
 GROUP_WIDTH = tl.constexpr(GROUP_NUMBERS)
 SCALES = 4
 SCALE_WIDTH = tl.constexpr(SCALES)
-WHOLE, DIRECT, MEASURE, APPLY, SETTLE = map(tl.constexpr, range(5))
+WHOLE, DIRECT, MEASURE, APPLY = map(tl.constexpr, range(4))
 KIND_SHIFT, GROUP_SHIFT, TENSOR_SHIFT = map(tl.constexpr, (60, 48, 28))
 GROUP_MASK, TENSOR_MASK, CHUNK_MASK = map(tl.constexpr, (0xFFF, 0xFFFFF, 0xFFFFFFF))
 REDUCE_WIDTH = tl.constexpr(1024)
 
 
 @triton.jit
-def parts(word):
-    """Kind, group, tensor and chunk of an item."""
-    kind, group = (word >> KIND_SHIFT).to(tl.int32), ((word >> GROUP_SHIFT) & GROUP_MASK).to(tl.int32)
-    return kind, group, ((word >> TENSOR_SHIFT) & TENSOR_MASK).to(tl.int32), word & CHUNK_MASK
+def item_of(items, rows, n_tensors, CHUNK: tl.constexpr):
+    """Kind, row, group, tensor, chunk, first element and number of elements of this program's item."""
+    word = tl.load(items + tl.program_id(0))
+    tensor, chunk = ((word >> TENSOR_SHIFT) & TENSOR_MASK).to(tl.int32), word & CHUNK_MASK
+    row = rows + tensor * ROW
+    group = rows + n_tensors * ROW + ((word >> GROUP_SHIFT) & GROUP_MASK).to(tl.int32) * GROUP_WIDTH
+    start = chunk * CHUNK
+    left = tl.minimum(tl.load(row + NUMEL) - start, CHUNK).to(tl.int32)
+    return (word >> KIND_SHIFT).to(tl.int32), row, group, tensor, chunk, start, left
+
+
+@triton.jit
+def exactly(group, column: tl.constexpr):
+    """A setting of a group in float64, which the table holds as bits."""
+    return tl.load(group + column).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def number(group, column: tl.constexpr):
-    """A setting of a group; they are kept in float64, since 1 - beta2^t is computed from them."""
-    return tl.load(group + column).to(tl.float32)
+    return exactly(group, column).to(tl.float32)
 
 
 @triton.jit
@@ -57,12 +67,12 @@ def read(pointer, left, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.cons
 
 
 @triton.jit
-def write(pointer, value, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
+def write(pointer, value, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr):
     place = tl.arange(0, CHUNK)
     if FULL:
-        tl.store(pointer + place, value.to(element), eviction_policy=POLICY)
+        tl.store(pointer + place, value.to(element))
     else:
-        tl.store(pointer + place, value.to(element), mask=place < left, eviction_policy=POLICY)
+        tl.store(pointer + place, value.to(element), mask=place < left)
 
 
 @triton.jit
@@ -76,40 +86,19 @@ def read_weight(row, start, left, element: tl.constexpr, CHUNK: tl.constexpr, FU
 
 
 @triton.jit
-def write_weight(row, weight, start, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
-    write(pointer_to(row, PARAM, start, element, True), weight, left, element, CHUNK, FULL, POLICY)
+def write_weight(row, weight, start, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr):
+    write(pointer_to(row, PARAM, start, element, True), weight, left, element, CHUNK, FULL)
     if element != tl.float32:
-        write(pointer_to(row, MASTER, start, tl.float32, True), weight, left, tl.float32, CHUNK, FULL, POLICY)
-
-
-@triton.jit
-def arrive(counter, awaited):
-    """Whether this was the last chunk of its tensor. All that its threads have written is seen by whoever sees the count."""
-    tl.debug_barrier()
-    return tl.atomic_add(counter, 1, sem="acq_rel") == awaited - 1
-
-
-@triton.jit
-def announce(flag):
-    tl.debug_barrier()
-    tl.atomic_xchg(flag, 1, sem="release")
-
-
-@triton.jit
-def wait_for(flag):
-    """order.py tells why this ends."""
-    seen = tl.atomic_add(flag, 0, sem="acquire")
-    while seen == 0:
-        seen = tl.atomic_add(flag, 0, sem="acquire")
+        write(pointer_to(row, MASTER, start, tl.float32, True), weight, left, tl.float32, CHUNK, FULL)
 
 
 @triton.jit
 def total(partials, count):
-    """Always in the same order: the same bits in every run. Past the first-level cache, which may hold a neighbour's past."""
+    """Always in the same order: the same bits in every run."""
     place = tl.arange(0, REDUCE_WIDTH)
     sums = tl.zeros([REDUCE_WIDTH], dtype=tl.float32)
     begin = count * 0
     while begin < count:
-        sums += tl.load(partials + begin + place, mask=begin + place < count, other=0.0, cache_modifier=".cg")
+        sums += tl.load(partials + begin + place, mask=begin + place < count, other=0.0)
         begin += REDUCE_WIDTH
     return tl.sum(sums)
