@@ -22,10 +22,10 @@ BLOCK_ELEMENTS = 2**19
 
 def same_memory_order(tensors: Sequence[Tensor]) -> bool:
     """Whether equal places in memory are equal places in the tensors, without gaps: also channels_last, if all are."""
-    first = tensors[0]
-    if any(tensor.stride() != first.stride() for tensor in tensors):
-        return False
-    return first.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(first))
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    strides = {tensor.stride() for tensor in tensors}
+    return len(strides) == 1 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensors[0]))
 
 
 def kernels_take(*lists: Sequence[Tensor]) -> bool:
@@ -131,8 +131,8 @@ def directions_by_adam(
     steps: list[Tensor],
     decay: float,
     **betas_and_eps: float,
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """LAMB's, of many small tensors together or of a large one in blocks: parameters, directions; a row of norms of each.
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """LAMB's, of many small tensors together or of a large one in blocks: parameters, directions; norms of these and those.
 
     A direction is what Adam at rate -1 makes of parameters that are decay * p. Moments are brought up to date.
     """
@@ -147,5 +147,4 @@ def directions_by_adam(
         lengths.append(norms([*some_params, *found]))  # now: they are in cache
         weights += some_params
         directions += found
-    of_whole = [math.hypot(*parts) for parts in zip(*lengths, strict=True)]
-    return weights, directions, torch.tensor(of_whole, dtype=torch.float64).view(2, -1)
+    return weights, directions, [math.hypot(*parts) for parts in zip(*lengths, strict=True)]

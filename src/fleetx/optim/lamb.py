@@ -19,14 +19,17 @@ from ..errors import ConfigError
 from ..keys import boolean, number
 from . import cpu
 from .layerwise import Layerwise, Work, as_number
-from .lists import Numbers, norms, one_each, subtract
+from .lists import Norm, norms, scaled_rates, subtract
 from .param_groups import DEFAULT_EXCLUSIONS, Flags
 
 
-def trust_ratio(weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
-    """The relative step of an adapted tensor is then the learning rate itself."""
+def trust_ratio(weight_norm: Norm, direction_norm: Norm) -> Norm:
+    """The relative step of an adapted tensor is then the learning rate itself. Of tensors, or of plain numbers."""
+    positive = (weight_norm > 0) & (direction_norm > 0)
+    if positive is False:
+        return 1.0
     ratio = weight_norm / direction_norm
-    return torch.where((weight_norm > 0) & (direction_norm > 0), ratio, torch.ones_like(ratio))
+    return torch.where(positive, ratio, 1.0) if isinstance(positive, Tensor) else ratio
 
 
 def lamb_update(
@@ -71,9 +74,9 @@ def directions(
     torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
     counts = torch.stack(steps).double()  # 1 - beta2^t loses four digits in float32
     below = list(torch._foreach_sqrt(squares))
-    torch._foreach_div_(below, one_each((1 - beta2**counts).sqrt()))
+    torch._foreach_div_(below, (1 - beta2**counts).sqrt().tolist())
     torch._foreach_add_(below, eps)
-    torch._foreach_mul_(below, one_each(1 - beta1**counts))
+    torch._foreach_mul_(below, (1 - beta1**counts).tolist())
     found = list(torch._foreach_div(means, below))
     if decay:
         torch._foreach_add_(found, params, alpha=decay)
@@ -101,13 +104,13 @@ def lamb_lists(
         cpu.adam(params, grads, means, squares, steps=steps, lr=float(lr), **fixed)
         return None
     if on_kernels:
-        weights, found, measured = cpu.directions_by_adam(params, grads, means, squares, steps=steps, decay=decay, **fixed)
+        weights, found, lengths = cpu.directions_by_adam(params, grads, means, squares, steps=steps, decay=decay, **fixed)
     else:
         weights, found = params, directions(params, grads, means, squares, steps=steps, decay=decay, **fixed)
-        measured = norms([*params, *found]).view(2, -1)
-    ratios = trust_ratio(*measured) if adapt else None
-    rates: Numbers = [lr] * len(params) if ratios is None else one_each(lr * ratios)
-    subtract(weights, found, factors=rates if len(rates) == len(weights) else rates * len(weights))
+        lengths = norms([*params, *found]) if adapt else []
+    ratios, rates = scaled_rates(lr, lengths, trust_ratio) if adapt else (None, [lr] * len(params))
+    blocks_of_each = len(weights) // len(params)
+    subtract(weights, found, factors=rates * blocks_of_each)
     return ratios
 
 

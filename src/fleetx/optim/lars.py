@@ -9,6 +9,7 @@ A learning rate that changes does not rescale what the velocity holds already: n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, final
 
@@ -18,13 +19,17 @@ from torch import Tensor, nn
 from ..keys import boolean, number
 from . import cpu
 from .layerwise import Layerwise, Work, as_number
-from .lists import Numbers, norms, one_each
+from .lists import Norm, Numbers, norms, scaled_rates
 from .param_groups import DEFAULT_EXCLUSIONS
 
 
-def trust_ratio(weight_norm: Tensor, grad_norm: Tensor, *, decay: float, coefficient: float, epsilon: float) -> Tensor:
+def trust_ratio(weight_norm: Norm, grad_norm: Norm, *, decay: float, coefficient: float, epsilon: float) -> Norm:
+    """Of tensors, or of plain numbers, with which a CPU is faster."""
+    positive = (weight_norm > 0) & (grad_norm > 0)
+    if positive is False:
+        return 1.0
     ratio = coefficient * weight_norm / (grad_norm + decay * weight_norm + epsilon)
-    return torch.where((weight_norm > 0) & (grad_norm > 0), ratio, torch.ones_like(ratio))
+    return torch.where(positive, ratio, 1.0) if isinstance(positive, Tensor) else ratio
 
 
 def lars_update(
@@ -64,9 +69,8 @@ def lars_lists(
     ratios = None
     rates: Numbers = [lr] * len(params)
     if adapt:
-        measured = norms([*params, *grads]).view(2, -1)
-        ratios = trust_ratio(*measured, decay=decay, coefficient=coefficient, epsilon=epsilon)
-        rates = one_each(lr * ratios)
+        ratio = functools.partial(trust_ratio, decay=decay, coefficient=coefficient, epsilon=epsilon)
+        ratios, rates = scaled_rates(lr, norms([*params, *grads]), ratio)
     if momentum and cpu.kernels_take(params, grads, velocities) and all(cpu.rate_survives(r, params[0].dtype) for r in rates):
         cpu.lars_by_sgd(params, grads, velocities, rates=rates, momentum=momentum, decay=decay)
         return ratios
@@ -139,6 +143,8 @@ class Lars(Layerwise):
 
     def given_norms(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         """In this order; None unless all are there, in float32."""
+        if not self._given:
+            return None
         norms = [self._given.get(id(param)) for param in params]
         if not norms or any(norm is None or norm.dtype != torch.float32 for norm in norms):
             return None

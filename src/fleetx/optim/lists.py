@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ PORTION_ELEMENTS = 2**21
 
 Numbers: TypeAlias = Any
 """A list of floats or of tensors: torch's list operations take both, their signatures admit one at a time."""
+Norm = TypeVar("Norm", float, Tensor)
 
 
 def portions(tensors: Sequence[Tensor]) -> Iterator[slice]:
@@ -31,19 +32,19 @@ def portions(tensors: Sequence[Tensor]) -> Iterator[slice]:
     yield slice(start, len(tensors))
 
 
-def norms(tensors: list[Tensor]) -> Tensor:
-    """One vector; on a CPU in float64."""
-    if tensors[0].device.type == "cpu":
-        return torch.tensor(cpu.norms(tensors), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(tensors))
+def norms(tensors: list[Tensor]) -> Numbers:
+    """Plain numbers where reading them costs nothing, a vector where it would wait for the device."""
+    return cpu.norms(tensors) if tensors[0].device.type == "cpu" else torch.stack(torch._foreach_norm(tensors))
 
 
-def one_each(numbers: Tensor) -> Numbers:
-    """For list operations: plain numbers where reading them costs nothing, tensors where it would wait for the device."""
-    if numbers.device.type == "cpu":
-        plain: list[float] = numbers.tolist()
-        return plain
-    return list(numbers.unbind())
+def scaled_rates(lr: float | Tensor, lengths: Numbers, trust_ratio: Callable[..., Any]) -> tuple[Tensor, Numbers]:
+    """Trust ratios as a vector, and the rate of each tensor; `lengths` are the norms of parameters, then those they go with."""
+    half = len(lengths) // 2
+    if isinstance(lengths, Tensor):
+        ratios: Tensor = trust_ratio(lengths[:half], lengths[half:])
+        return ratios, list((lr * ratios).unbind())
+    plain = list(map(trust_ratio, lengths[:half], lengths[half:]))
+    return torch.tensor(plain, dtype=torch.float64), [lr * ratio for ratio in plain]
 
 
 def subtract(tensors: list[Tensor], others: list[Tensor], *, factors: Numbers) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -25,7 +25,7 @@ from .lars import lars_apply, lars_measure, lars_settle
 from .plan import Plan, Tensors, Tuning
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_grad_of = operator.attrgetter("grad")
+_grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
 
 
 class Member:
@@ -88,10 +88,9 @@ class Batch:
         self._params = [member.param for member in members]
         self._everybody = tuple(range(len(members)))
         self._contiguous = all(member.strides is None for member in members)
-        self._kept: list[Tensor] = []
         self.states: list[dict[str, Any]] | None = None
         """Of all parameters; None when it is not known that they are those of the step before."""
-        self._counts: list[int] = []
+        self._known_counts: list[Tensor] = []
         self.carried: tuple[Plan, list[int], list[int]] | None = None
         """The plan whose sums hold the squared norms of the parameters; their addresses and versions at that time."""
 
@@ -105,14 +104,14 @@ class Batch:
         if not params:
             return None
         grads = self._dense(optimizer, members, grads)
-        columns = self._columns(optimizer, params, grads)
+        columns, addresses = self._addresses(optimizer, params, grads)
         plan = self._plans.get(active) or self._new_plan(optimizer, active, members)
         ratios = torch.empty(len(params), dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             if optimizer.counts_steps:
-                self._launch_lamb(plan, self._table(optimizer, plan, columns, settings), columns, ratios)
+                self._launch_lamb(plan, self._table(optimizer, plan, columns, addresses, settings), ratios)
             else:
-                self._launch_lars(optimizer, plan, params, columns, settings, ratios)
+                self._launch_lars(optimizer, plan, params, columns, addresses, settings, ratios)
         torch.autograd.graph.increment_version(params)
         if active is not self._everybody:
             self.states = None
@@ -120,36 +119,41 @@ class Batch:
 
     def _dense(self, optimizer: Layerwise, members: Sequence[Member], grads: list[Tensor]) -> list[Tensor]:
         """Gradients in the memory order of their parameters; as a rule they are so already."""
-        if len(grads) == len(self._kept) and all(map(operator.is_, grads, self._kept)):
+        strided = all(map(operator.is_, map(_layout_of, grads), itertools.repeat(torch.strided)))
+        if strided and self._contiguous and all(map(Tensor.is_contiguous, grads)):
             return grads
-        given = list(grads)
-        for i, (member, grad) in enumerate(zip(members, given, strict=True)):
+        for i, (member, grad) in enumerate(zip(members, grads, strict=True)):
             if grad.layout is not torch.strided:
                 optimizer.refuse_sparse(member.name)
             if not (grad.is_contiguous() if member.strides is None else grad.stride() == member.strides):
                 grads[i] = torch.empty_like(member.param).copy_(grad)
-        self._kept = grads if all(map(operator.is_, grads, given)) else []
         return grads
 
-    def _columns(self, optimizer: Layerwise, params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, list[int]]:
+    def _addresses(
+        self, optimizer: Layerwise, params: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> tuple[tuple[str, ...], list[int]]:
+        """Names of the table's columns, and the addresses in them, column after column."""
         if self.states is None:
             self.states = [optimizer.state_of(param, count_on=self.device) for param in params]
-        columns = {"param": _addresses(params), "grad": _addresses(grads)}
+        columns, arrays = ["param", "grad"], [params, grads]
         for column, name in zip(("first", "second"), optimizer.moments, strict=False):
-            columns[column] = _addresses(map(operator.itemgetter(name), self.states))
+            columns.append(column)
+            arrays.append(map(operator.itemgetter(name), self.states))
         if optimizer.counts_steps:
-            columns["step"] = self._addresses_of_counts(optimizer, params)
+            columns.append("step")
+            arrays.append(self._counts(optimizer, params))
         if self.dtype in NARROW:
-            columns["master"] = _addresses(map(operator.itemgetter("master"), self.states))
-        return columns
+            columns.append("master")
+            arrays.append(map(operator.itemgetter("master"), self.states))
+        return tuple(columns), list(map(Tensor.data_ptr, itertools.chain(*arrays)))
 
-    def _addresses_of_counts(self, optimizer: Layerwise, params: Sequence[Tensor]) -> list[int]:
+    def _counts(self, optimizer: Layerwise, params: Sequence[Tensor]) -> Sequence[Tensor]:
+        """LAMB's step counts, on the device; somebody may have put others there since, and perhaps on the CPU."""
         assert self.states is not None
-        counts = _addresses(map(operator.itemgetter("step"), self.states))
-        if counts != self._counts:  # others than last time: perhaps put there by somebody, and perhaps on the CPU
-            self.states = [optimizer.state_of(param, count_on=self.device) for param in params]
-            counts = self._counts = _addresses(map(operator.itemgetter("step"), self.states))
-        return counts
+        counts = list(map(operator.itemgetter("step"), self.states))
+        if len(counts) != len(self._known_counts) or not all(map(operator.is_, counts, self._known_counts)):
+            self._known_counts = [optimizer.state_of(param, count_on=self.device)["step"] for param in params]
+        return self._known_counts
 
     def _new_plan(self, optimizer: Layerwise, active: tuple[int, ...], members: Sequence[Member]) -> Plan:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -165,44 +169,59 @@ class Batch:
         self._plans[active] = plan
         return plan
 
-    def _table(self, optimizer: Layerwise, plan: Plan, columns: dict[str, list[int]], settings: list[list[float]]) -> Tensor:
-        table = plan.send(columns, settings)
+    def _table(self, optimizer: Layerwise, plan: Plan, columns: Any, addresses: list[int], settings: Any) -> Tensor:
+        table = plan.send(columns, addresses, settings)
         for number, group in enumerate(optimizer.param_groups):
             if _is_on_device(group["lr"]):
                 place = plan.place_of_lr(number)
                 table[place : place + 1].view(torch.float64).copy_(group["lr"].reshape(1))
         return table
 
-    def _launch(self, kernel: Any, plan: Plan, items: Tensor, *arguments: Any, **constants: Any) -> None:
-        if items.numel():
-            element, tuning = ELEMENTS[self.dtype], plan.tuning
-            constants |= {"element": element, "CHUNK": tuning.chunk_elements, "num_warps": tuning.warps}
-            kernel[(items.numel(),)](items, *arguments, plan.n_tensors, **constants)
+    def _launch(self, kernel: Any, plan: Plan, items: Tensor, *arguments: Any) -> None:
+        """One program per item. `arguments` end with the constants that a kernel is compiled for, in its own order."""
+        if not items.numel():
+            return
+        constants = arguments[kernel.arg_names.index("n_tensors") :]
+        compiled = plan.compiled.get((kernel, *constants))
+        if compiled is None:
+            done = kernel[(items.numel(),)](items, *arguments, num_warps=plan.tuning.warps)
+            if done is not None:  # an interpreted kernel is not compiled
+                plan.compiled[(kernel, *constants)] = done
+        else:
+            compiled[(items.numel(), 1, 1)](items, *arguments)
 
-    def _launch_lamb(self, plan: Plan, table: Tensor, columns: dict[str, list[int]], ratios: Tensor) -> None:
-        lists, aligned = plan.lists(), plan.is_aligned(columns["grad"])
-        self._launch(lamb_advance, plan, lists.at_once_and_measure, table, *plan.sums, ALIGNED=aligned)
-        lamb_settle[(plan.n_tensors,)](plan.everyone, table, *plan.sums, plan.scales, ratios, plan.n_tensors)
-        self._launch(lamb_apply, plan, lists.apply, table, plan.scales)
+    def _launch_lamb(self, plan: Plan, table: Tensor, ratios: Tensor) -> None:
+        lists, element, chunk, count = plan.lists(), ELEMENTS[self.dtype], plan.tuning.chunk_elements, plan.n_tensors
+        advancing = (table, *plan.sums, count, element, plan.is_aligned, chunk)
+        self._launch(lamb_advance, plan, lists.at_once_and_measure, *advancing)
+        self._launch(lamb_settle, plan, plan.everyone, table, *plan.sums, plan.scales, ratios, count)
+        self._launch(lamb_apply, plan, lists.apply, table, plan.scales, count, element, chunk)
 
     def _launch_lars(
-        self, optimizer: Any, plan: Plan, params: Sequence[Tensor], columns: dict[str, list[int]], settings: Any, ratios: Tensor
+        self,
+        optimizer: Any,
+        plan: Plan,
+        params: Sequence[Tensor],
+        columns: tuple[str, ...],
+        addresses: list[int],
+        settings: Any,
+        ratios: Tensor,
     ) -> None:
-        norms = optimizer.given_norms(params)
+        places = addresses[: len(params)]
+        carried, norms, carry = self._is_carried(plan, params, places), optimizer.given_norms(params), optimizer.carry_norms
         if norms is not None:
-            columns["grad_norm"] = _addresses(norms)
-        carried, given, carry = self._is_carried(plan, params, columns["param"]), norms is not None, optimizer.carry_norms
-        table = self._table(optimizer, plan, columns, settings)
-        lists, aligned = plan.lists(measured=carried and given), plan.is_aligned(columns["grad"])
-        reads = {"READ_WEIGHT": not carried, "READ_GRAD": not given}
-        self._launch(lars_measure, plan, lists.measure, table, *plan.sums, ALIGNED=aligned, **reads)
+            columns, addresses = (*columns, "grad_norm"), [*addresses, *map(Tensor.data_ptr, norms)]
+        table = self._table(optimizer, plan, columns, addresses, settings)
+        lists, given = plan.lists(measured=carried and norms is not None), norms is not None
+        element, chunk, count = ELEMENTS[self.dtype], plan.tuning.chunk_elements, plan.n_tensors
+        measuring = (table, *plan.sums, count, element, plan.is_aligned, not carried, not given, chunk)
+        self._launch(lars_measure, plan, lists.measure, *measuring)
         if lists.apply.numel():
-            arguments = (table, *plan.sums, plan.scales, ratios, plan.n_tensors)
-            lars_settle[(plan.adapted.numel(),)](plan.adapted, *arguments, READ_GRAD=not given)
-        arguments = (table, plan.sums[0], plan.scales, ratios)
-        self._launch(lars_apply, plan, lists.at_once_and_apply, *arguments, ALIGNED=aligned, CARRY=carry)
+            self._launch(lars_settle, plan, plan.adapted, table, *plan.sums, plan.scales, ratios, count, not given)
+        applying = (table, plan.sums[0], plan.scales, ratios, count, element, plan.is_aligned, carry, chunk)
+        self._launch(lars_apply, plan, lists.at_once_and_apply, *applying)
         # One more than now: this step's own writes are counted after it.
-        self.carried = (plan, columns["param"], [param._version + 1 for param in params]) if carry else None
+        self.carried = (plan, places, [param._version + 1 for param in params]) if carry else None
 
     def _is_carried(self, plan: Plan, params: Sequence[Tensor], addresses: list[int]) -> bool:
         """Whether the sums still belong to the parameters: nobody else has written, replaced or skipped one since."""
@@ -223,7 +242,3 @@ def _settings(optimizer: Layerwise, group: dict[str, Any]) -> list[float]:
 
 def _is_on_device(lr: float | Tensor) -> bool:
     return isinstance(lr, Tensor) and lr.device.type != "cpu"
-
-
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))

@@ -111,7 +111,7 @@ def update(row, group, start, left, kind, scale, element: tl.constexpr, ALIGNED:
 @triton.jit(do_not_specialize=["n_tensors"])
 def lars_apply(items, rows, weight_sums, scales, ratios, n_tensors, element: tl.constexpr, ALIGNED: tl.constexpr,
                CARRY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    kind, row, group, tensor, chunk, start, left = item_of(items, rows, n_tensors, CHUNK)  # noqa: RUF059
+    kind, row, group, tensor, chunk, start, left = item_of(items, rows, n_tensors, CHUNK)
     scale = scales + tensor * SCALE_WIDTH
     if left == CHUNK:
         done = update(row, group, start, left, kind, scale, element, ALIGNED, CHUNK, True)

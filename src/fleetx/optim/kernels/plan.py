@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -69,10 +67,12 @@ class Plan:
         self.everyone, self.adapted = self._on_device(words), self._on_device(adapted)
         """Tensors with their groups, for the launches that compute ratios."""
         self._lists: dict[bool, Lists] = {}
-        self._last: tuple[Mapping[str, Sequence[int]], Sequence[Sequence[float]]] = {}, []
+        self._last: tuple[list[int], Sequence[Sequence[float]]] = [], []
         self._words = np.zeros(0, dtype=np.int64)
-        self._judged: list[int] = []
-        self._is_aligned = False
+        self.is_aligned = False
+        """Whether 128-bit accesses of gradients are possible: in a reducer's flat buffer they begin anywhere."""
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+        """Kernels by what they were compiled for. Asking Triton each time costs as much host time as a small model's step."""
 
     def _on_device(self, words: list[int]) -> Tensor:
         return torch.tensor(words, dtype=torch.int64).to(self.device)
@@ -85,23 +85,17 @@ class Plan:
             self._lists[measured] = Lists(*words, *both)
         return self._lists[measured]
 
-    def send(self, columns: Mapping[str, Sequence[int]], settings: Sequence[Sequence[float]]) -> Tensor:
-        """The table on the device: rows, and below them groups."""
-        if (columns, settings) != self._last:
-            self._last = columns, settings
-            for name, addresses in columns.items():
-                self._rows[:, COLUMN[name]] = addresses
+    def send(self, columns: Sequence[str], addresses: list[int], settings: Sequence[Sequence[float]]) -> Tensor:
+        """The table on the device: rows, and below them groups. `addresses`: column after column."""
+        if (addresses, settings) != self._last:
+            self._last = addresses, settings
+            self._rows[:, [COLUMN[name] for name in columns]] = np.array(addresses).reshape(len(columns), -1).T
             for number, values in enumerate(settings):
                 self._groups[number, : len(values)] = values
             self._words = np.concatenate([self._rows.reshape(-1), self._groups.reshape(-1).view(np.int64)])
+            self.is_aligned = not np.any(self._rows[:, COLUMN["grad"]] % 16)
         return self.table.send(self._words)
 
     def place_of_lr(self, group: int) -> int:
         """Where in the table a group's learning rate stands."""
         return self._rows.size + group * GROUP_NUMBERS
-
-    def is_aligned(self, addresses: list[int]) -> bool:
-        """Whether 128-bit accesses are possible: gradients in a reducer's flat buffer begin anywhere."""
-        if addresses != self._judged:
-            self._judged, self._is_aligned = addresses, functools.reduce(operator.or_, addresses) % 16 == 0
-        return self._is_aligned
