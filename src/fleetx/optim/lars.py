@@ -71,7 +71,11 @@ def lars_lists(
     if adapt:
         ratio = functools.partial(trust_ratio, decay=decay, coefficient=coefficient, epsilon=epsilon)
         ratios, rates = scaled_rates(lr, norms([*params, *grads]), ratio)
-    if momentum and cpu.kernels_take(params, grads, velocities) and all(cpu.rate_survives(r, params[0].dtype) for r in rates):
+    if (
+        momentum
+        and cpu.kernels_take(params, grads, velocities)
+        and all(cpu.rate_survives(r, params[0].dtype) for r in set(rates))
+    ):
         cpu.lars_by_sgd(params, grads, velocities, rates=rates, momentum=momentum, decay=decay)
         return ratios
     steps = torch._foreach_add(grads, params, alpha=decay) if decay else grads

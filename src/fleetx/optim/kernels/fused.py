@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -135,7 +135,8 @@ class Batch:
         """Names of the table's columns, and the addresses in them, column after column."""
         if self.states is None:
             self.states = [optimizer.state_of(param, count_on=self.device) for param in params]
-        columns, arrays = ["param", "grad"], [params, grads]
+        columns: list[str] = ["param", "grad"]
+        arrays: list[Iterable[Tensor]] = [params, grads]
         for column, name in zip(("first", "second"), optimizer.moments, strict=False):
             columns.append(column)
             arrays.append(map(operator.itemgetter(name), self.states))

@@ -40,7 +40,6 @@ class Tensors:
 class Lists(NamedTuple):
     """Items on the device, each list for one launch."""
 
-    at_once: Tensor
     measure: Tensor
     apply: Tensor
     at_once_and_measure: Tensor
@@ -80,9 +79,8 @@ class Plan:
     def lists(self, *, measured: bool = False) -> Lists:
         if measured not in self._lists:
             work = work_items(self._chunks, self.tensors.adapted, self.tensors.groups, measured=measured)
-            words = [self._on_device([Item.word(item) for item in items]) for items in work]
-            both = torch.cat([words[0], words[1]]), torch.cat([words[0], words[2]])
-            self._lists[measured] = Lists(*words, *both)
+            at_once, measure, apply = (self._on_device([Item.word(item) for item in items]) for items in work)
+            self._lists[measured] = Lists(measure, apply, torch.cat([at_once, measure]), torch.cat([at_once, apply]))
         return self._lists[measured]
 
     def send(self, columns: Sequence[str], addresses: list[int], settings: Sequence[Sequence[float]]) -> Tensor:
