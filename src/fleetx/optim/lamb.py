@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..keys import boolean, number
 from . import cpu
-from .layerwise import Layerwise, Work, as_number
+from .layerwise import Layerwise
 from .lists import Norm, norms, scaled_rates, subtract
 from .param_groups import DEFAULT_EXCLUSIONS, Flags
+from .work import Work, as_number
 
 
 def trust_ratio(weight_norm: Norm, direction_norm: Norm) -> Norm:

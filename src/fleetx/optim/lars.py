@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from ..keys import boolean, number
 from . import cpu
-from .layerwise import Layerwise, Work, as_number
+from .layerwise import Layerwise
 from .lists import Norm, Numbers, norms, scaled_rates
 from .param_groups import DEFAULT_EXCLUSIONS
+from .work import Work, as_number
 
 
 def trust_ratio(weight_norm: Norm, grad_norm: Norm, *, decay: float, coefficient: float, epsilon: float) -> Norm:

@@ -11,7 +11,6 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -20,44 +19,9 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from ..keys import boolean, names, number
-from .lists import portions
 from .param_groups import Flags, Known, description, exclusion, known_parameters, require_words_mean_something
 from .trust_ratios import TrustRatios
-
-NARROW = (torch.float16, torch.bfloat16)
-"""Parameters of these types have a float32 copy in the state, which is what training moves."""
-
-
-def as_number(lr: float | Tensor) -> float | Tensor:
-    """A learning rate on the CPU is a plain number; one on a device stays there, so that nobody waits for it."""
-    return float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
-
-
-@dataclass(slots=True)
-class Work:
-    """What one update changes in tensors of one group with the same flags. Of 16-bit parameters: their float32 copies."""
-
-    group: dict[str, Any]
-    decay: bool
-    adapt: bool
-    names: list[str] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    moments: tuple[list[Tensor], ...] = ()
-    counts: list[Tensor] = field(default_factory=list)
-
-    def cut(self) -> Iterator[Work]:
-        for part in portions(self.params):
-            yield Work(
-                self.group,
-                self.decay,
-                self.adapt,
-                self.names[part],
-                self.params[part],
-                self.grads[part],
-                tuple(moment[part] for moment in self.moments),
-                self.counts[part],
-            )
+from .work import NARROW, Work, gather, write_back
 
 
 class Layerwise(Optimizer, abc.ABC):
@@ -212,13 +176,13 @@ class Layerwise(Optimizer, abc.ABC):
         one_by_one = self._want_foreach is False
         names: list[str] = []
         ratios: list[Tensor] = []
-        for work in self._works():
+        for work in gather(self):
             for part in work.cut():
                 found = self.update_one_by_one(part) if one_by_one else self.update_lists(part)
                 if part.adapt:
                     names += part.names
                     ratios += found
-        self._write_back()
+        write_back(self)
         self._ratios = TrustRatios(names, ratios) if names else None
         return loss
 
@@ -238,35 +202,6 @@ class Layerwise(Optimizer, abc.ABC):
             f"the gradient of {name} is sparse, and {type(self).__name__} needs the norm of all of it. "
             "Build its embedding with sparse=False."
         )
-
-    def _works(self) -> list[Work]:
-        """Tensors with a gradient, by group, flags and type."""
-        works: dict[Any, Work] = {}
-        for group, param, name, flags in self.parameters_with_flags():
-            if param.grad is None:
-                continue
-            if param.grad.layout is not torch.strided:
-                self.refuse_sparse(name)
-            state = self.state_of(param, count_on=torch.device("cpu"))
-            weight = _wide_copy(param, state) if param.dtype in NARROW else param
-            key = id(group), flags.decay, flags.adapt, weight.dtype, weight.device
-            work = works.setdefault(key, Work(group, flags.decay, flags.adapt, moments=tuple([] for _ in self.moments)))
-            grad = param.grad.to(weight.dtype)
-            work.names.append(name)
-            work.params.append(weight)
-            work.grads.append(-grad if group["maximize"] else grad)
-            for kept, moment in zip(work.moments, self.moments, strict=True):
-                kept.append(state[moment])
-            if self.counts_steps:
-                state["step"] += 1
-                work.counts.append(state["step"])
-        return list(works.values())
-
-    def _write_back(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.dtype in NARROW and param.grad is not None:
-                    param.copy_(self.state[param]["master"])
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -317,13 +252,6 @@ class Layerwise(Optimizer, abc.ABC):
         """As torch's: no hooks, and no `step` that a scheduler has wrapped. A copy finds its kernels anew."""
         own = {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_") and k not in ("step", "_opt_called")}
         return {**own, "_kernels": None, "_ratios": None}
-
-
-def _wide_copy(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The float32 copy. Where somebody else has written the parameter since, what was written counts."""
-    master: Tensor = state["master"]
-    torch.where(master.to(param.dtype) == param, master, param.to(master.dtype), out=master)
-    return master
 
 
 def _checked_choice(foreach: bool | None, fused: bool | None) -> tuple[bool | None, bool | None]:

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...errors import ConfigError
-from ..layerwise import NARROW, Layerwise
+from ..layerwise import Layerwise
 from ..param_groups import Flags
 from ..trust_ratios import TrustRatios
+from ..work import NARROW
 from .lamb import lamb_advance, lamb_apply, lamb_settle
 from .lars import lars_apply, lars_measure, lars_settle
 from .plan import Plan, Tensors, Tuning

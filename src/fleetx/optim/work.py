@@ -1,0 +1,89 @@
+"""One update's work: tensors gathered by group, flags and type, for the ways to run that are not kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .lists import portions
+
+if TYPE_CHECKING:
+    from .layerwise import Layerwise
+
+NARROW = (torch.float16, torch.bfloat16)
+"""Parameters of these types have a float32 copy in the state, which is what training moves."""
+
+
+def as_number(lr: float | Tensor) -> float | Tensor:
+    """A learning rate on the CPU is a plain number; one on a device stays there, so that nobody waits for it."""
+    return float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
+
+
+@dataclass(slots=True)
+class Work:
+    """What one update changes in tensors of one group with the same flags. Of 16-bit parameters: their float32 copies."""
+
+    group: dict[str, Any]
+    decay: bool
+    adapt: bool
+    names: list[str] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    moments: tuple[list[Tensor], ...] = ()
+    counts: list[Tensor] = field(default_factory=list)
+
+    def cut(self) -> Iterator[Work]:
+        for part in portions(self.params):
+            yield Work(
+                self.group,
+                self.decay,
+                self.adapt,
+                self.names[part],
+                self.params[part],
+                self.grads[part],
+                tuple(moment[part] for moment in self.moments),
+                self.counts[part],
+            )
+
+
+def gather(optimizer: Layerwise) -> list[Work]:
+    """Tensors with a gradient. Their steps are counted here."""
+    works: dict[Any, Work] = {}
+    for group, param, name, flags in optimizer.parameters_with_flags():
+        if param.grad is None:
+            continue
+        if param.grad.layout is not torch.strided:
+            optimizer.refuse_sparse(name)
+        state = optimizer.state_of(param, count_on=torch.device("cpu"))
+        weight = wide_copy(param, state) if param.dtype in NARROW else param
+        key = id(group), flags.decay, flags.adapt, weight.dtype, weight.device
+        work = works.setdefault(key, Work(group, flags.decay, flags.adapt, moments=tuple([] for _ in optimizer.moments)))
+        grad = param.grad.to(weight.dtype)
+        work.names.append(name)
+        work.params.append(weight)
+        work.grads.append(-grad if group["maximize"] else grad)
+        for kept, moment in zip(work.moments, optimizer.moments, strict=True):
+            kept.append(state[moment])
+        if optimizer.counts_steps:
+            state["step"] += 1
+            work.counts.append(state["step"])
+    return list(works.values())
+
+
+def write_back(optimizer: Layerwise) -> None:
+    """16-bit parameters follow their float32 copies."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.dtype in NARROW and param.grad is not None:
+                param.copy_(optimizer.state[param]["master"])
+
+
+def wide_copy(param: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """The float32 copy. Where somebody else has written the parameter since, what was written counts."""
+    master: Tensor = state["master"]
+    torch.where(master.to(param.dtype) == param, master, param.to(master.dtype), out=master)
+    return master
