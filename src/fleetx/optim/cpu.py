@@ -90,6 +90,7 @@ def lars_by_sgd(
             maximize=False,
             is_first_step=False,  # a velocity of zeros is none
         )
+    torch.autograd.graph.increment_version(params)  # the kernels do not, and a backward pass would not notice
 
 
 def adam(
@@ -120,6 +121,7 @@ def adam(
         amsgrad=False,
         maximize=False,
     )
+    torch.autograd.graph.increment_version(params)
 
 
 def directions_by_adam(
