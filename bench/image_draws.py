@@ -11,7 +11,7 @@ the same order.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -78,15 +78,19 @@ class Draws:
         return Draws(*(getattr(self, part.name)[start:stop] for part in fields(self)))
 
 
-def draw(images: int, epochs: int, *, size: int, hole: int, seed: int) -> Draws:
-    """A permutation of the images for each epoch, one after the other, so that a batch may reach over the border of two."""
+def draw(images: int, epochs: int, *, size: int, hole: int, seed: int, alternate_flip: bool = False) -> Draws:
+    """A permutation of the images for each epoch, one after the other, so that a batch may reach over the border of two.
+
+    With `alternate_flip` chance decides in the first epoch alone which images are mirrored, and from then on each is in every
+    other epoch. All other draws are the same.
+    """
     generator = torch.Generator().manual_seed(seed)
     samples = images * epochs
 
     def below(end: int) -> Tensor:
         return torch.randint(end, (samples,), generator=generator, dtype=torch.int16)
 
-    return Draws(
+    draws = Draws(
         torch.cat([torch.randperm(images, generator=generator) for _ in range(epochs)]),
         below(2 * PADDING + 1),
         below(2 * PADDING + 1),
@@ -94,6 +98,13 @@ def draw(images: int, epochs: int, *, size: int, hole: int, seed: int) -> Draws:
         below(size - hole + 1),
         below(size - hole + 1),
     )
+    return replace(draws, flip=alternating(draws.flip[:images], draws.index)) if alternate_flip else draws
+
+
+def alternating(first: Tensor, index: Tensor) -> Tensor:
+    """Whether each sample is mirrored, if image i is in the first epoch where `first[i]`, and then in every other one."""
+    epoch = torch.arange(len(index)) // len(first)
+    return first[index] ^ (epoch % 2 == 1)
 
 
 def micro_batch(images: Tensor, labels: Tensor, draws: Draws, *, hole: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -201,9 +201,14 @@ def flags_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--note", help="a sentence for the page, such as what was tried before the tuning")
     for name, value in asdict(Recipe()).items():
-        kind: Any = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": None}
-        parser.add_argument("--" + name.replace("_", "-"), **kind)
+        kind: Any = {"action": argparse.BooleanOptionalAction} if isinstance(value, bool) else {"type": type(value)}
+        parser.add_argument("--" + name.replace("_", "-"), default=None, **kind)
     return parser.parse_args(arguments)
+
+
+def recipe_of(flags: argparse.Namespace) -> Recipe:
+    given = {name: getattr(flags, name) for name in asdict(Recipe()) if getattr(flags, name) is not None}
+    return replace(SMOKE if flags.smoke else Recipe(), **given)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -215,8 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if flags.processes < 1 or not flags.seconds >= 0:
         raise ConfigError(f"--processes {flags.processes} --seconds {flags.seconds}: at least 1 process, and no negative time.")
-    given = {name: getattr(flags, name) for name in asdict(Recipe()) if getattr(flags, name) not in (None, False)}
-    recipe = replace(SMOKE if flags.smoke else Recipe(), **given)
+    recipe = recipe_of(flags)
     trials = read_trials(flags.trials) if flags.trials else SMOKE_TRIALS if flags.smoke else GRID
     cells = choose_cells(trials, flags.cells)
     for trial in trials:

@@ -11,6 +11,7 @@ from large_batch_summary import Record, cell_of, ordered, shown
 Cells = Mapping[str, Mapping[str, Any]]
 NAMES = {"sgd": "SGD (Nesterov)", "lars": "LARS", "lamb": "LAMB"}
 NETWORKS = {"resnet9": "ResNet-9, the small residual network of the DAWNBench entries", "resnet20": "ResNet-20"}
+ACTIVATIONS = {"relu": "ReLU", "celu": "CELU (alpha 0.075)", "gelu": "GELU"}
 SETTINGS = ["lr", "lars_coeff", "momentum (beta1)", "beta2", "weight decay", "warm-up share", "decay"]
 COLUMNS = ("lr", "lars_coeff", "momentum", "beta2", "weight_decay", "warmup_share")
 
@@ -51,12 +52,13 @@ Accuracy on the test images. A run with other settings than those chosen above i
 
 EXPLANATION = """\
 - **Images**: CIFAR-10 as JPEG files. JPEG is lossy: accuracies may be slightly under those published for the original pixels.
-- **Network**: {network}, width {width}, in bfloat16 autocast on a GPU.
+- **Network**: {network}, width {width}, in bfloat16 autocast on a GPU.{options}
 - **Batch**: gradients of micro-batches of {micro} images are averaged before each update, which is what a job with {micro} images
   per worker computes. BatchNorm sees {micro} images whatever the batch.
 - **Updates**: a batch may reach over the border of two epochs; only the rest at the very end of a run is left out.
 - **The same care for all optimizers**: warm-up in a straight line, then decay to 0, update by update; label smoothing
-  {smoothing:g}; no weight decay of norms and biases; random crops (4 pixels of reflected padding) and flips{hole}.
+  {smoothing:g}; no weight decay of norms and biases{norm_lr}; random crops (4 pixels of reflected padding) and
+  {flips}{hole}.
   Evaluated is {weights}, with {norms}. There is no averaging over flips at test time.
 - **Tuning**: {budget} Settings were chosen by the accuracy on 5,000 of the training images, held out (every tenth), with one
   seed. A run whose loss became NaN, or was still that of guessing after 40 % of its updates, was stopped and counts as 10 %.
@@ -136,6 +138,21 @@ def budget(cells: Cells) -> str:
     return "the cells had **unequal** budgets: " + ", ".join(f"{cell} {count}" for cell, count in counts.items()) + " trials."
 
 
+def options(recipe: Mapping[str, Any]) -> list[str]:
+    """A sentence for each thing in which the network differs from the plain one."""
+    patch = recipe["whiten"]
+    sentences = {
+        f"Activations are {ACTIVATIONS[recipe['activation']]}.": recipe["activation"] != "relu",
+        f"Its first layer whitens patches of {patch}x{patch} pixels, computed from the training images and never learnt.": patch,
+        "Convolutions begin as the identity in their first outputs, if they have at least as many as inputs.": recipe[
+            "dirac"
+        ],
+        "BatchNorm's scales stay 1.": recipe["frozen_scale"],
+        "The last BatchNorm of a residual begins with scales of 0.": recipe["zero_init_last_gamma"],
+    }
+    return [sentence for sentence, holds in sentences.items() if holds]
+
+
 def explanation(recipe: Mapping[str, Any], cells: Cells, note: str | None) -> str:
     average = f"a moving average of the weights that forgets over {recipe['ema_images']} images"
     renewed = f"BatchNorm's statistics taken anew from {recipe['bn_images']} training images"
@@ -143,7 +160,10 @@ def explanation(recipe: Mapping[str, Any], cells: Cells, note: str | None) -> st
         network=NETWORKS[recipe["model"]],
         width=recipe["width"],
         micro=recipe["micro_batch"],
+        options="".join(f"\n  {sentence}" for sentence in options(recipe)),
         smoothing=recipe["label_smoothing"],
+        norm_lr="" if recipe["norm_lr"] == 1 else f", which learn at {recipe['norm_lr']:g} times the learning rate",
+        flips="flips in every other epoch of each image" if recipe["alternate_flip"] else "flips",
         hole=f", and a hole of {recipe['hole']} pixels" if recipe["hole"] else "",
         weights=average if recipe["ema_images"] else "the network of the last update",
         norms=renewed if recipe["bn_images"] else "BatchNorm's running statistics",

@@ -16,11 +16,14 @@ from typing import Any
 
 from fleetx.errors import ConfigError, did_you_mean
 from fleetx.optim.schedules import cosine_factor, polynomial_factor, progress, warmup_factor
+from resnet9 import ACTIVATIONS, AFTER_WHITENING
 
 OPTIMIZERS = ("sgd", "lars", "lamb")
 BATCHES = (512, 2048, 8192)
 TUNING_SEED = 0
 FINAL_SEEDS = (1, 2, 3)
+WHITEN = (0, *AFTER_WHITENING)
+RESNET20_FLAGS = "add --whiten 0 --no-dirac --no-frozen-scale --activation relu."
 DECAYS: dict[str, Callable[[float], float]] = {  # of how far the decay is, from 0 to 1
     "linear": partial(polynomial_factor, power=1.0),
     "quadratic": partial(polynomial_factor, power=2.0),
@@ -53,17 +56,30 @@ class Recipe:
     model: str = "resnet9"
     width: int = 64
     zero_init_last_gamma: bool = False
+    whiten: int = 0  # patch size of the fixed first layer; 0: none
+    dirac: bool = False
+    activation: str = "relu"
+    frozen_scale: bool = False
+    norm_lr: float = 1.0  # norm layers and biases learn at so many times the learning rate
+    alternate_flip: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in {"epochs": 1, "micro_batch": 2, "hole": 0, "ema_images": 0, "bn_images": 0, "width": 1}.items():
+        least_of = {"epochs": 1, "micro_batch": 2, "hole": 0, "ema_images": 0, "bn_images": 0, "width": 1, "whiten": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}.")
         if self.hole > 32:
             raise ConfigError(f"hole is {self.hole}; an image has 32 pixels each way.")
         _number("label_smoothing", self.label_smoothing, 0, 1)
-        if self.model not in ("resnet9", "resnet20"):
-            raise ConfigError(f"model is {self.model!r}; it must be `resnet9` or `resnet20`.")
+        _number("norm_lr", self.norm_lr, 0, math.inf)
+        for name, choices in {"model": ("resnet9", "resnet20"), "activation": tuple(ACTIVATIONS), "whiten": WHITEN}.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(str, choices))}.")
+        if self.model == "resnet20" and (self.whiten or self.dirac or self.frozen_scale or self.activation != "relu"):
+            raise ConfigError("resnet20 has none of the options of resnet9: " + RESNET20_FLAGS)
+        if self.frozen_scale and self.zero_init_last_gamma:
+            raise ConfigError("frozen_scale would keep at 0 the scales that zero_init_last_gamma begins with. Choose one.")
 
     def updates(self, images: int, batch: int) -> int:
         """Whole batches in all epochs together: a batch may reach over the border of an epoch, and only the last rest is lost."""

@@ -49,14 +49,30 @@ class Split:
 def make_model(recipe: Recipe) -> nn.Module:
     if recipe.model == "resnet20":
         return Resnet20(width=recipe.width, zero_init_last_gamma=recipe.zero_init_last_gamma)
-    return ResNet9(width=recipe.width, zero_init_last_gamma=recipe.zero_init_last_gamma)
+    return ResNet9(
+        width=recipe.width,
+        zero_init_last_gamma=recipe.zero_init_last_gamma,
+        whiten=recipe.whiten,
+        activation=recipe.activation,
+        dirac=recipe.dirac,
+        frozen_scale=recipe.frozen_scale,
+    )
 
 
-def make_optimizer(trial: Trial, model: nn.Module) -> torch.optim.Optimizer:
+def learnt_groups(model: nn.Module, lr: float, norm_lr: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights, then norm layers and biases, each at its learning rate; what is frozen is in neither."""
+    learnt = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    weights = [pair for pair in learnt if pair[1].dim() > 1]
+    plain = [pair for pair in learnt if pair[1].dim() <= 1]
+    return {"params": weights, "lr": lr}, {"params": plain, "lr": lr * norm_lr}
+
+
+def make_optimizer(trial: Trial, model: nn.Module, *, norm_lr: float = 1.0) -> torch.optim.Optimizer:
     """Norm layers and biases are without weight decay in all three; LARS and LAMB do not adapt them either."""
+    weights, plain = learnt_groups(model, trial.lr, norm_lr)
     if trial.optimizer == "lars":
         return Lars(
-            model.named_parameters(),
+            [weights, plain],
             trial.lr,
             trial.momentum,
             lars_coeff=trial.lars_coeff,
@@ -65,11 +81,10 @@ def make_optimizer(trial: Trial, model: nn.Module) -> torch.optim.Optimizer:
         )
     if trial.optimizer == "lamb":
         betas = (trial.momentum, trial.beta2)
-        return Lamb(model.named_parameters(), trial.lr, betas, lamb_weight_decay=trial.weight_decay, model=model)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": trial.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.SGD(groups, trial.lr, trial.momentum, nesterov=trial.momentum > 0, fused=plain[0].is_cuda or None)
+        return Lamb([weights, plain], trial.lr, betas, lamb_weight_decay=trial.weight_decay, model=model)
+    groups = [{**weights, "weight_decay": trial.weight_decay}, {**plain, "weight_decay": 0.0}]
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.SGD(groups, trial.lr, trial.momentum, nesterov=trial.momentum > 0, fused=on_gpu or None)
 
 
 class Trainer:
@@ -79,7 +94,7 @@ class Trainer:
         self.recipe, self.device = recipe, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = make_model(recipe).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.parameters = list(self.model.parameters())
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.floats = [value for value in self.model.state_dict().values() if value.is_floating_point()]
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -116,13 +131,15 @@ class Trainer:
             self._forward_backward()
         return graph.replay
 
-    def _restart(self, seed: int) -> None:
-        """Fresh initial weights in the places that the captured graph knows."""
+    def _restart(self, seed: int, train: Split) -> None:
+        """Fresh initial weights in the places that the captured graph knows. Nothing but `train` is looked at for them."""
         torch.manual_seed(seed)
         fresh = make_model(self.recipe).state_dict()
         with torch.no_grad():
             for name, value in self.model.state_dict().items():
                 value.copy_(fresh[name])
+        if isinstance(self.model, ResNet9):
+            self.model.fit_whitening(train.images)
         self._zero()
         self.loss_sum.zero_()
 
@@ -132,9 +149,11 @@ class Trainer:
     def run(self, trial: Trial, seed: int, train: Split, check: Split) -> dict[str, Any]:
         """Train on `train`, count on `check`. A run that fails to learn is stopped and counts as chance."""
         start = time.perf_counter()
-        self._restart(seed)
+        self._restart(seed, train)
         self.model.train()
-        draws = draw(len(train), self.recipe.epochs, size=32, hole=self.recipe.hole, seed=seed).to(self.device)
+        recipe = self.recipe
+        samples = draw(len(train), recipe.epochs, size=32, hole=recipe.hole, seed=seed, alternate_flip=recipe.alternate_flip)
+        draws = samples.to(self.device)
         updates, average, loss, stopped = self._updates(trial, train, draws)
         figures: dict[str, Any] = {"updates": updates, "train_loss": loss, "stopped": stopped}
         if stopped is None:
@@ -153,13 +172,14 @@ class Trainer:
         recipe = self.recipe
         micro_steps = whole_micro_steps(trial.batch, recipe.micro_batch)
         updates = recipe.updates(len(train), trial.batch)
-        optimizer = make_optimizer(trial, self.model)
+        optimizer = make_optimizer(trial, self.model, norm_lr=recipe.norm_lr)
+        peaks = [group["lr"] for group in optimizer.param_groups]
         average = [value.detach().clone() for value in self.floats] if recipe.ema_images else None
         look_every = max(1, updates // LOOKS)
         loss, since = math.nan, 0
         for update in range(updates):
-            for group in optimizer.param_groups:
-                group["lr"] = lr_at(update, updates, peak=trial.lr, warmup_share=trial.warmup_share, decay=trial.decay)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = lr_at(update, updates, peak=peak, warmup_share=trial.warmup_share, decay=trial.decay)
             self.share.fill_(1 / micro_steps)
             for micro in range(update * micro_steps, (update + 1) * micro_steps):
                 part = draws.slice(micro * recipe.micro_batch, (micro + 1) * recipe.micro_batch)
