@@ -144,9 +144,7 @@ def options(recipe: Mapping[str, Any]) -> list[str]:
     sentences = {
         f"Activations are {ACTIVATIONS[recipe['activation']]}.": recipe["activation"] != "relu",
         f"Its first layer whitens patches of {patch}x{patch} pixels, computed from the training images and never learnt.": patch,
-        "Convolutions begin as the identity in their first outputs, if they have at least as many as inputs.": recipe[
-            "dirac"
-        ],
+        "Convolutions begin as the identity in their first outputs, if they have at least as many as inputs.": recipe["dirac"],
         "BatchNorm's scales stay 1.": recipe["frozen_scale"],
         "The last BatchNorm of a residual begins with scales of 0.": recipe["zero_init_last_gamma"],
     }
