@@ -76,12 +76,18 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping, saving, _ = blocks("python")
+    printing, looping, enlarging, saving, _ = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
     assert looped.returncode == 0, looped.stderr
     assert looped.stdout.splitlines()[-1].endswith(" True 0")  # updated; alone, nothing is sent
+    enlarged = run_python("-c", enlarging, folder=tmp_path)
+    assert enlarged.returncode == 0, enlarged.stderr
+    described, ratios, noise = enlarged.stdout.split("parameter", 1)[1].strip().rsplit("\n", 2)
+    assert "0.weight   8x3x3x3  yes      yes      weight" in described and "1.bias     8        no       no" in described
+    assert ratios.startswith("TrustRatios(min ") and ratios.endswith("2 tensors)")
+    assert noise == "None" or float(noise) > 0
     for _ in range(2):  # the second finds the checkpoint of the first, and has nothing left to do
         saved = run_python("-c", saving, folder=tmp_path)
         assert saved.returncode == 0, saved.stderr
