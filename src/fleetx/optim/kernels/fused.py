@@ -218,7 +218,7 @@ class Batch:
         element, chunk, count = ELEMENTS[self.dtype], plan.tuning.chunk_elements, plan.n_tensors
         measuring = (table, *plan.sums, count, element, plan.is_aligned, not carried, not given, chunk)
         self._launch(lars_measure, plan, lists.measure, *measuring)
-        if lists.apply.numel():
+        if lists.apply.numel() or 0 in plan.tensors.numels:  # no item gives an empty tensor its ratio of 1
             self._launch(lars_settle, plan, plan.adapted, table, *plan.sums, plan.scales, ratios, count, not given)
         applying = (table, plan.sums[0], plan.scales, ratios, count, element, plan.is_aligned, carry, chunk)
         self._launch(lars_apply, plan, lists.at_once_and_apply, *applying)
