@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -26,7 +26,6 @@ from .lars import lars_apply, lars_measure, lars_settle
 from .plan import Plan, Tensors, Tuning
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
 
 
 class Member:
@@ -88,15 +87,17 @@ class Batch:
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._params = [member.param for member in members]
         self._everybody = tuple(range(len(members)))
-        self._contiguous = all(member.strides is None for member in members)
         self.states: list[dict[str, Any]] | None = None
         """Of all parameters; None when it is not known that they are those of the step before."""
-        self._known_counts: list[Tensor] = []
+        self._known: dict[str, tuple[list[Tensor], list[int]]] = {}
+        """Tensors of the state and their addresses, by name."""
+        self._seen: tuple[list[int], list[int]] = [], []
+        """Gradients whose layout was found right: their identities and addresses."""
         self.carried: tuple[Plan, list[int], list[int]] | None = None
         """The plan whose sums hold the squared norms of the parameters; their addresses and versions at that time."""
 
     def step(self, optimizer: Layerwise, settings: list[list[float]]) -> tuple[list[str | None], Tensor] | None:
-        grads: list[Tensor] = list(map(_grad_of, self._params))
+        grads: list[Any] = [param.grad for param in self._params]
         active, params, members = self._everybody, self._params, self.members
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             active = tuple(i for i, grad in enumerate(grads) if grad is not None)
@@ -104,58 +105,67 @@ class Batch:
             grads, self.states = [grads[i] for i in active], None
         if not params:
             return None
-        grads = self._dense(optimizer, members, grads)
-        columns, addresses = self._addresses(optimizer, params, grads)
+        dense, places = self._dense(optimizer, members, grads)  # kept until the launches are under way: they may be copies
+        columns = {**self._columns(optimizer, params), "grad": places}
         plan = self._plans.get(active) or self._new_plan(optimizer, active, members)
         ratios = torch.empty(len(params), dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             if optimizer.counts_steps:
-                self._launch_lamb(plan, self._table(optimizer, plan, columns, addresses, settings), ratios)
+                self._launch_lamb(plan, self._table(optimizer, plan, columns, settings), ratios)
             else:
-                self._launch_lars(optimizer, plan, params, columns, addresses, settings, ratios)
+                self._launch_lars(optimizer, plan, params, columns, settings, ratios)
+        del dense
         torch.autograd.graph.increment_version(params)
         if active is not self._everybody:
             self.states = None
         return plan.names, ratios
 
-    def _dense(self, optimizer: Layerwise, members: Sequence[Member], grads: list[Tensor]) -> list[Tensor]:
-        """Gradients in the memory order of their parameters; as a rule they are so already."""
-        strided = all(map(operator.is_, map(_layout_of, grads), itertools.repeat(torch.strided)))
-        if strided and self._contiguous and all(map(Tensor.is_contiguous, grads)):
-            return grads
-        for i, (member, grad) in enumerate(zip(members, grads, strict=True)):
+    def _dense(self, optimizer: Layerwise, members: Sequence[Member], grads: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Gradients in the memory order of their parameters, with their addresses; as a rule they are so already.
+
+        Looked at when they are others than in the step before, by identity or address: autograd keeps to one layout.
+        """
+        with contextlib.suppress(RuntimeError):  # a sparse one has no address
+            addresses, identities = list(map(Tensor.data_ptr, grads)), list(map(id, grads))
+            if (identities, addresses) == self._seen:
+                return grads, addresses
+        given = list(grads)
+        for i, (member, grad) in enumerate(zip(members, given, strict=True)):
             if grad.layout is not torch.strided:
                 optimizer.refuse_sparse(member.name)
             if not (grad.is_contiguous() if member.strides is None else grad.stride() == member.strides):
                 grads[i] = torch.empty_like(member.param).copy_(grad)
-        return grads
+        as_given = all(map(operator.is_, grads, given))
+        addresses = list(map(Tensor.data_ptr, grads))
+        self._seen = (list(map(id, grads)), addresses) if as_given else ([], [])
+        return grads, addresses
 
-    def _addresses(
-        self, optimizer: Layerwise, params: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> tuple[tuple[str, ...], list[int]]:
-        """Names of the table's columns, and the addresses in them, column after column."""
+    def _columns(self, optimizer: Layerwise, params: Sequence[Tensor]) -> dict[str, list[int]]:
+        """The table's columns of addresses of parameters and state."""
         if self.states is None:
             self.states = [optimizer.state_of(param, count_on=self.device) for param in params]
-        columns: list[str] = ["param", "grad"]
-        arrays: list[Iterable[Tensor]] = [params, grads]
+            self._known.clear()
+        columns = {"param": list(map(Tensor.data_ptr, params))}
         for column, name in zip(("first", "second"), optimizer.moments, strict=False):
-            columns.append(column)
-            arrays.append(map(operator.itemgetter(name), self.states))
+            columns[column] = self._places(optimizer, params, name)
         if optimizer.counts_steps:
-            columns.append("step")
-            arrays.append(self._counts(optimizer, params))
+            columns["step"] = self._places(optimizer, params, "step")
         if self.dtype in NARROW:
-            columns.append("master")
-            arrays.append(map(operator.itemgetter("master"), self.states))
-        return tuple(columns), list(map(Tensor.data_ptr, itertools.chain(*arrays)))
+            columns["master"] = self._places(optimizer, params, "master")
+        return columns
 
-    def _counts(self, optimizer: Layerwise, params: Sequence[Tensor]) -> Sequence[Tensor]:
-        """LAMB's step counts, on the device; somebody may have put others there since, and perhaps on the CPU."""
+    def _places(self, optimizer: Layerwise, params: Sequence[Tensor], name: str) -> list[int]:
+        """Addresses of a part of the state. Nobody else has a reason to touch single ones: that all are the same tensors
+        is looked at, and that the first and the last are where they were, since some move all by writing `.data`."""
         assert self.states is not None
-        counts = list(map(operator.itemgetter("step"), self.states))
-        if len(counts) != len(self._known_counts) or not all(map(operator.is_, counts, self._known_counts)):
-            self._known_counts = [optimizer.state_of(param, count_on=self.device)["step"] for param in params]
-        return self._known_counts
+        tensors = [state[name] for state in self.states]
+        known, places = self._known.get(name, ([], []))
+        same = len(tensors) == len(known) and all(map(operator.is_, tensors, known))
+        if not (same and (tensors[0].data_ptr(), tensors[-1].data_ptr()) == (places[0], places[-1])):
+            tensors = [optimizer.state_of(param, count_on=self.device)[name] for param in params]
+            places = list(map(Tensor.data_ptr, tensors))
+            self._known[name] = tensors, places
+        return places
 
     def _new_plan(self, optimizer: Layerwise, active: tuple[int, ...], members: Sequence[Member]) -> Plan:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -171,8 +181,8 @@ class Batch:
         self._plans[active] = plan
         return plan
 
-    def _table(self, optimizer: Layerwise, plan: Plan, columns: Any, addresses: list[int], settings: Any) -> Tensor:
-        table = plan.send(columns, addresses, settings)
+    def _table(self, optimizer: Layerwise, plan: Plan, columns: dict[str, list[int]], settings: list[list[float]]) -> Tensor:
+        table = plan.send(columns, settings)
         for number, group in enumerate(optimizer.param_groups):
             if _is_on_device(group["lr"]):
                 place = plan.place_of_lr(number)
@@ -204,16 +214,15 @@ class Batch:
         optimizer: Any,
         plan: Plan,
         params: Sequence[Tensor],
-        columns: tuple[str, ...],
-        addresses: list[int],
-        settings: Any,
+        columns: dict[str, list[int]],
+        settings: list[list[float]],
         ratios: Tensor,
     ) -> None:
-        places = addresses[: len(params)]
+        places = columns["param"]
         carried, norms, carry = self._is_carried(plan, params, places), optimizer.given_norms(params), optimizer.carry_norms
         if norms is not None:
-            columns, addresses = (*columns, "grad_norm"), [*addresses, *map(Tensor.data_ptr, norms)]
-        table = self._table(optimizer, plan, columns, addresses, settings)
+            columns["grad_norm"] = list(map(Tensor.data_ptr, norms))
+        table = self._table(optimizer, plan, columns, settings)
         lists, given = plan.lists(measured=carried and norms is not None), norms is not None
         element, chunk, count = ELEMENTS[self.dtype], plan.tuning.chunk_elements, plan.n_tensors
         measuring = (table, *plan.sums, count, element, plan.is_aligned, not carried, not given, chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -52,13 +52,15 @@ class Plan:
         self.tensors, self.names, self.tuning, self.device = tensors, names, tuning, device
         self.n_tensors = count = len(tensors.numels)
         self._chunks = [chunks_of(numel, tuning.chunk_elements) for numel in tensors.numels]
-        self._rows = np.zeros((count, ROW_WORDS), dtype=np.int64)
+        self.table = Table(count * ROW_WORDS + n_groups * GROUP_NUMBERS, device)
+        self._rows = self.table.words[: count * ROW_WORDS].reshape(count, ROW_WORDS)
+        self._groups = self.table.words[count * ROW_WORDS :].view(np.float64).reshape(n_groups, GROUP_NUMBERS)
         self._rows[:, COLUMN["numel"]] = tensors.numels
         self._rows[:, COLUMN["chunks"]] = self._chunks
         self._rows[:, COLUMN["first_chunk"]] = np.cumsum([0, *self._chunks[:-1]])
         self._rows[:, COLUMN["decayed"]] = tensors.decayed
-        self._groups = np.zeros((n_groups, GROUP_NUMBERS), dtype=np.float64)
-        self.table = Table(self._rows.size + self._groups.size, device)
+        self._sent: dict[str, Any] = {}
+        """Columns and settings as they are in the table."""
         self.sums = [torch.zeros(sum(self._chunks), dtype=torch.float32, device=device) for _ in range(2)]
         self.scales = torch.zeros(count * SCALES, dtype=torch.float32, device=device)
         words = [group << 32 | tensor for tensor, group in enumerate(tensors.groups)]
@@ -66,8 +68,6 @@ class Plan:
         self.everyone, self.adapted = self._on_device(words), self._on_device(adapted)
         """Tensors with their groups, for the launches that compute ratios."""
         self._lists: dict[bool, Lists] = {}
-        self._last: tuple[list[int], Sequence[Sequence[float]]] = [], []
-        self._words = np.zeros(0, dtype=np.int64)
         self.is_aligned = False
         """Whether 128-bit accesses of gradients are possible: in a reducer's flat buffer they begin anywhere."""
         self.compiled: dict[tuple[Any, ...], Any] = {}
@@ -83,16 +83,19 @@ class Plan:
             self._lists[measured] = Lists(measure, apply, torch.cat([at_once, measure]), torch.cat([at_once, apply]))
         return self._lists[measured]
 
-    def send(self, columns: Sequence[str], addresses: list[int], settings: Sequence[Sequence[float]]) -> Tensor:
-        """The table on the device: rows, and below them groups. `addresses`: column after column."""
-        if (addresses, settings) != self._last:
-            self._last = addresses, settings
-            self._rows[:, [COLUMN[name] for name in columns]] = np.array(addresses).reshape(len(columns), -1).T
-            for number, values in enumerate(settings):
-                self._groups[number, : len(values)] = values
-            self._words = np.concatenate([self._rows.reshape(-1), self._groups.reshape(-1).view(np.int64)])
-            self.is_aligned = not np.any(self._rows[:, COLUMN["grad"]] % 16)
-        return self.table.send(self._words)
+    def send(self, columns: Mapping[str, list[int]], settings: list[list[float]]) -> Tensor:
+        """The table on the device: rows, and below them groups."""
+        changed = False
+        for name, addresses in columns.items():
+            if addresses != self._sent.get(name):
+                self._rows[:, COLUMN[name]] = self._sent[name] = addresses
+                changed = True
+                if name == "grad":
+                    self.is_aligned = not np.any(self._rows[:, COLUMN["grad"]] % 16)
+        if settings != self._sent.get("settings"):
+            self._groups[:, : len(settings[0])] = self._sent["settings"] = settings
+            changed = True
+        return self.table.on_device(changed=changed)
 
     def place_of_lr(self, group: int) -> int:
         """Where in the table a group's learning rate stands."""

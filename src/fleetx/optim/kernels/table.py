@@ -19,40 +19,36 @@ SPARES = 2
 
 @final
 class Table:
-    """`words` integers of 64 bits on a device."""
+    """Integers of 64 bits, written on the host in `words`."""
 
-    def __init__(self, words: int, device: torch.device) -> None:
-        self._words, self._device = words, device
-        self._live = torch.zeros(words, dtype=torch.int64, device=device)
-        self._sent: np.ndarray | None = None
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._device = device
+        self.words = np.zeros(count, dtype=np.int64)
+        self._live = torch.zeros(count, dtype=torch.int64, device=device)
         self._spares: list[Tensor] = []
         self._of_graphs: list[Tensor] = []
-        self.sent = 0
-        """Copies made so far."""
+        self.copies = 0
+        """Made so far, outside graphs."""
 
-    def send(self, words: np.ndarray) -> Tensor:
-        """The table with these words, on the device. The same array means the same words."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self._send_in_graph(words)
-        if words is not self._sent:
-            self._sent = words
-            self._live.copy_(self._page_locked(words), non_blocking=True)
-            self.sent += 1
-        while self._device.type == "cuda" and len(self._spares) < SPARES:
-            self._spares.append(torch.empty(self._words, dtype=torch.int64, pin_memory=True))
+    def on_device(self, *, changed: bool) -> Tensor:
+        """The words on the device; `changed`: since the last call."""
+        if self._device.type != "cuda":
+            return self._live.copy_(torch.from_numpy(self.words)) if changed else self._live
+        if torch.cuda.is_current_stream_capturing():
+            return self._in_graph()
+        if changed:
+            host = torch.empty(self._live.shape, dtype=torch.int64, pin_memory=True)
+            host.numpy()[:] = self.words
+            self._live.copy_(host, non_blocking=True)
+            self.copies += 1
+        while len(self._spares) < SPARES:
+            self._spares.append(torch.empty(self._live.shape, dtype=torch.int64, pin_memory=True))
         return self._live
 
-    def _page_locked(self, words: np.ndarray) -> Tensor:
-        if self._device.type != "cuda":
-            return torch.from_numpy(words.copy())
-        host = torch.empty(self._words, dtype=torch.int64, pin_memory=True)
-        host.numpy()[:] = words
-        return host
-
-    def _send_in_graph(self, words: np.ndarray) -> Tensor:
+    def _in_graph(self) -> Tensor:
         if not self._spares:
             raise ConfigError("capture one optimizer step per graph, and run one uncaptured step before each capture.")
         host = self._spares.pop()
-        host.numpy()[:] = words
+        host.numpy()[:] = self.words
         self._of_graphs.append(host)
         return torch.empty_like(self._live).copy_(host, non_blocking=True)
