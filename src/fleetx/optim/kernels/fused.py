@@ -25,6 +25,11 @@ from .lamb import lamb_advance, lamb_apply, lamb_settle
 from .lars import lars_apply, lars_measure, lars_settle
 from .plan import Plan, Tensors, Tuning
 
+TUNINGS = {
+    torch.float32: Tuning(chunk_elements=4096, warps=8),
+    torch.bfloat16: Tuning(chunk_elements=2048, warps=8),  # two arrays more: with 4096 one program fills a processor
+    torch.float16: Tuning(chunk_elements=2048, warps=8),
+}
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -48,7 +53,7 @@ class FusedStep:
         for group, param, name, flags in optimizer.parameters_with_flags():
             kind = param.device, param.dtype
             members.setdefault(kind, []).append(Member(param, name, numbers[id(group)], flags))
-        self.batches = [Batch(*kind, of_kind, tuning or Tuning()) for kind, of_kind in members.items()]
+        self.batches = [Batch(*kind, of_kind, tuning or TUNINGS[kind[1]]) for kind, of_kind in members.items()]
         self._states: list[dict[str, Any]] = []
 
     def step(self, optimizer: Layerwise) -> TrustRatios | None:

@@ -23,7 +23,7 @@ COLUMN = {
 class Tuning:
     """Measured on an H200 by bench/optimizer_step.py."""
 
-    chunk_elements: int = 4096
+    chunk_elements: int
     warps: int = 8
 
 
