@@ -221,7 +221,9 @@ class Layerwise(Optimizer, abc.ABC):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back."""
+        """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back.
+
+        State lies in memory as its parameter does."""
         self._refuse_foreign(state_dict)
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
@@ -237,6 +239,9 @@ class Layerwise(Optimizer, abc.ABC):
                 for name, value in state_dict["state"].get(saved, {}).items():
                     if isinstance(value, Tensor) and name != "step":
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
+            for name, value in self.state.get(param, {}).items():  # checkpoints know no channels_last; kernels walk memory
+                if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                    self.state[param][name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
         self._decide_flags()
 
     def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
