@@ -57,11 +57,11 @@ class Recipe:
     width: int = 64
     zero_init_last_gamma: bool = False
     whiten: int = 0  # patch size of the fixed first layer; 0: none
-    dirac: bool = False
-    activation: str = "relu"
+    dirac: bool = True
+    activation: str = "celu"
     frozen_scale: bool = False
     norm_lr: float = 1.0  # norm layers and biases learn at so many times the learning rate
-    alternate_flip: bool = False
+    alternate_flip: bool = True
 
     def __post_init__(self) -> None:
         least_of = {"epochs": 1, "micro_batch": 2, "hole": 0, "ema_images": 0, "bn_images": 0, "width": 1, "whiten": 0}

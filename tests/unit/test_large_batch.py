@@ -132,7 +132,7 @@ def test_gradients_of_micro_batches_add_up_to_their_mean():
     losses = [F.cross_entropy(reference(images[part]), labels[part], label_smoothing=0.1) for part in range(4)]
     (sum(losses) / 4).backward()
     for ours, theirs in zip(trainer.gradients, (p for p in reference.parameters() if p.requires_grad), strict=True):
-        torch.testing.assert_close(ours, theirs.grad, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours, theirs.grad, rtol=0, atol=1e-5)  # of 0.2; another memory format rounds otherwise
     torch.testing.assert_close(trainer.loss_sum, sum(losses) / 4, rtol=0, atol=1e-6)
 
 
