@@ -171,6 +171,20 @@ def test_a_given_norm_is_used_and_used_once(measured: list[set[str]]) -> None:
     assert measured == [BOTH, WEIGHTS, BOTH]
 
 
+def test_norms_given_for_a_step_that_is_refused_are_gone() -> None:
+    table = nn.Embedding(200, 2, sparse=True)
+    optimizer = by_kernels(Lars([("table", table.weight)], lr=0.1))
+    table(torch.tensor([1])).sum().backward()
+    optimizer.take_gradient_norms([table.weight], [torch.tensor(1000.0)])
+    with pytest.raises(ConfigError, match="the gradient of table is sparse"):
+        optimizer.step()
+    table.weight.grad = None
+    table.weight.grad = draw(200, 2)
+    wanted = ratio_of(table.weight, table.weight.grad)
+    optimizer.step()
+    assert optimizer.trust_ratios().max == pytest.approx(wanted, rel=1e-6)
+
+
 def test_when_both_norms_are_known_small_tensors_use_them_too(measured: list[set[str]]) -> None:
     """A tensor of one chunk is measured where it is updated, as long as one of its norms has to be."""
 

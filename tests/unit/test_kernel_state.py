@@ -232,6 +232,32 @@ def test_parameters_that_kernels_do_not_take_are_refused_or_go_by_lists(kind: An
     assert optimizer._kernels is False
 
 
+def test_more_groups_than_an_item_can_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fleetx.optim import kernels
+
+    monkeypatch.setattr(kernels, "MOST_GROUPS", 2)
+    params = [nn.Parameter(draw(2, 2)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ConfigError, match="fused=True, but there are 3 groups, and the kernels know 2"):
+        Lars([{"params": [param]} for param in params], lr=0.1, fused=True).step()
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has gradients of the parameter's type only")
+@pytest.mark.parametrize("allowed", [torch.float32, None])
+@both
+def test_gradients_wider_than_their_parameter_go_by_lists(kind: Any, allowed: torch.dtype | None) -> None:
+    """The kernels would read them as if they were 16 bits wide."""
+    param = nn.Parameter(draw(3, 3).half())
+    param.grad_dtype = allowed
+    param.grad = draw(3, 3, seed=1)
+    with pytest.raises(ConfigError, match="fused=True, but a parameter's grad_dtype allows gradients of another type"):
+        kind([param], lr=0.1, fused=True).step()
+    optimizer = kind([param], lr=0.1)
+    optimizer.step()
+    assert optimizer._kernels is False and optimizer.state[param]["master"].dtype is torch.float32
+
+
 @both
 def test_without_the_interpreter_a_cpu_has_no_kernels(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")

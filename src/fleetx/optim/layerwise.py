@@ -168,8 +168,10 @@ class Layerwise(Optimizer, abc.ABC):
                 loss = closure()
         kernels = self._fused()
         if kernels is not None:
-            self._ratios = kernels.step(self)
-            self.after_kernels()
+            try:
+                self._ratios = kernels.step(self)
+            finally:  # a step that was refused has used it up as well
+                self.after_kernels()
             return loss
         if self.carry_norms:
             raise ConfigError("carry_norms=True saves the kernels a pass, and they do not run here. Leave it out.")

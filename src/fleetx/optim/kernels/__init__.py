@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import ConfigError, FleetWarning
+from .order import MOST_GROUPS
 
 if TYPE_CHECKING:
     from ..layerwise import Layerwise
@@ -45,6 +46,10 @@ def _why_not(optimizer: Layerwise) -> str | None:
         return "a parameter has gaps in its memory"
     if any(param.data_ptr() % 16 for param in params):
         return "a parameter begins at an address that is no multiple of 16 bytes"
+    if any(getattr(param, "grad_dtype", param.dtype) is not param.dtype for param in params):
+        return "a parameter's grad_dtype allows gradients of another type than its own"
+    if len(optimizer.param_groups) > MOST_GROUPS:
+        return f"there are {len(optimizer.param_groups)} groups, and the kernels know {MOST_GROUPS}"
     return None
 
 
