@@ -22,7 +22,7 @@ BLOCK_ELEMENTS = 2**20
 
 def same_memory_order(tensors: Sequence[Tensor]) -> bool:
     """Whether equal places in memory are equal places in the tensors, without gaps: also channels_last, if all are."""
-    if all(tensor.is_contiguous() for tensor in tensors):
+    if all(map(Tensor.is_contiguous, tensors)):
         return True
     strides = {tensor.stride() for tensor in tensors}
     return len(strides) == 1 and bool(torch.ops.aten.is_non_overlapping_and_dense(tensors[0]))

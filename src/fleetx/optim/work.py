@@ -61,7 +61,9 @@ def gather(optimizer: Layerwise) -> list[Work]:
         state = optimizer.state_of(param, count_on=torch.device("cpu"))
         weight = wide_copy(param, state) if param.dtype in NARROW else param
         key = id(group), flags.decay, flags.adapt, weight.dtype, weight.device
-        work = works.setdefault(key, Work(group, flags.decay, flags.adapt, moments=tuple([] for _ in optimizer.moments)))
+        if key not in works:
+            works[key] = Work(group, flags.decay, flags.adapt, moments=tuple([] for _ in optimizer.moments))
+        work = works[key]
         grad = param.grad.to(weight.dtype)
         work.names.append(name)
         work.params.append(weight)
@@ -69,8 +71,10 @@ def gather(optimizer: Layerwise) -> list[Work]:
         for kept, moment in zip(work.moments, optimizer.moments, strict=True):
             kept.append(state[moment])
         if optimizer.counts_steps:
-            state["step"] += 1
             work.counts.append(state["step"])
+    for work in works.values():
+        if work.counts:
+            torch._foreach_add_(work.counts, torch.ones(()))  # now: a gradient that is refused leaves no count behind
     return list(works.values())
 
 
