@@ -27,6 +27,8 @@ class Table:
         self._live = torch.zeros(count, dtype=torch.int64, device=device)
         self._spares: list[Tensor] = []
         self._of_graphs: list[Tensor] = []
+        self._is_behind = False
+        """What changed while a graph was captured is in the graph's copy alone."""
         self.copies = 0
         """Made so far, outside graphs."""
 
@@ -34,9 +36,11 @@ class Table:
         """The words on the device; `changed`: since the last call."""
         if self._device.type != "cuda":
             return self._live.copy_(torch.from_numpy(self.words)) if changed else self._live
+        self._is_behind |= changed
         if torch.cuda.is_current_stream_capturing():
             return self._in_graph()
-        if changed:
+        if self._is_behind:
+            self._is_behind = False
             host = torch.empty(self._live.shape, dtype=torch.int64, pin_memory=True)
             host.numpy()[:] = self.words
             self._live.copy_(host, non_blocking=True)
