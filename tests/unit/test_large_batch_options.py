@@ -27,6 +27,7 @@ SGD = Trial("sgd", 16, 0.1, 5e-4)
 LARS = Trial("lars", 16, 0.4, 5e-4, lars_coeff=0.02)
 LAMB = Trial("lamb", 16, 0.01, 0.02, beta2=0.99)
 PLAIN = Recipe(
+    hole=0,
     epochs=1,
     micro_batch=16,
     ema_images=64,
