@@ -96,6 +96,7 @@ class Batch:
         """Of all parameters; None when it is not known that they are those of the step before."""
         self._known: dict[str, tuple[list[Tensor], list[int]]] = {}
         """Tensors of the state and their addresses, by name."""
+        self._contiguous = all(member.strides is None for member in members)
         self._seen: tuple[list[int], list[int]] = [], []
         """Gradients whose layout was found right: their identities and addresses."""
         self.carried: tuple[Plan, list[int], list[int]] | None = None
@@ -131,19 +132,21 @@ class Batch:
         Looked at when they are others than in the step before, by identity or address: autograd keeps to one layout.
         """
         with contextlib.suppress(RuntimeError):  # a sparse one has no address
-            addresses, identities = list(map(Tensor.data_ptr, grads)), list(map(id, grads))
-            if (identities, addresses) == self._seen:
-                return grads, addresses
-        given = list(grads)
-        for i, (member, grad) in enumerate(zip(members, given, strict=True)):
-            if grad.layout is not torch.strided:
-                optimizer.refuse_sparse(member.name)
-            if not (grad.is_contiguous() if member.strides is None else grad.stride() == member.strides):
-                grads[i] = torch.empty_like(member.param).copy_(grad)
-        as_given = all(map(operator.is_, grads, given))
-        addresses = list(map(Tensor.data_ptr, grads))
-        self._seen = (list(map(id, grads)), addresses) if as_given else ([], [])
-        return grads, addresses
+            seen = list(map(id, grads)), list(map(Tensor.data_ptr, grads))
+            if seen == self._seen:
+                return grads, seen[1]
+            if self._contiguous and all(map(_is_strided, grads)) and all(map(Tensor.is_contiguous, grads)):
+                self._seen = seen
+                return grads, seen[1]
+        grads = [self._in_order_of(member, grad, optimizer) for member, grad in zip(members, grads, strict=True)]
+        return grads, list(map(Tensor.data_ptr, grads))
+
+    def _in_order_of(self, member: Member, grad: Tensor, optimizer: Layerwise) -> Tensor:
+        if grad.layout is not torch.strided:
+            optimizer.refuse_sparse(member.name)
+        if grad.is_contiguous() if member.strides is None else grad.stride() == member.strides:
+            return grad
+        return torch.empty_like(member.param).copy_(grad)
 
     def _columns(self, optimizer: Layerwise, params: Sequence[Tensor]) -> dict[str, list[int]]:
         """The table's columns of addresses of parameters and state."""
@@ -254,6 +257,10 @@ def _settings(optimizer: Layerwise, group: dict[str, Any]) -> list[float]:
         beta1, beta2 = group["betas"]
         return [rate, beta1, beta2, group["eps"], group["lamb_weight_decay"], sign, 1 - beta1, 1 - beta2]
     return [rate, group["momentum"], group["lars_weight_decay"], group["lars_coeff"], group["epsilon"], sign]
+
+
+def _is_strided(grad: Tensor) -> bool:
+    return grad.layout is torch.strided
 
 
 def _is_on_device(lr: float | Tensor) -> bool:
