@@ -79,7 +79,7 @@ def test_types_may_be_mixed_in_one_group(kind: Any) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 1024, 1025, 2100])
 def test_a_norm_is_the_sum_over_however_many_chunks(chunks: int) -> None:
-    """The sums of 1024 chunks are added at a time. |p| = sqrt(4 n), |g| = sqrt(n): ratio 0.5 * 2 / (1 + 0.25 * 2)."""
+    """1024 are added at a time: |p|^2 = 1 + 2 + ... + n and |g|^2 = n here. What follows is another tensor's."""
     from fleetx.optim.kernels.common import GROUP_NUMBERS, ROW_WORDS, SCALES
     from fleetx.optim.kernels.lars import lars_settle
     from fleetx.optim.kernels.plan import COLUMN
@@ -88,10 +88,13 @@ def test_a_norm_is_the_sum_over_however_many_chunks(chunks: int) -> None:
     row[COLUMN["chunks"]], row[COLUMN["decayed"]] = chunks, 1
     settings[:6] = torch.tensor([0.1, 0.9, 0.25, 0.5, 0.0, 1.0])
     table, first_tensor = torch.cat([row, settings.view(torch.int64)]), torch.zeros(1, dtype=torch.int64)
-    weight_sums, grad_sums = torch.full((chunks + 7,), 4.0), torch.full((chunks + 7,), 1.0)
+    weight_sums, grad_sums = torch.arange(1.0, chunks + 8.0), torch.ones(chunks + 7)
+    weight_sums[chunks:] = grad_sums[chunks:] = 1e9
     ratios, scales = torch.zeros(1), torch.zeros(SCALES)
     lars_settle[(1,)](first_tensor, table, weight_sums, grad_sums, scales, ratios, 1, True)
-    assert ratios.item() == pytest.approx(1 / 1.5, rel=1e-6) and scales[0].item() == pytest.approx(0.1 / 1.5, rel=1e-6)
+    weight, grad = (chunks * (chunks + 1) / 2) ** 0.5, chunks**0.5
+    ratio = 0.5 * weight / (grad + 0.25 * weight)
+    assert ratios.item() == pytest.approx(ratio, rel=1e-6) and scales[0].item() == pytest.approx(0.1 * ratio, rel=1e-6)
 
 
 def test_an_empty_tensor_beside_small_ones_has_the_ratio_one() -> None:
