@@ -26,18 +26,18 @@ BOTH, WEIGHTS, GRADIENTS = {"weights", "gradients"}, {"weights"}, {"gradients"}
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> list[set[str]]:
     """What each launch of `lars_measure` reads."""
-    from fleetx.optim.kernels.fused import Batch
+    from fleetx.optim.kernels import launches as module
 
     launches: list[set[str]] = []
-    launch = Batch._launch
+    launch = module.launch
 
-    def recording(self: Any, kernel: Any, plan: Any, items: Tensor, *arguments: Any) -> None:
+    def recording(kernel: Any, plan: Any, items: Tensor, *arguments: Any) -> None:
         if kernel.__name__ == "lars_measure" and items.numel():
             read = dict(zip(kernel.arg_names, (items, *arguments), strict=True))
             launches.append({name for name, flag in [("weights", "READ_WEIGHT"), ("gradients", "READ_GRAD")] if read[flag]})
-        launch(self, kernel, plan, items, *arguments)
+        launch(kernel, plan, items, *arguments)
 
-    monkeypatch.setattr(Batch, "_launch", recording)
+    monkeypatch.setattr(module, "launch", recording)
     return launches
 
 

@@ -168,6 +168,38 @@ def turn(optimizer: Any) -> None:
         param.data = param.data.to(memory_format=torch.channels_last)
 
 
+@both
+def test_state_cleared_by_the_user_begins_anew(kind: Any) -> None:
+    def before(number: int, optimizer: Any) -> None:
+        if number == 2:
+            for state in optimizer.state.values():
+                state.clear()
+
+    assert_same(*both_ways(kind, VALUES, rates=[0.1] * 4, before=before))
+
+
+@both
+def test_parameters_turned_to_half_precision_in_mid_run_are_updated_right(kind: Any) -> None:
+    def before(number: int, optimizer: Any) -> None:
+        if number == 2:
+            for param in optimizer.param_groups[0]["params"]:
+                param.data, param.grad = param.data.half(), None
+                param.grad = torch.ones_like(param)
+
+    runs = []
+    for options in ({}, LOOP):
+        params = [nn.Parameter(value.clone()) for value in VALUES]
+        optimizer = kind(named(params), lr=0.1, **options)
+        for number in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            before(number, optimizer)
+            (optimizer if options or number else by_kernels(optimizer)).step()
+        assert params[0].dtype == torch.float16
+        runs.append(Run([optimizer.state[param]["master"] for param in params], optimizer, [optimizer.trust_ratios()]))
+    assert_same(*runs)
+
+
 def turn_and_load(optimizer: Any) -> None:
     """A saved state lies in the usual order: so does every one that comes from a checkpoint."""
     saved = copy.deepcopy(optimizer.state_dict())
@@ -177,10 +209,7 @@ def turn_and_load(optimizer: Any) -> None:
         by_kernels(optimizer)
 
 
-MOVED = "the kernels look at a parameter's layout once, and not again when its data is replaced"
-
-
-@pytest.mark.parametrize("change", [pytest.param(turn, marks=pytest.mark.xfail(strict=True, reason=MOVED)), turn_and_load])
+@pytest.mark.parametrize("change", [turn, turn_and_load])
 @both
 def test_parameters_that_lie_otherwise_than_their_state_are_updated_right(kind: Any, change: Any) -> None:
     def before(number: int, optimizer: Any) -> None:

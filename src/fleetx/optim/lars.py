@@ -140,7 +140,7 @@ class Lars(Layerwise):
     @property
     def wants_gradient_norms(self) -> bool:
         """Whether `take_gradient_norms` saves the kernels a pass over the gradients."""
-        return self._fused() is not None
+        return self.kernels() is not None
 
     def take_gradient_norms(self, params: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
         """The norms of the gradients as the coming step finds them, from whoever has read these anyway. For one step."""

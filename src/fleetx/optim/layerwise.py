@@ -189,7 +189,14 @@ class Layerwise(Optimizer, abc.ABC):
         return loss
 
     def _fused(self) -> Any:
-        """The kernels, where they are wanted and possible; chosen anew when the parameters are somewhere else."""
+        """The kernels, where they are wanted and possible; chosen anew when parameters have become others."""
+        kernels = self.kernels()
+        if kernels is not None and not kernels.still_fits():
+            self._kernels = None
+            kernels = self.kernels()
+        return kernels
+
+    def kernels(self) -> Any:
         if self._want_fused is False or self._want_foreach:
             return None
         device = next(p.device for group in self.param_groups for p in group["params"])
@@ -218,14 +225,15 @@ class Layerwise(Optimizer, abc.ABC):
                 state[name] = torch.zeros_like(param, dtype=wide, memory_format=torch.preserve_format)
         if param.dtype in NARROW and "master" not in state:  # also where a float32 run saved the state
             state["master"] = param.detach().to(torch.float32)
+        for name, value in state.items():
+            if name != "step" and (value.stride() != param.stride() or value.device != param.device):
+                state[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)  # kernels walk memory
         if self.counts_steps and state["step"].device != count_on:
             state["step"] = state["step"].to(count_on)  # it was saved by another way to run
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back.
-
-        State lies in memory as its parameter does."""
+        """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back."""
         self._refuse_foreign(state_dict)
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
@@ -241,9 +249,6 @@ class Layerwise(Optimizer, abc.ABC):
                 for name, value in state_dict["state"].get(saved, {}).items():
                     if isinstance(value, Tensor) and name != "step":
                         self.state[param][name] = value.to(param.device, torch.float32, copy=True)
-            for name, value in self.state.get(param, {}).items():  # checkpoints know no channels_last; kernels walk memory
-                if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
-                    self.state[param][name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
         self._decide_flags()
 
     def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import triton.language as tl
@@ -21,8 +21,7 @@ from ..layerwise import Layerwise
 from ..param_groups import Flags
 from ..trust_ratios import TrustRatios
 from ..work import NARROW
-from .lamb import lamb_advance, lamb_apply, lamb_settle
-from .lars import lars_apply, lars_measure, lars_settle
+from .launches import Norms, launch_lamb, launch_lars
 from .plan import Plan, Tensors, Tuning
 
 TUNINGS = {
@@ -33,6 +32,10 @@ TUNINGS = {
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+MOST_PLANS = 32
+"""For different sets of parameters that have gradients."""
+
+
 class Member:
     """One parameter, with what does not change from step to step."""
 
@@ -41,6 +44,19 @@ class Member:
     def __init__(self, param: Tensor, name: str, group: int, flags: Flags) -> None:
         self.param, self.name, self.group, self.flags = param, name, group, flags
         self.strides = None if param.is_contiguous() else param.stride()
+
+    def lies_as_before(self) -> bool:
+        return self.param.is_contiguous() if self.strides is None else self.param.stride() == self.strides
+
+
+class Prepared(NamedTuple):
+    """A step of one batch, ready to be launched."""
+
+    plan: Plan
+    params: list[Tensor]
+    dense: list[Tensor]
+    """Gradients: held until the launches are under way, since some may be copies."""
+    columns: dict[str, list[int]]
 
 
 @final
@@ -56,18 +72,22 @@ class FusedStep:
         self.batches = [Batch(*kind, of_kind, tuning or TUNINGS[kind[1]]) for kind, of_kind in members.items()]
         self._states: list[dict[str, Any]] = []
 
+    def still_fits(self) -> bool:
+        """Whether parameters are what they were when the kernels were chosen; model.half() and the like replace their data."""
+        return all(map(Batch.still_fits, self.batches))
+
     def step(self, optimizer: Layerwise) -> TrustRatios | None:
-        names: list[str | None] = []
-        values: list[Tensor] = []
         if not self._has_same_states(optimizer):
             for batch in self.batches:
                 batch.states = None
         settings = [_settings(optimizer, group) for group in optimizer.param_groups]
-        for batch in self.batches:
-            done = batch.step(optimizer, settings)
-            if done is not None:
-                names += done[0]
-                values.append(done[1])
+        prepared = [batch.prepare(optimizer) for batch in self.batches]  # what is refused is refused before anything moves
+        names: list[str | None] = []
+        values: list[Tensor] = []
+        for batch, ready in zip(self.batches, prepared, strict=True):
+            if ready is not None:
+                names += ready.plan.names
+                values.append(batch.launch(optimizer, ready, settings))
         return TrustRatios(names, values) if any(names) else None
 
     def _has_same_states(self, optimizer: Layerwise) -> bool:
@@ -91,6 +111,7 @@ class Batch:
         self.device, self.dtype, self.members, self.tuning = device, dtype, list(members), tuning
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._params = [member.param for member in members]
+        self._param_places = list(map(Tensor.data_ptr, self._params))
         self._everybody = tuple(range(len(members)))
         self.states: list[dict[str, Any]] | None = None
         """Of all parameters; None when it is not known that they are those of the step before."""
@@ -102,29 +123,56 @@ class Batch:
         self.carried: tuple[Plan, list[int], list[int]] | None = None
         """The plan whose sums hold the squared norms of the parameters; their addresses and versions at that time."""
 
-    def step(self, optimizer: Layerwise, settings: list[list[float]]) -> tuple[list[str | None], Tensor] | None:
+    def still_fits(self) -> bool:
+        places = list(map(Tensor.data_ptr, self._params))
+        if places == self._param_places:
+            return True
+        self._param_places = places
+        return all(
+            member.param.dtype is self.dtype and member.param.device == self.device and member.lies_as_before()
+            for member in self.members
+        )
+
+    def prepare(self, optimizer: Layerwise) -> Prepared | None:
+        """All that can fail. None: no parameter has a gradient."""
         grads: list[Any] = [param.grad for param in self._params]
-        active, params, members = self._everybody, self._params, self.members
+        active, params, members, places = self._everybody, self._params, self.members, self._param_places
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             active = tuple(i for i, grad in enumerate(grads) if grad is not None)
-            params, members = [self._params[i] for i in active], [self.members[i] for i in active]
-            grads, self.states = [grads[i] for i in active], None
+            params, members = [params[i] for i in active], [members[i] for i in active]
+            places, grads, self.states = [places[i] for i in active], [grads[i] for i in active], None
         if not params:
             return None
-        dense, places = self._dense(optimizer, members, grads)  # kept until the launches are under way: they may be copies
-        columns = {**self._columns(optimizer, params), "grad": places}
+        dense, grad_places = self._dense(optimizer, members, grads)
+        columns = {**self._columns(optimizer, params), "param": places, "grad": grad_places}
         plan = self._plans.get(active) or self._new_plan(optimizer, active, members)
+        if active is not self._everybody:
+            self.states = None
+        return Prepared(plan, params, dense, columns)
+
+    def launch(self, optimizer: Any, ready: Prepared, settings: list[list[float]]) -> Tensor:
+        """The trust ratios."""
+        plan, params, _, columns = ready
         ratios = torch.empty(len(params), dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             if optimizer.counts_steps:
-                self._launch_lamb(plan, self._table(optimizer, plan, columns, settings), ratios)
+                launch_lamb(plan, self._table(optimizer, plan, columns, settings), ratios, ELEMENTS[self.dtype])
             else:
-                self._launch_lars(optimizer, plan, params, columns, settings, ratios)
-        del dense
+                norms = self._norms(optimizer, ready)
+                launch_lars(plan, self._table(optimizer, plan, columns, settings), ratios, ELEMENTS[self.dtype], norms)
+                # One more than now: this step's own writes are counted after it.
+                versions = [param._version + 1 for param in params] if norms.carry else []
+                self.carried = (plan, columns["param"], versions) if norms.carry else None
         torch.autograd.graph.increment_version(params)
-        if active is not self._everybody:
-            self.states = None
-        return plan.names, ratios
+        return ratios
+
+    def _norms(self, optimizer: Any, ready: Prepared) -> Norms:
+        """What LARS need not measure. Given norms are put in the table."""
+        given = optimizer.given_norms(ready.params)
+        if given is not None:
+            ready.columns["grad_norm"] = list(map(Tensor.data_ptr, given))
+        carried = self._is_carried(ready.plan, ready.params, ready.columns["param"])
+        return Norms(of_weights_carried=carried, of_gradients_given=given is not None, carry=optimizer.carry_norms)
 
     def _dense(self, optimizer: Layerwise, members: Sequence[Member], grads: list[Tensor]) -> tuple[list[Tensor], list[int]]:
         """Gradients in the memory order of their parameters, with their addresses; as a rule they are so already.
@@ -149,11 +197,11 @@ class Batch:
         return torch.empty_like(member.param).copy_(grad)
 
     def _columns(self, optimizer: Layerwise, params: Sequence[Tensor]) -> dict[str, list[int]]:
-        """The table's columns of addresses of parameters and state."""
+        """The table's columns of addresses of the state."""
         if self.states is None:
             self.states = [optimizer.state_of(param, count_on=self.device) for param in params]
             self._known.clear()
-        columns = {"param": list(map(Tensor.data_ptr, params))}
+        columns = {}
         for column, name in zip(("first", "second"), optimizer.moments, strict=False):
             columns[column] = self._places(optimizer, params, name)
         if optimizer.counts_steps:
@@ -166,7 +214,7 @@ class Batch:
         """Addresses of a part of the state. Nobody else has a reason to touch single ones: that all are the same tensors
         is looked at, and that the first and the last are where they were, since some move all by writing `.data`."""
         assert self.states is not None
-        tensors = [state[name] for state in self.states]
+        tensors: list[Any] = [state.get(name) for state in self.states]
         known, places = self._known.get(name, ([], []))
         same = len(tensors) == len(known) and all(map(operator.is_, tensors, known))
         if not (same and (tensors[0].data_ptr(), tensors[-1].data_ptr()) == (places[0], places[-1])):
@@ -186,6 +234,9 @@ class Batch:
         )
         names = [member.name if member.flags.adapt else None for member in members]
         plan = Plan(tensors, names=names, n_groups=len(optimizer.param_groups), device=self.device, tuning=self.tuning)
+        plan.lists(measured=optimizer.carry_norms)  # now: while a graph is captured nothing can be sent
+        if len(self._plans) >= MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
         self._plans[active] = plan
         return plan
 
@@ -196,51 +247,6 @@ class Batch:
                 place = plan.place_of_lr(number)
                 table[place : place + 1].view(torch.float64).copy_(group["lr"].reshape(1))
         return table
-
-    def _launch(self, kernel: Any, plan: Plan, items: Tensor, *arguments: Any) -> None:
-        """One program per item. `arguments` end with the constants that a kernel is compiled for, in its own order."""
-        if not items.numel():
-            return
-        constants = arguments[kernel.arg_names.index("n_tensors") :]
-        compiled = plan.compiled.get((kernel, *constants))
-        if compiled is None:
-            done = kernel[(items.numel(),)](items, *arguments, num_warps=plan.tuning.warps)
-            if done is not None:  # an interpreted kernel is not compiled
-                plan.compiled[(kernel, *constants)] = done
-        else:
-            compiled[(items.numel(), 1, 1)](items, *arguments)
-
-    def _launch_lamb(self, plan: Plan, table: Tensor, ratios: Tensor) -> None:
-        lists, element, chunk, count = plan.lists(), ELEMENTS[self.dtype], plan.tuning.chunk_elements, plan.n_tensors
-        advancing = (table, *plan.sums, count, element, plan.is_aligned, chunk)
-        self._launch(lamb_advance, plan, lists.at_once_and_measure, *advancing)
-        self._launch(lamb_settle, plan, plan.everyone, table, *plan.sums, plan.scales, ratios, count)
-        self._launch(lamb_apply, plan, lists.apply, table, plan.scales, count, element, chunk)
-
-    def _launch_lars(
-        self,
-        optimizer: Any,
-        plan: Plan,
-        params: Sequence[Tensor],
-        columns: dict[str, list[int]],
-        settings: list[list[float]],
-        ratios: Tensor,
-    ) -> None:
-        places = columns["param"]
-        carried, norms, carry = self._is_carried(plan, params, places), optimizer.given_norms(params), optimizer.carry_norms
-        if norms is not None:
-            columns["grad_norm"] = list(map(Tensor.data_ptr, norms))
-        table = self._table(optimizer, plan, columns, settings)
-        lists, given = plan.lists(measured=carried and norms is not None), norms is not None
-        element, chunk, count = ELEMENTS[self.dtype], plan.tuning.chunk_elements, plan.n_tensors
-        measuring = (table, *plan.sums, count, element, plan.is_aligned, not carried, not given, chunk)
-        self._launch(lars_measure, plan, lists.measure, *measuring)
-        if lists.apply.numel() or 0 in plan.tensors.numels:  # no item gives an empty tensor its ratio of 1
-            self._launch(lars_settle, plan, plan.adapted, table, *plan.sums, plan.scales, ratios, count, not given)
-        applying = (table, plan.sums[0], plan.scales, ratios, count, element, plan.is_aligned, carry, chunk)
-        self._launch(lars_apply, plan, lists.at_once_and_apply, *applying)
-        # One more than now: this step's own writes are counted after it.
-        self.carried = (plan, places, [param._version + 1 for param in params]) if carry else None
 
     def _is_carried(self, plan: Plan, params: Sequence[Tensor], addresses: list[int]) -> bool:
         """Whether the sums still belong to the parameters: nobody else has written, replaced or skipped one since."""
