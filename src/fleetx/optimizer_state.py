@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
+from .optim.layerwise import Layerwise
 
-CLASS = "class"
+CLASS, FLAGS = "class", "flags"
 SHAPED_AS_THE_PARAMETER = frozenset(
     "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev ax".split()
 )
@@ -18,8 +19,17 @@ SHAPED_AS_THE_PARAMETER = frozenset(
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict and the class: Adam's state looks like AdamW's, and would silently turn one into the other."""
-    return {CLASS: type(optimizer).__name__, **optimizer.state_dict()}
+    """The state dict and the class: Adam's state looks like AdamW's, and would silently turn one into the other.
+
+    Of LARS and LAMB also who is decayed and adapted: settings of the script, which the state dict does not hold."""
+    said: dict[str, Any] = {CLASS: type(optimizer).__name__}
+    if isinstance(optimizer, Layerwise):
+        said[FLAGS] = _flags(optimizer)
+    return {**said, **optimizer.state_dict()}
+
+
+def _flags(optimizer: Layerwise) -> dict[str, dict[str, bool]]:
+    return {name: {"decay": flags.decay, "adapt": flags.adapt} for _, _, name, flags in optimizer.parameters_with_flags()}
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -35,6 +45,34 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
             "Build the optimizer as in the run that saved."
         )
     _check_shapes(optimizer, state)
+    if isinstance(optimizer, Layerwise):
+        _check_rule(optimizer, state)
+
+
+def _check_rule(optimizer: Layerwise, state: Mapping[str, Any]) -> None:
+    """torch would let the file's settings win; those that the script has asked for would be dropped without a word."""
+    differ = [
+        f"{key} {saved[key]!r} in group {number}, this one {group[key]!r}"
+        for number, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True))
+        for key in optimizer.rule_settings
+        if key in saved and saved[key] != group[key]
+    ]
+    before, now = state.get(FLAGS, {}), _flags(optimizer)  # a file of an older version has none
+    differ += [
+        f"{key}={before[name][key]} for {name}, this one {value}"
+        for name, flags in now.items()
+        if name in before
+        for key, value in flags.items()
+        if before[name][key] != value
+    ]
+    if differ:
+        more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
+        part = type(optimizer).__name__.lower()
+        raise CheckpointError(
+            f"the checkpoint's {type(optimizer).__name__} has {'; '.join(differ[:5])}{more}. Write the checkpoint's values into "
+            f"{part}_configs, the groups or {type(optimizer).__name__}(...); or start without the optimizer's state: leave the "
+            "optimizer out of fleet.load_checkpoint(...)."
+        )
 
 
 def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -56,7 +94,7 @@ def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
     groups = list(optimizer.param_groups)
-    optimizer.load_state_dict({key: value for key, value in state.items() if key != CLASS})
+    optimizer.load_state_dict({key: value for key, value in state.items() if key not in (CLASS, FLAGS)})
     for old, new in zip(groups, optimizer.param_groups, strict=True):
         old.update(new)
     optimizer.param_groups[:] = groups  # the very dicts that schedulers and the user hold

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.errors import FleetWarning
+from fleetx.errors import CheckpointError, FleetWarning
 from fleetx.optim import Lamb, Lars
+from fleetx.optimizer_state import check_optimizer_state, optimizer_state
 from harness import run_ranks
 from models import batch
 
@@ -252,3 +253,64 @@ def test_a_checkpoint_of_16_bit_parameters_keeps_their_float32_copies_to_the_bit
         for name, master in resumed.items():
             torch.testing.assert_close(master, whole[name], rtol=0, atol=0)
             torch.testing.assert_close(master, ranks[0][0][name], rtol=0, atol=0)
+
+
+OTHER_SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "coefficient": ("lars", {"lars_coeff": 0.01}, "lars_coeff 0.02 in group 0, this one 0.01; lars_coeff 0.02 in group 1"),
+    "decay of lars": ("lars", {"lars_weight_decay": 0.5}, "lars_weight_decay 0.01 in group 0, this one 0.5"),
+    "epsilon": ("lars", {"epsilon": 0.25}, "epsilon 1e-09 in group 0, this one 0.25"),
+    "decay of lamb": ("lamb", {"lamb_weight_decay": 0.5}, "lamb_weight_decay 0.02 in group 0, this one 0.5"),
+    "adapted": ("lamb", {"always_adapt": True}, "always_adapt False in group 0, this one True"),
+    "excluded": (
+        "lars", {"exclude_from_weight_decay": ["norm"]}, "decay=False for 0.bias, this one True; adapt=False for 0.bias",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("case", OTHER_SETTINGS)
+def test_a_checkpoint_of_a_rule_with_other_settings_is_refused_and_nothing_is_changed(case: str, tmp_path: Path) -> None:
+    part, changed, told = OTHER_SETTINGS[case]
+    model = net()
+    model, ours = fleet.distribute(model, inner(part, model), with_part(part))
+    _updates(model, ours, torch.optim.lr_scheduler.LambdaLR(ours, rate_of), 0, range(2))
+    fleet.save_checkpoint(tmp_path, step=2, model=model, optimizer=ours)
+    del ours
+    model = net()
+    strategy = fleet.DistributedStrategy(**{part: True, f"{part}_configs": {**CONFIGS[part], **changed}})
+    model, ours = fleet.distribute(model, inner(part, model), strategy)
+    before, groups = flat(model), copy.deepcopy(ours.state_dict()["param_groups"])
+    with pytest.raises(CheckpointError, match=f"{told}.*leave the optimizer out of fleet.load_checkpoint"):
+        fleet.load_checkpoint(tmp_path, model=model, optimizer=ours)
+    torch.testing.assert_close(flat(model), before, rtol=0, atol=0)
+    assert ours.state_dict()["param_groups"] == groups and not ours.state
+    with pytest.warns(FleetWarning, match="also holds optimizer"):
+        fleet.load_checkpoint(tmp_path, model=model)
+
+
+@pytest.mark.usefixtures("alone")
+@both
+def test_rate_and_momentum_come_from_the_checkpoint_as_torch_does_it(part: str, tmp_path: Path) -> None:
+    model = net()
+    model, ours = fleet.distribute(model, inner(part, model), with_part(part))
+    fleet.save_checkpoint(tmp_path, step=0, model=model, optimizer=ours)
+    saved = ours.state_dict()["param_groups"]
+    del ours
+    model = net()
+    given = inner(part, model)
+    key, value = ("momentum", 0.5) if part == "lars" else ("betas", (0.5, 0.5))
+    for group in given.param_groups:
+        group["lr"], group[key] = 0.7, value
+    model, ours = fleet.distribute(model, given, with_part(part))
+    fleet.load_checkpoint(tmp_path, model=model, optimizer=ours)
+    assert [(g["lr"], g[key]) for g in given.param_groups] == [(g["lr"], g[key]) for g in saved]
+
+
+@pytest.mark.usefixtures("alone")
+@both
+def test_a_checkpoint_that_says_nothing_of_flags_is_taken(part: str) -> None:
+    """As an older version wrote them."""
+    optimizer = alone(part, net())
+    state = optimizer_state(optimizer)
+    assert set(state.pop("flags")) == {name for name, _ in net().named_parameters()}
+    check_optimizer_state(optimizer, state)

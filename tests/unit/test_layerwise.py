@@ -97,6 +97,18 @@ def test_loading_keeps_the_very_group_dicts(kind: Any) -> None:
     assert optimizer.param_groups[0] is group and group["lr"] == 0.1
 
 
+@both
+def test_loaded_settings_win_as_torch_has_it_and_flags_follow_the_groups(kind: Any) -> None:
+    model = net()
+    named = list(model.named_parameters())
+    saved = kind([{"params": named, "weight_decay": 0.25, "adapt": False}], lr=0.1).state_dict()
+    optimizer = kind([{"params": named, "weight_decay": 0.5}], lr=0.2)
+    assert any(flags.adapt for flags in optimizer.flags[0])
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0][optimizer.decay_key] == 0.25 and optimizer.param_groups[0]["lr"] == 0.1
+    assert not any(flags.adapt for flags in optimizer.flags[0])
+
+
 @pytest.mark.parametrize(
     ("kind", "other", "missing"),
     [

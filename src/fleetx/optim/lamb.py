@@ -125,6 +125,7 @@ class Lamb(Layerwise):
 
     spellings: ClassVar[dict[str, str]] = {"weight_decay": "lamb_weight_decay", "epsilon": "eps"}
     decay_key = "lamb_weight_decay"
+    rule_settings = ("lamb_weight_decay", "always_adapt")
     moments = ("exp_avg", "exp_avg_sq")
     counts_steps = True
 

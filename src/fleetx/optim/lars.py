@@ -98,6 +98,7 @@ class Lars(Layerwise):
 
     spellings: ClassVar[dict[str, str]] = {"weight_decay": "lars_weight_decay", "eps": "epsilon"}
     decay_key = "lars_weight_decay"
+    rule_settings = ("lars_coeff", "lars_weight_decay", "epsilon")
     moments = ("momentum_buffer",)
     counts_steps = False
 

@@ -30,6 +30,8 @@ class Layerwise(Optimizer, abc.ABC):
     spellings: ClassVar[Mapping[str, str]]
     """What torch users may write for a key."""
     decay_key: ClassVar[str]
+    rule_settings: ClassVar[tuple[str, ...]]
+    """Keys of a group that only this rule has: what a script says of them, a checkpoint must not undo."""
     moments: ClassVar[tuple[str, ...]]
     """State of the parameter's shape, by name."""
     counts_steps: ClassVar[bool]
