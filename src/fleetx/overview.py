@@ -78,13 +78,17 @@ def slot_table(parts: Sequence[Part]) -> str:
 
 
 def conflict_lines(parts: Sequence[Part]) -> list[str]:
-    """One sentence per slot that is claimed more than once, with each claimant's reason."""
+    """One line per set of parts that claim the same slots, with each claimant's reason."""
     why = {part.name: part.why for part in parts}
-    return [
-        f"Conflict: {_listed(names)} {'both' if len(names) == 2 else 'all'} claim `{slot.value}`. "
-        + " ".join([*dict.fromkeys(why[name] for name in names if why[name]), "Keep one of them."])
-        for slot, names in conflicts((part.name, part.claims()) for part in parts).items()
-    ]
+    shared: dict[tuple[str, ...], list[Slot]] = {}
+    for slot, names in conflicts((part.name, part.claims()) for part in parts).items():
+        shared.setdefault(tuple(names), []).append(slot)
+    lines = []
+    for claimants, slots in shared.items():
+        claims = _listed([f"{'both' if len(claimants) == 2 else 'all'} claim `{slot.value}`" for slot in slots])
+        reasons = dict.fromkeys(why[name] for name in claimants if why[name])
+        lines.append(" ".join([f"Conflict: {_listed(claimants)} {claims}.", *reasons, "Keep one of them."]))
+    return lines
 
 
 def _not_available(parts: Sequence[Part]) -> list[str]:
@@ -93,7 +97,7 @@ def _not_available(parts: Sequence[Part]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _described(part: Part) -> str:

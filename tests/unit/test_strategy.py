@@ -533,6 +533,13 @@ def test_explain_reports_every_conflict_with_its_slot_and_reasons() -> None:
     assert all("DGC applies momentum" in line and line.endswith("Keep one of them.") for line in conflicts)
 
 
+def test_parts_that_share_several_slots_are_told_once() -> None:
+    table = DistributedStrategy(lars=True, lamb=True).explain()
+    (conflict,) = [line for line in table.split("\n") if line.startswith("Conflict: ")]
+    assert conflict.startswith("Conflict: lamb and lars both claim `momentum` and both claim `update`. LAMB scales ")
+    assert conflict.count("LARS scales ") == 1 and conflict.endswith(" Keep one of them.")
+
+
 @pytest.mark.parametrize("name", DECLARED)
 def test_explain_names_the_parts_that_are_not_built_yet(name: str) -> None:
     assert DistributedStrategy(**{name: True}).explain().endswith(f"\nNot available yet in this version: {name}.")
