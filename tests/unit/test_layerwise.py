@@ -313,7 +313,7 @@ def test_settings_out_of_range_are_refused(kind: Any, settings: dict[str, Any], 
         (Lars, {"momentum": 1.0}, "momentum is 1.0; it must be a finite number at least 0 and below 1"),
         (Lars, {"lars_coeff": 0.0}, "lars_coeff is 0.0; it must be a finite number above 0"),
         (Lars, {"carry_norms": 1}, "carry_norms is 1; it must be True or False"),
-        (Lamb, {"betas": (0.9, 1.0)}, "betas is 1.0; it must be a finite number at least 0 and below 1"),
+        (Lamb, {"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0; it must be a finite number at least 0 and below 1"),
         (Lamb, {"betas": 0.9}, "betas is 0.9; it must be two numbers"),
         (Lamb, {"always_adapt": None}, "always_adapt is None; it must be True or False"),
     ],
@@ -323,9 +323,55 @@ def test_each_rules_own_settings_are_checked_too(kind: Any, settings: dict[str, 
         kind([nn.Parameter(torch.ones(2, 2))], lr=0.1, **settings)
 
 
-def test_an_argument_that_nobody_knows_is_refused_as_python_does() -> None:
-    with pytest.raises(TypeError, match=r"Lars\(\) has no argument 'nesterov'"):
-        Lars([nn.Parameter(torch.ones(2, 2))], lr=0.1, nesterov=True)
+@pytest.mark.parametrize(
+    ("kind", "argument", "told"),
+    [
+        (Lars, "nesterov", "LARS has no Nesterov momentum: leave it out. It takes params, lr, momentum, lars_coeff, lars_weight"),
+        (Lars, "trust_coefficient", "Write lars_coeff. It takes"),
+        (Lars, "lars_coef", r"Did you mean `lars_coeff`\? It takes"),
+        (Lamb, "amsgrad", "LAMB has no AMSGrad: leave it out. It takes params, lr, betas, eps, lamb_weight_decay, exclude"),
+        (Lamb, "colour", r"It takes .*, maximize, foreach, fused\.$"),
+    ],
+)
+def test_an_argument_that_nobody_knows_is_refused_as_python_does(kind: Any, argument: str, told: str) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) has no argument '{argument}'\. {told}"):
+        kind([nn.Parameter(torch.ones(2, 2))], lr=0.1, **{argument: 0.1})
+
+
+@both
+def test_a_model_in_the_place_of_its_parameters_is_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"was given a model as its parameters. Write {kind.__name__}\(model.parameters"):
+        kind(net(), 0.1)
+
+
+TWO_SPELLINGS = [
+    (Lars, "lars_weight_decay", "weight_decay", 0.0005),
+    (Lars, "epsilon", "eps", 0.0),
+    (Lamb, "lamb_weight_decay", "weight_decay", 0.01),
+    (Lamb, "eps", "epsilon", 1e-6),
+]
+
+
+@pytest.mark.parametrize(("kind", "ours", "theirs", "default"), TWO_SPELLINGS)
+def test_two_spellings_of_one_setting_are_refused_also_where_one_has_the_default(
+    kind: Any, ours: str, theirs: str, default: float
+) -> None:
+    weight, given = nn.Parameter(torch.ones(2, 2)), {ours: default, theirs: 0.25}
+    told = f"has {theirs}=0.25 and {ours}={default!r}, which are one setting. Write one of them"
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}\(...\) {told}"):
+        kind([weight], lr=0.1, **given)
+    with pytest.raises(ConfigError, match=f"group 0 {told}"):
+        kind([{"params": [weight], **given}], lr=0.1)
+    assert kind([weight], lr=0.1, **{theirs: 0.25}).param_groups[0][ours] == 0.25
+    assert type(kind([weight], lr=0.1).param_groups[0][ours]) is float
+
+
+@both
+def test_the_callers_group_is_left_as_it_was(kind: Any) -> None:
+    group = {"params": [nn.Parameter(torch.ones(2, 2))], "weight_decay": 0.25}
+    for _ in range(2):
+        assert kind([group], lr=0.1).param_groups[0][kind.decay_key] == 0.25
+    assert set(group) == {"params", "weight_decay"}
 
 
 @both

@@ -21,6 +21,7 @@ from . import cpu
 from .layerwise import Layerwise
 from .lists import Norm, norms, scaled_rates, subtract
 from .param_groups import DEFAULT_EXCLUSIONS, Flags
+from .spellings import Default
 from .work import Work, as_number
 
 
@@ -124,6 +125,13 @@ class Lamb(Layerwise):
     """
 
     spellings: ClassVar[dict[str, str]] = {"weight_decay": "lamb_weight_decay", "epsilon": "eps"}
+    instead: ClassVar[dict[str, str]] = {
+        "amsgrad": "LAMB has no AMSGrad: leave it out",
+        "momentum": "Write betas, of which the first is the momentum",
+        "beta1": "Write betas=(beta1, beta2)",
+        "beta2": "Write betas=(beta1, beta2)",
+        "bias_correction": "LAMB always corrects for bias here: leave it out",
+    }
     decay_key = "lamb_weight_decay"
     rule_settings = ("lamb_weight_decay", "always_adapt")
     moments = ("exp_avg", "exp_avg_sq")
@@ -134,8 +142,8 @@ class Lamb(Layerwise):
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        lamb_weight_decay: float = 0.01,
+        eps: float = Default(1e-6),
+        lamb_weight_decay: float = Default(0.01),
         *,
         exclude_from_weight_decay: Sequence[str] = DEFAULT_EXCLUSIONS,
         always_adapt: bool = False,
@@ -160,8 +168,8 @@ class Lamb(Layerwise):
         betas = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ConfigError(f"betas is {betas!r}; it must be two numbers, such as (0.9, 0.999).")
-        for beta in betas:
-            number(0.0, below=1.0).check("betas", beta)
+        for place, beta in enumerate(betas):
+            number(0.0, below=1.0).check(f"betas[{place}]", beta)
         number(0.0).check("eps", group["eps"])
         number(0.0).check("lamb_weight_decay", group["lamb_weight_decay"])
         boolean().check("always_adapt", group["always_adapt"])

@@ -21,6 +21,7 @@ from . import cpu
 from .layerwise import Layerwise
 from .lists import Norm, Numbers, norms, scaled_rates
 from .param_groups import DEFAULT_EXCLUSIONS
+from .spellings import Default
 from .work import Work, as_number
 
 
@@ -97,6 +98,13 @@ class Lars(Layerwise):
     """
 
     spellings: ClassVar[dict[str, str]] = {"weight_decay": "lars_weight_decay", "eps": "epsilon"}
+    instead: ClassVar[dict[str, str]] = {
+        "nesterov": "LARS has no Nesterov momentum: leave it out",
+        "dampening": "LARS has no dampening: leave it out",
+        "trust_coefficient": "Write lars_coeff",
+        "trust_coeff": "Write lars_coeff",
+        "eta": "Write lars_coeff",
+    }
     decay_key = "lars_weight_decay"
     rule_settings = ("lars_coeff", "lars_weight_decay", "epsilon")
     moments = ("momentum_buffer",)
@@ -108,8 +116,8 @@ class Lars(Layerwise):
         lr: float | Tensor,
         momentum: float = 0.9,
         lars_coeff: float = 0.001,
-        lars_weight_decay: float = 0.0005,
-        epsilon: float = 0.0,
+        lars_weight_decay: float = Default(0.0005),
+        epsilon: float = Default(0.0),
         *,
         exclude_from_weight_decay: Sequence[str] = DEFAULT_EXCLUSIONS,
         model: nn.Module | None = None,

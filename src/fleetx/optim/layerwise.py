@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigError
 from ..keys import boolean, names, number
 from .param_groups import Flags, Known, description, exclusion, known_parameters, require_words_mean_something
+from .spellings import Default, in_our_words, refuse_arguments
 from .trust_ratios import TrustRatios
 from .work import NARROW, Work, gather, write_back
 
@@ -29,6 +31,8 @@ class Layerwise(Optimizer, abc.ABC):
 
     spellings: ClassVar[Mapping[str, str]]
     """What torch users may write for a key."""
+    instead: ClassVar[Mapping[str, str]]
+    """What to write for an argument that other optimizers have."""
     decay_key: ClassVar[str]
     rule_settings: ClassVar[tuple[str, ...]]
     """Keys of a group that only this rule has: what a script says of them, a checkpoint must not undo."""
@@ -48,6 +52,7 @@ class Layerwise(Optimizer, abc.ABC):
         foreach: bool | None,
         fused: bool | None,
     ) -> None:
+        kind = type(self).__name__
         self.exclude = names().check("exclude_from_weight_decay", exclude)
         self._model = model
         self._want_foreach, self._want_fused = _checked_choice(foreach, fused)
@@ -58,13 +63,21 @@ class Layerwise(Optimizer, abc.ABC):
         self._ratios: TrustRatios | None = None
         self._kernels: Any = None
         self._kernels_device: torch.device | None = None
-        for key, value in synonyms.items():
-            if key not in self.spellings:
-                raise TypeError(f"{type(self).__name__}() has no argument {key!r}")
-            defaults[self.spellings[key]] = value
+        if isinstance(params, nn.Module):
+            raise ConfigError(f"{kind} was given a model as its parameters. Write {kind}(model.parameters(), ..., model=model).")
+        defaults = {**defaults, **self._defaults_in_other_words(defaults, synonyms)}
         super().__init__(params, {**defaults, "decay": None, "adapt": None})
         self._complete = True
         require_words_mean_something(self.exclude, [k for group in self._known for k in group], complete=True)
+
+    def _defaults_in_other_words(self, defaults: Mapping[str, Any], synonyms: Mapping[str, Any]) -> dict[str, Any]:
+        kind = type(self)
+        unknown = [name for name in synonyms if name not in self.spellings]
+        known = list(inspect.signature(kind).parameters) if unknown else []
+        refuse_arguments(kind.__name__, unknown, known=known, instead=self.instead)
+        given = {key: value for key, value in defaults.items() if not isinstance(value, Default)}
+        plain = {key: float(value) for key, value in defaults.items() if isinstance(value, Default)}
+        return {**plain, **in_our_words({**given, **synonyms}, self.spellings, where=f"{kind.__name__}(...)")}
 
     # --- what a rule supplies ---------------------------------------------------------------------------------
 
@@ -88,9 +101,8 @@ class Layerwise(Optimizer, abc.ABC):
     # --- groups and flags -------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        for theirs, ours in self.spellings.items():
-            if theirs in param_group:
-                param_group[ours] = param_group.pop(theirs)
+        if isinstance(param_group, dict):  # torch refuses others
+            param_group = in_our_words(param_group, self.spellings, where=f"group {len(self.param_groups)}")
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
