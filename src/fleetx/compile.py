@@ -81,17 +81,18 @@ def compile_strategy(
     check_parts(parts)
     site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device)
     filled: dict[Slot, Any] = {}
+    merge = next((part.build(site)[Slot.MERGE] for part in parts if Slot.MERGE in part.claims()), Merge())
+    require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm)  # before a part changes anything
     for part in parts:
         filled.update(part.build(site))
     stages = Stages(
-        merge=filled.get(Slot.MERGE, Merge()),
+        merge=merge,
         backward=filled.get(Slot.BACKWARD, PlainBackward()),
         reduce=filled.get(Slot.REDUCE, DenseAllReduce(comm)),
         clip=filled.get(Slot.CLIP),
         update=filled.get(Slot.UPDATE, optimizer),
         average=filled.get(Slot.AVERAGE),
     )
-    require_measurable(strategy.noise_scale_steps, parts=parts, merge=stages.merge, comm=comm)
     allowed = strategy.find_unused_parameters
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=len(params) if allowed else 0) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)

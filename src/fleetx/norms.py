@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
 
 from .buckets import Buckets
 
@@ -53,13 +54,12 @@ class GradientNorms:
         self._versions = [flat._version for flat in self._buckets.flats]
         return joined([norm for norms in self._by_bucket for norm in norms])
 
-    def forget(self) -> None:
-        self._by_bucket = None
-
     def hold(self) -> bool:
         """Whether the norms of each tensor are known, and the gradients are what they were: not written to, not replaced."""
         if self._by_bucket is None or [flat._version for flat in self._buckets.flats] != self._versions:
             return False
+        if self._update._optimizer_step_pre_hooks or optimizer_module._global_optimizer_pre_hooks:
+            return False  # they run inside step(), and may change gradients
         pairs = (pair for bucket in self._buckets for pair in zip(bucket.params, bucket.views, strict=True))
         return all(param.grad is None or param.grad is view for param, view in pairs)
 

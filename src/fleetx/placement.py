@@ -114,6 +114,9 @@ def agree_on_model(
     """The same names, shapes, settings and strategy on all ranks, or an error on all of them."""
     everything = {plain_name(name): p for name, p in model.named_parameters()} | params
     shapes = [f"{name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p in everything.items()]
+    # Classes too: a part may refuse one, and norm layers are told by theirs; what differs must differ for all or for none.
+    shapes += [f"optimizer {type(optimizer).__qualname__}"]
+    shapes += [f"module {plain_name(name)} {type(module).__qualname__}" for name, module in model.named_modules()]
     shapes += _group_settings(optimizer)
     shapes += [f"buffer {plain_name(name)} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     digest = hashlib.sha256("\n".join(shapes).encode()).hexdigest()
@@ -134,12 +137,13 @@ def agree_on_model(
 def _group_settings(optimizer: Optimizer) -> list[str]:
     """A learning rate that differs between ranks would drive them apart without a word."""
     plain = (bool, int, float, str, tuple, type(None))
-    return [
-        f"optimizer group {i} {key}={value!r}"
+    settings = [
+        (i, key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
         for i, group in enumerate(optimizer.param_groups)
         for key, value in sorted(group.items())
-        if key != "params" and isinstance(value, plain)
+        if key != "params"
     ]
+    return [f"optimizer group {i} {key}={value!r}" for i, key, value in settings if isinstance(value, plain)]
 
 
 @torch.no_grad()

@@ -395,11 +395,26 @@ def _other_model(rank: int, what: str) -> str:
         model[2].bias.requires_grad_(False)
     if rank == 1 and what == "buffer":
         model[1] = nn.BatchNorm1d(8, track_running_stats=False)
-    return raised(lambda: fleet.distribute(model, sgd(model)))
+    if rank == 1 and what == "class":
+        model[2].__class__ = type("NormedLinear", (nn.Linear,), {})
+    optimizer = sgd(model)
+    if rank == 1 and what == "optimizer":
+        optimizer.__class__ = type("Tuned", (torch.optim.SGD,), {})
+    if what == "tensor":
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1 + rank)
+    return raised(lambda: fleet.distribute(model, optimizer))
 
 
 @pytest.mark.parametrize(
-    ("what", "shown"), [("shape", "2.weight (5, 8)"), ("frozen", "2.bias (4,)"), ("buffer", "1.running_mean (8,)")]
+    ("what", "shown"),
+    [
+        ("shape", "2.weight (5, 8)"),
+        ("frozen", "2.bias (4,)"),
+        ("buffer", "1.running_mean (8,)"),
+        ("class", "module 2 NormedLinear"),
+        ("optimizer", "optimizer Tuned"),
+        ("tensor", "lr=1.1"),
+    ],
 )
 def test_ranks_with_different_models_are_refused_on_every_rank_with_the_difference(what: str, shown: str) -> None:
     assert_refused(run_ranks(_other_model, 2, what), "rank 1 has another model than rank 0", shown)

@@ -188,3 +188,13 @@ def test_the_report_of_an_update_has_its_trust_ratios_and_no_other_report_does()
 def test_an_optimizer_without_them_has_none() -> None:
     model, optimizer, _ = _distributed()
     assert optimizer.minimize(_loss(model)).trust_ratios is None
+
+
+def test_nothing_is_handed_over_to_an_optimizer_whose_own_hooks_run_before_its_step() -> None:
+    """They run inside step(), after the handing over, and may change gradients."""
+    model, optimizer, recording = _distributed()
+    handle = recording.register_step_pre_hook(lambda *_: _halve(model))
+    optimizer.minimize(_loss(model))
+    handle.remove()
+    optimizer.minimize(_loss(model))
+    assert recording.seen[0] is None and recording.seen[1] is not None
