@@ -16,7 +16,15 @@ from fleetx.optim.param_groups import Known, exclusion, is_norm, known_from_mode
 class RMSNormOfMine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(4, 4))
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+class NormLinear(nn.Linear):
+    """Its weight is a matrix as any other."""
+
+
+class ImageNorm(nn.LayerNorm):
+    """Of torch's kind, so that its weight is a norm's whatever its shape."""
 
 
 class Block(nn.Module):
@@ -28,6 +36,8 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(2)
         self.downsample = nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2))
         self.mine = RMSNormOfMine()
+        self.projection = NormLinear(4, 4, bias=False)
+        self.image = ImageNorm([3, 3], bias=False)
         self.attention = nn.MultiheadAttention(4, 1)
         self.embedding = nn.Embedding(3, 4)
         self.head = nn.Linear(4, 3)
@@ -40,7 +50,7 @@ def left_out(**settings: Any) -> list[str]:
     return [name for _, _, name, flags in optimizer.parameters_with_flags() if not flags.decay]
 
 
-NORMS = ["bn1.weight", "bn1.bias", "downsample.1.weight", "downsample.1.bias", "mine.gain"]
+NORMS = ["bn1.weight", "bn1.bias", "downsample.1.weight", "downsample.1.bias", "mine.gain", "image.weight"]
 BIASES = ["conv1.bias", "bn1.bias", "downsample.1.bias", "attention.in_proj_bias", "attention.out_proj.bias", "head.bias"]
 
 
@@ -82,7 +92,7 @@ def test_names_alone_tell_biases_and_tensors_of_one_dimension_are_taken_for_norm
     flags = {name: flags for _, _, name, flags in optimizer.parameters_with_flags()}
     assert not flags["downsample.1.weight"].decay and flags["downsample.1.weight"].why == "one dimension, module not known"
     assert not flags["conv1.bias"].decay and flags["conv1.bias"].why == "bias"
-    assert flags["mine.gain"].decay, "of two dimensions, in a layer that nobody has shown"
+    assert flags["image.weight"].decay, "of two dimensions, in a layer that nobody has shown"
 
 
 def test_without_names_tensors_of_one_dimension_or_fewer_are_left_out() -> None:
@@ -104,8 +114,8 @@ def test_a_tied_weight_is_one_parameter_under_its_first_name() -> None:
 
 
 def test_a_weight_that_a_norm_layer_shares_is_in_a_norm() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), RMSNormOfMine())
-    model[1].gain = model[0].weight
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.LayerNorm([3, 3], bias=False))
+    model[1].weight = model[0].weight
     assert known_from_model(model) == {id(model[0].weight): Known("0.weight", 2, True)}
 
 
@@ -118,7 +128,13 @@ def test_names_of_a_compiled_model_are_the_users() -> None:
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), nn.RMSNorm(2)])
 def test_torchs_norm_layers_are_known(layer: nn.Module) -> None:
-    assert is_norm(layer) and not is_norm(nn.Linear(2, 2))
+    linear = nn.Linear(2, 2)
+    assert is_norm(layer, torch.ones(2, 2)) and not is_norm(linear, linear.bias)
+
+
+def test_a_class_of_ones_own_with_norm_in_its_name_leaves_out_no_matrix() -> None:
+    layer = NormLinear(2, 2)
+    assert is_norm(layer, layer.bias) and not is_norm(layer, layer.weight)
 
 
 def test_a_word_for_biases_looks_at_the_last_part_of_the_name() -> None:

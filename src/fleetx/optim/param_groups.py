@@ -73,9 +73,13 @@ def require_words_mean_something(words: Sequence[str], known: Iterable[Known], *
             )
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Every norm layer, also one of the user's own, is told by its class's name."""
-    return "norm" in type(module).__name__.lower()
+TORCHS_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def is_norm(module: nn.Module, param: Tensor) -> bool:
+    """Whether this is a norm layer's own parameter. One of the user's is told by its class's name, and there a matrix is a
+    layer's weight: `NormLinear`, `PreNormMLP`."""
+    return isinstance(module, TORCHS_NORMS) or (param.ndim <= 1 and "norm" in type(module).__name__.lower())
 
 
 def known_from_model(model: nn.Module) -> dict[int, Known]:
@@ -85,7 +89,7 @@ def known_from_model(model: nn.Module) -> dict[int, Known]:
         for name, param in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
             seen = found.get(id(param), Known(full.replace("_orig_mod.", ""), param.ndim, False))
-            found[id(param)] = dataclasses.replace(seen, in_norm=bool(seen.in_norm) or is_norm(module))
+            found[id(param)] = dataclasses.replace(seen, in_norm=bool(seen.in_norm) or is_norm(module, param))
     return found
 
 
