@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable
@@ -84,13 +85,16 @@ def choice(*allowed: str) -> Kind:
     return Kind("one of " + ", ".join(repr(a) for a in allowed), parse)
 
 
-def names() -> Kind:
+def names(*example: str) -> Kind:
+    """A list of strings; `example` is shown where one is explained or refused."""
+    shown = json.dumps(example or ("norm", "bias"))
+
     def parse(value: Any) -> list[str]:
         # A bare string is a sequence of letters: "bn" would mean "b" and "n".
         require(isinstance(value, (list, tuple)) and all(isinstance(v, str) and v for v in value))
         return list(value)
 
-    return Kind('a list of non-empty strings, such as ["norm", "bias"]', parse)
+    return Kind(f"a list of non-empty strings, such as {shown}", parse)
 
 
 def numbers(element: Kind, *, ascending: bool = False) -> Kind:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import yaml
 
@@ -30,16 +30,36 @@ def whole_if_integral(kind: Kind) -> Kind:
     return Kind(kind.allowed, parse)
 
 
-COMMUNICATION: dict[str, tuple[Any, Kind]] = {
-    "fuse_grad_size_in_MB": (32, whole_if_integral(number(above=0.0))),
-    "find_unused_parameters": (False, boolean()),
+class Scalar(NamedTuple):
+    """A setting that belongs to no part."""
+
+    default: Any
+    kind: Kind
+    doc: str
+
+
+COMMUNICATION = {
+    "fuse_grad_size_in_MB": Scalar(
+        32, whole_if_integral(number(above=0.0)), "size of a bucket: gradients are sent in such pieces while backward goes on"
+    ),
+    "find_unused_parameters": Scalar(
+        False, boolean(), "parameters may stay without a gradient; otherwise that is an error which names them"
+    ),
 }
-GUARDS: dict[str, tuple[Any, Kind]] = {
-    "on_nan_inf": ("stop", choice("stop", "skip", "off")),
-    "desync_check_steps": (100, integer(0)),
+GUARDS = {
+    "on_nan_inf": Scalar(
+        "stop",
+        choice("stop", "skip", "off"),
+        "a loss or gradient that is NaN or infinite: stop with an error, skip that update, or off: let it pass",
+    ),
+    "desync_check_steps": Scalar(
+        100, integer(0), "updates between two checks that all workers still hold the same model; 0: no check"
+    ),
 }
-DIAGNOSTICS: dict[str, tuple[Any, Kind]] = {
-    "noise_scale_steps": (0, integer(0)),
+DIAGNOSTICS = {
+    "noise_scale_steps": Scalar(
+        0, integer(0), "updates between two measurements of the gradient noise scale, which tells the useful batch; 0: none"
+    ),
 }
 SCALARS = COMMUNICATION | GUARDS | DIAGNOSTICS
 
@@ -143,7 +163,7 @@ class DistributedStrategy:
             values[name] = False
             if dataclasses.fields(part):
                 values[f"{name}_configs"] = Settings(part)
-        values.update({name: default for name, (default, _) in SCALARS.items()})
+        values.update({name: scalar.default for name, scalar in SCALARS.items()})
         object.__setattr__(self, "_values", values)
         for name, value in settings.items():
             setattr(self, name, value)
@@ -159,7 +179,7 @@ class DistributedStrategy:
         if isinstance(current, Settings):
             current.replace(value)
         else:
-            kind = SCALARS[name][1] if name in SCALARS else boolean()
+            kind = SCALARS[name].kind if name in SCALARS else boolean()
             self._values[name] = kind.check(name, value)
 
     def __dir__(self) -> list[str]:

@@ -124,7 +124,7 @@ def _check_parser(parser: object) -> None:
 
 def _flags() -> dict[str, Kind]:
     """Every flag, without its dashes."""
-    flags = OWN | {"strategy": STRATEGY_FILE} | {name: kind for name, (_, kind) in SCALARS.items()}
+    flags = OWN | {"strategy": STRATEGY_FILE} | {name: scalar.kind for name, scalar in SCALARS.items()}
     for name, part in catalogue().items():
         flags[name] = boolean()
         flags.update({f"{name}.{f.name}": f.metadata["kind"] for f in dataclasses.fields(part)})
@@ -225,7 +225,7 @@ def _help(configs: TrainConfigs, script: argparse.ArgumentParser | None) -> str:
         group = parser.add_argument_group(title, description)
         for name, kind, doc, default in rows:
             is_switch = accepts(kind, True)
-            about = "; ".join(text for text in (doc, "" if is_switch else kind.allowed) if text)
+            about = doc if is_switch else f"{doc}; {kind.allowed}"
             shown = "none" if default is None else str(default)
             group.add_argument(
                 f"--{name}",
@@ -252,4 +252,4 @@ def _groups(configs: TrainConfigs) -> Iterator[tuple[str, str | None, list[Row]]
         rows += [(f"{name}.{f.name}", f.metadata["kind"], f.metadata["doc"], settings[f.name]) for f in dataclasses.fields(part)]
         yield name, " ".join([*lines[:1], *missing]) or None, rows
     for title, scalars in {"communication": COMMUNICATION, "guards": GUARDS, "diagnostics": DIAGNOSTICS}.items():
-        yield title, None, [(name, kind, "", getattr(configs.strategy, name)) for name, (_, kind) in scalars.items()]
+        yield title, None, [(name, one.kind, one.doc, getattr(configs.strategy, name)) for name, one in scalars.items()]

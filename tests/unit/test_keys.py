@@ -77,6 +77,7 @@ def test_a_choice_refuses_a_list_without_failing_on_its_type() -> None:
 
 def test_names_refuse_a_bare_string_because_it_would_be_read_letter_by_letter() -> None:
     assert refusal(names(), "bn") == """here is 'bn'; it must be a list of non-empty strings, such as ["norm", "bias"]."""
+    assert refusal(names("head"), "bn") == """here is 'bn'; it must be a list of non-empty strings, such as ["head"]."""
 
 
 @pytest.mark.parametrize("value", [[""], ["a", 3], [None], {"a": 1}])

@@ -282,10 +282,13 @@ def test_help_names_every_key_with_its_meaning_and_default_and_ends(capsys: pyte
     assert ended.value.code == 0
     for name in [*OWN, "strategy", *SCALARS, *PARTS]:
         assert f"--{name} " in shown
+    for one in SCALARS.values():
+        assert one.doc and one.doc in shown and (one.kind.allowed in shown or accepts(one.kind, True))
     for name in PARTS:
         for field in dataclasses.fields(catalogue()[name]):
             assert f"--{name}.{field.name} " in shown and " ".join(field.metadata["doc"].split()) in shown
     assert "learning rate; a finite number above 0 (default: 0.125)" in shown
+    assert 'every repeated block; a list of non-empty strings, such as ["layer1.0", "layer1.1"] (default: [])' in shown
     assert "(default: 0.0625)" in shown and "LARS: one learning rate per layer" in shown
 
 
@@ -331,7 +334,7 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
 
 @st.composite
 def strategies(draw: st.DrawFn) -> DistributedStrategy:
-    strategy = DistributedStrategy(**{name: draw(values(kind)) for name, (_, kind) in SCALARS.items()})
+    strategy = DistributedStrategy(**{name: draw(values(one.kind)) for name, one in SCALARS.items()})
     for name in draw(st.lists(st.sampled_from(PARTS), unique=True, max_size=4)):
         setattr(strategy, name, True)
         for field in dataclasses.fields(catalogue()[name]):

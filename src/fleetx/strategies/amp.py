@@ -155,7 +155,7 @@ class Amp(Part):
     incr_ratio: float = key(2.0, number(above=1.0), "growth factor")
     decr_ratio: float = key(0.5, number(above=0.0, below=1.0), "shrink factor")
     use_dynamic_loss_scaling: bool = key(True, boolean(), "False keeps the first scale")
-    custom_black_list: list[str] = key([], names(), "modules (names, patterns) or classes kept in float32")
+    custom_black_list: list[str] = key([], names("head", "LayerNorm"), "modules (names, patterns) or classes kept in float32")
 
     def torch_dtype(self) -> torch.dtype:
         if self.dtype is not None:

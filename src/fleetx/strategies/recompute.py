@@ -17,7 +17,9 @@ class Recompute(Part):
     available: ClassVar[bool] = False
     why: ClassVar[str] = "Recompute patches the forward of the blocks it drops."
 
-    checkpoints: list[str] = key([], names(), "names or patterns of the modules to recompute; empty means every repeated block")
+    checkpoints: list[str] = key(
+        [], names("layer1.0", "layer1.1"), "names or patterns of the modules to recompute; empty means every repeated block"
+    )
     budget: int | None = key(None, optional(size()), "peak memory to stay under; the plan is then computed")
     offload: bool = key(False, boolean(), "keep the inputs of recomputed blocks in host memory")
 
