@@ -38,7 +38,7 @@ class FleetOptimizer(Optimizer):
         self.forward_stage: Any = None
         """Autocast, under amp."""
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
-        super().__setstate__({"defaults": inner.defaults})
+        super().__setstate__({"defaults": dict(inner.defaults)})
 
     def bind(self, pipeline: Pipeline, *, frozen: dict[str, nn.Parameter]) -> None:
         self._bound, self.frozen = pipeline, frozen

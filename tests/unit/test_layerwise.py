@@ -385,3 +385,40 @@ def test_kept_norms_without_kernels_are_refused_at_the_first_step() -> None:
     optimizer = Lars(model.parameters(), lr=0.1, model=model, carry_norms=True)
     with pytest.raises(ConfigError, match="carry_norms"):
         train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb])
+def test_a_state_loads_any_number_of_times_and_into_a_copy(kind: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = kind([("w", param)], lr=0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for target in (optimizer, optimizer, copy.deepcopy(optimizer)):
+        target.load_state_dict(saved)
+        assert target.state_dict()["param_groups"][0]["lr"] == 0.1
+
+
+def test_lamb_follows_a_weight_decay_that_is_switched_off_in_mid_run_as_a_resumed_run_would() -> None:
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = Lamb([("w", param)], lr=0.1)
+    assert optimizer.flags[0][0].adapt
+    optimizer.param_groups[0]["lamb_weight_decay"] = 0.0
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not optimizer.flags[0][0].adapt and optimizer.trust_ratios() is None
+
+
+def test_a_group_that_is_not_decayed_is_not_adapted_by_lamb_unless_it_says_so() -> None:
+    def flags_of(**said: bool) -> tuple[bool, bool]:
+        [[flags]] = Lamb([{"params": [("w", torch.nn.Parameter(torch.ones(3, 2)))], **said}], lr=0.1).flags
+        return flags.decay, flags.adapt
+
+    assert flags_of(decay=False) == (False, False)
+    assert flags_of(decay=False, adapt=True) == (False, True)
+    assert flags_of(decay=False, always_adapt=True) == (False, True)
+    assert flags_of() == (True, True)
+
+
+def test_a_group_without_parameters_takes_steps_that_do_nothing() -> None:
+    assert Lars([{"params": []}], lr=0.1).step() is None

@@ -179,7 +179,7 @@ class Lamb(Layerwise):
             return Flags(flags.decay, True, f"{flags.why}; always_adapt")
         if flags.decay and not group["lamb_weight_decay"]:
             return Flags(flags.decay, False, "no weight decay, so not adapted: set always_adapt=True to adapt it")
-        return flags
+        return Flags(flags.decay, flags.decay and flags.adapt, flags.why)
 
     def _settings(self, work: Work) -> dict[str, Any]:
         group = work.group

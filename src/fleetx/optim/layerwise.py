@@ -20,7 +20,18 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from ..keys import boolean, names, number
-from .param_groups import Flags, Known, description, exclusion, known_parameters, require_words_mean_something
+from .param_groups import (
+    FROZEN,
+    Flags,
+    Known,
+    description,
+    exclusion,
+    known_parameters,
+    moves,
+    require_distinct_names,
+    require_own_model,
+    require_words_mean_something,
+)
 from .spellings import Default, in_our_words, refuse_arguments
 from .trust_ratios import TrustRatios
 from .work import NARROW, Work, gather, write_back
@@ -57,6 +68,7 @@ class Layerwise(Optimizer, abc.ABC):
         self._model = model
         self._want_foreach, self._want_fused = _checked_choice(foreach, fused)
         self._known: list[list[Known]] = []
+        self._decided_by: list[tuple[Any, ...]] = []
         self.flags: list[list[Flags]] = []
         """Of each group, of each of its parameters."""
         self._complete = False
@@ -66,8 +78,10 @@ class Layerwise(Optimizer, abc.ABC):
         if isinstance(params, nn.Module):
             raise ConfigError(f"{kind} was given a model as its parameters. Write {kind}(model.parameters(), ..., model=model).")
         defaults = {**defaults, **self._defaults_in_other_words(defaults, synonyms)}
+        self._required = tuple(defaults)  # now: torch adds keys of its own to `defaults` when a state is loaded
         super().__init__(params, {**defaults, "decay": None, "adapt": None})
         self._complete = True
+        require_own_model(self._known, model)
         require_words_mean_something(self.exclude, [k for group in self._known for k in group], complete=True)
 
     def _defaults_in_other_words(self, defaults: Mapping[str, Any], synonyms: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +121,7 @@ class Layerwise(Optimizer, abc.ABC):
         try:
             self._check(self.param_groups[-1])
             known = [*self._known, *known_parameters(self.param_groups[-1:], self._model)]
+            require_distinct_names(known)
             require_words_mean_something(self.exclude, [k for group in known for k in group], complete=self._complete)
         except ConfigError:
             self.param_groups.pop()
@@ -141,6 +156,7 @@ class Layerwise(Optimizer, abc.ABC):
             [self._decide(group, known) for known in of_group]
             for group, of_group in zip(self.param_groups, self._known, strict=True)
         ]
+        self._decided_by = self._deciding()
         self._kernels = None
 
     def parameters_with_flags(self) -> Iterator[tuple[dict[str, Any], Tensor, str, Flags]]:
@@ -154,17 +170,24 @@ class Layerwise(Optimizer, abc.ABC):
     def _decide(self, group: dict[str, Any], known: Known) -> Flags:
         reason = exclusion(known, self.exclude)
         flags = Flags(reason is None, reason is None, reason or "weight")
-        flags = self.default_adapt(group, flags)
         given = {key: group[key] for key in ("decay", "adapt") if group.get(key) is not None}
+        if "decay" in given:
+            flags = dataclasses.replace(flags, decay=given["decay"])
+        flags = dataclasses.replace(self.default_adapt(group, flags), **given)
         if given:
             said = ", ".join(f"{key}={value}" for key, value in given.items())
-            flags = dataclasses.replace(flags, why=f"its group says {said}", **given)
+            flags = dataclasses.replace(flags, why=f"its group says {said}")
         return flags
+
+    def _deciding(self) -> list[tuple[Any, ...]]:
+        """What flags depend on, in the groups: a schedule, or a state that is loaded, may change it."""
+        keys = ("decay", "adapt", "always_adapt")
+        return [(*map(group.get, keys), group[self.decay_key] > 0) for group in self.param_groups]
 
     def describe(self) -> str:
         """One line per parameter: is it decayed, is it adapted, and why."""
         return description(
-            (name, param, dataclasses.replace(flags, decay=flags.decay and group[self.decay_key] > 0))
+            (name, param, dataclasses.replace(flags, decay=flags.decay and group[self.decay_key] > 0) if moves(param) else FROZEN)
             for group, param, name, flags in self.parameters_with_flags()
         )
 
@@ -180,6 +203,8 @@ class Layerwise(Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._deciding() != self._decided_by:
+            self._decide_flags()
         kernels = self._fused()
         if kernels is not None:
             try:
@@ -213,7 +238,9 @@ class Layerwise(Optimizer, abc.ABC):
     def kernels(self) -> Any:
         if self._want_fused is False or self._want_foreach:
             return None
-        device = next(p.device for group in self.param_groups for p in group["params"])
+        device = next((p.device for group in self.param_groups for p in group["params"]), None)
+        if device is None:
+            return None
         if self._kernels is None or self._kernels_device != device:
             from .kernels import choose_kernels
 
@@ -266,8 +293,7 @@ class Layerwise(Optimizer, abc.ABC):
         self._decide_flags()
 
     def _refuse_foreign(self, state_dict: Mapping[str, Any]) -> None:
-        needed = [key for key, value in self.defaults.items() if value is not None]
-        missing = sorted({key for group in state_dict["param_groups"] for key in needed if key not in group})
+        missing = sorted({key for group in state_dict["param_groups"] for key in self._required if key not in group})
         if missing:
             raise ConfigError(
                 f"this is the state of another optimizer than {type(self).__name__}: its groups have no {', '.join(missing)}. "

@@ -98,6 +98,7 @@ class Schedule(LRScheduler, abc.ABC):
     def __init__(self, optimizer: Optimizer, last_epoch: int) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"{type(self).__name__} was given {type(optimizer).__name__}; it takes a torch.optim.Optimizer.")
+        self.kind = type(self).__name__
         super().__init__(optimizer, integer(-1).check("last_epoch", last_epoch))
 
     @abc.abstractmethod
@@ -115,7 +116,7 @@ class Schedule(LRScheduler, abc.ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch, but another schedule than the one built here is refused: which of the two was meant?"""
-        for name, mine in self.settings().items():
+        for name, mine in {"kind": self.kind, **self.settings()}.items():
             if name not in state_dict or state_dict[name] != mine:
                 raise ConfigError(
                     f"the saved schedule has {name}={state_dict.get(name)!r}, this {type(self).__name__} {mine!r}. Build it "
