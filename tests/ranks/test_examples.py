@@ -85,7 +85,7 @@ def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path)
     enlarged = run_python("-c", enlarging, folder=tmp_path)
     assert enlarged.returncode == 0, enlarged.stderr
     described, ratios, noise = enlarged.stdout.split("parameter", 1)[1].strip().rsplit("\n", 2)
-    assert "0.weight   8x3x3x3  yes      yes      weight" in described and "1.bias     8        no       no" in described
+    assert "0.weight   8x3x3x3  yes      yes      not excluded" in described and "1.bias     8        no       no" in described
     assert ratios.startswith("TrustRatios(min ") and ratios.endswith("2 tensors)")
     assert noise == "None" or float(noise) > 0
     for _ in range(2):  # the second finds the checkpoint of the first, and has nothing left to do

@@ -81,6 +81,48 @@ def test_a_word_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
         left_out(exclude_from_weight_decay=["norm", "embeding"])
 
 
+@pytest.mark.parametrize(
+    ("word", "near"), [("nrom", "norm"), ("LayerNorm", "norm"), ("baises", "bias"), ("*.bias", "bias"), ("gamma", None)]
+)
+def test_a_word_that_matches_nothing_is_refused_with_the_words_for_norms_and_biases(word: str, near: str | None) -> None:
+    told = rf" Did you mean `{near}`\?" if near else ""
+    with pytest.raises(ConfigError, match=rf'contains it.{told} For norm layers of any name write "norm", for biases "bias"'):
+        left_out(exclude_from_weight_decay=[word])
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (nn.Linear(2, 2), "model is Linear, and none of the parameters given is in it"),
+        ([nn.Linear(2, 2)], "model is list; it must be the nn.Module that holds the parameters"),
+    ],
+)
+def test_a_model_that_holds_none_of_the_parameters_is_refused(model: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Lars(Block().parameters(), lr=0.1, model=model)
+
+
+def test_a_model_may_hold_only_some_of_the_parameters() -> None:
+    model, extra = nn.Linear(2, 2), nn.Parameter(torch.ones(3, 3))
+    optimizer = Lars([*model.named_parameters(), ("extra", extra)], lr=0.1, model=model)
+    assert [name for _, _, name, _ in optimizer.parameters_with_flags()] == ["weight", "bias", "extra"]
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    pairs = [("a.weight", nn.Parameter(torch.ones(2, 2))) for _ in range(2)]
+    for groups in (pairs, [{"params": [pair]} for pair in pairs]):
+        with pytest.raises(ConfigError, match="several parameters have the same name: 'a.weight'. Give each a name of its own"):
+            Lars(groups, lr=0.1)
+
+
+def test_a_frozen_parameter_is_neither_and_says_so() -> None:
+    model = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    optimizer = Lars(model.parameters(), lr=0.1, model=model)
+    assert optimizer.describe().splitlines()[1].split() == ["weight", "2x3", "no", "no", "frozen"]
+    model.requires_grad_(True)
+    assert optimizer.describe().splitlines()[1].split()[2:] == ["yes", "yes", "not", "excluded"]
+
+
 def test_a_bare_string_is_not_a_list_of_words() -> None:
     with pytest.raises(ConfigError, match="exclude_from_weight_decay is 'norm'; it must be a list of non-empty strings"):
         left_out(exclude_from_weight_decay="norm")
@@ -177,7 +219,7 @@ def test_describe_has_one_line_per_parameter_with_its_reason() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     assert Lars(model.parameters(), lr=0.1, model=model).describe().splitlines() == [
         "parameter  shape  decayed  adapted  why",
-        "0.weight   2x3    yes      yes      weight",
+        "0.weight   2x3    yes      yes      not excluded",
         "0.bias     2      no       no       bias",
         "1.weight   2      no       no       norm layer",
         "1.bias     2      no       no       norm layer",

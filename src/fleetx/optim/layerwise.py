@@ -169,7 +169,7 @@ class Layerwise(Optimizer, abc.ABC):
 
     def _decide(self, group: dict[str, Any], known: Known) -> Flags:
         reason = exclusion(known, self.exclude)
-        flags = Flags(reason is None, reason is None, reason or "weight")
+        flags = Flags(reason is None, reason is None, reason or "not excluded")
         given = {key: group[key] for key in ("decay", "adapt") if group.get(key) is not None}
         if "decay" in given:
             flags = dataclasses.replace(flags, decay=given["decay"])

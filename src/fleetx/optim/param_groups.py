@@ -9,6 +9,7 @@ Norm layers and biases are neither by default: their norms are small and noisy, 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,14 @@ class Flags:
     decay: bool
     adapt: bool
     why: str
+
+
+FROZEN = Flags(False, False, "frozen")
+
+
+def moves(param: Tensor) -> bool:
+    """Whether an update may change it. A gradient may also be set by hand."""
+    return param.requires_grad or param.grad is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +77,34 @@ def require_words_mean_something(words: Sequence[str], known: Iterable[Known], *
     for word in words:
         if complete and word not in special and not any(word in name for name in named):
             pieces = {piece for name in named for piece in name.split(".")}
+            near = did_you_mean(word, [*DEFAULT_EXCLUSIONS, *sorted(pieces)]) or did_you_mean(word.lower(), DEFAULT_EXCLUSIONS)
             raise ConfigError(
-                f"exclude_from_weight_decay names {word!r}; no parameter's name contains it.{did_you_mean(word, pieces)}"
+                f"exclude_from_weight_decay names {word!r}; no parameter's name contains it.{near} "
+                'For norm layers of any name write "norm", for biases "bias".'
             )
+
+
+def require_own_model(known: Sequence[Sequence[Known]], model: object) -> None:
+    """Another model than that of the parameters knows nothing of their names and layers."""
+    if model is None:
+        return
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {type(model).__name__}; it must be the nn.Module that holds the parameters.")
+    if not any(k.in_norm is not None for of_group in known for k in of_group) and any(known):
+        raise ConfigError(
+            f"model is {type(model).__name__}, and none of the parameters given is in it. Give the model that holds them."
+        )
+
+
+def require_distinct_names(known: Iterable[Sequence[Known]]) -> None:
+    """Ratios and checkpoints tell tensors by their names."""
+    counts = Counter(k.name for of_group in known for k in of_group if k.name is not None)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
+        raise ConfigError(
+            f"several parameters have the same name: {', '.join(map(repr, twice[:5]))}{more}. Give each a name of its own."
+        )
 
 
 TORCHS_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -95,7 +129,7 @@ def known_from_model(model: nn.Module) -> dict[int, Known]:
 
 def known_parameters(groups: Sequence[Mapping[str, object]], model: nn.Module | None) -> list[list[Known]]:
     """For each group, what is known of each of its parameters."""
-    by_id = known_from_model(model) if model is not None else {}
+    by_id = known_from_model(model) if isinstance(model, nn.Module) else {}
     listed: list[list[Known]] = []
     for group in groups:
         params: Sequence[Tensor] = group["params"]  # type: ignore[assignment]
