@@ -15,7 +15,6 @@ object with all runs and the verdicts, kept when there are final runs; the expla
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -23,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,17 @@ import torch
 
 import cifar10
 from fleetx.errors import ConfigError, FleetError
+from large_batch_flags import flags_of, recipe_of
 from large_batch_jobs import Job, final_jobs, in_time, is_done, read_records, told, tuning_jobs
 from large_batch_page import page
-from large_batch_recipe import FINAL_SEEDS, GRID, Recipe, Trial, choose_cells, read_trials
-from large_batch_summary import summarise, verdicts
+from large_batch_recipe import GRID, Recipe, Trial, choose_cells, read_trials
+from large_batch_summary import shown, summarise, verdicts
+from large_batch_summary import told as verdict_told
 from large_batch_train import Split, Trainer, whole_micro_steps
 from results import FOLDER, publish, surroundings
 
 NAME = "large_batch"
-PAGE = Path(__file__).parents[1] / "docs" / "large_batch.md"
-SMOKE = Recipe(epochs=2, micro_batch=32, ema_images=256, bn_images=64, width=8)
+FIGURES = f"bench/results/{NAME}.json"
 SMOKE_IMAGES = 256
 SMOKE_TRIALS = (
     Trial("sgd", 64, 0.1, 5e-4),
@@ -176,47 +176,31 @@ def summary(bench: Bench, note: str | None) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     for cell, one in figures["cells"].items():
-        tests = " ".join(f"{accuracy:.2f}" for accuracy in one["test"]) or "none"
-        held_out = "none" if one["held_out"] is None else f"{one['held_out']:.2f}"
-        print(f"{cell:9} {one['trials']} trials, held-out {held_out}; test {tests}; mean {one['mean']}, spread {one['spread']}")
+        tests = " ".join(f"{accuracy:.2f}" for accuracy in one["test"]) or shown(None)
+        mean = f"; mean {one['mean']}, spread {one['spread']}" if one["test"] else ""
+        print(f"{cell:9} {one['trials']} trials, held-out {shown(one['held_out'])}; test {tests}{mean}")
     for one in figures["verdicts"].values():
-        print(f"{ {True: 'yes', False: 'NO', None: '?'}[one['holds']]:3} {one['wanted']}: {one['number']}")
+        print(verdict_told(one))
 
 
-def flags_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("tune", "final", "smoke", "compile"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--table", type=Path, help="published figures; --page says where the page goes")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--data", type=Path, default=cifar10.ARCHIVE)
-    parser.add_argument("--cache", type=Path, default=cifar10.CACHE)
-    parser.add_argument("--out", type=Path, default=Path("log") / NAME)
-    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files of runs made before")
-    parser.add_argument("--trials", type=Path)
-    parser.add_argument("--cells")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(FINAL_SEEDS))
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--note", help="a sentence for the page, such as what was tried before the tuning")
-    for name, value in asdict(Recipe()).items():
-        kind: Any = {"action": argparse.BooleanOptionalAction} if isinstance(value, bool) else {"type": type(value)}
-        parser.add_argument("--" + name.replace("_", "-"), default=None, **kind)
-    return parser.parse_args(arguments)
-
-
-def recipe_of(flags: argparse.Namespace) -> Recipe:
-    given = {name: getattr(flags, name) for name in asdict(Recipe()) if getattr(flags, name) is not None}
-    return replace(SMOKE if flags.smoke else Recipe(), **given)
+def published(file: Path) -> dict[str, Any]:
+    """The figures of an earlier call, for the page."""
+    try:
+        figures = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--table {file} cannot be read as JSON: {error}. Give it the published figures: {FIGURES}.") from error
+    if not isinstance(figures, dict) or figures.get("bench") != NAME:
+        raise ConfigError(f"--table {file} holds no figures of this bench. Give it what the bench published: {FIGURES}.")
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     start = time.monotonic()
-    flags = flags_of(arguments)
+    flags = flags_of(arguments, __doc__)
     if flags.table:
+        text = page(published(flags.table))
         flags.page.parent.mkdir(parents=True, exist_ok=True)
-        flags.page.write_text(page(json.loads(flags.table.read_text())))
+        flags.page.write_text(text)
         return
     if flags.processes < 1 or not flags.seconds >= 0:
         raise ConfigError(f"--processes {flags.processes} --seconds {flags.seconds}: at least 1 process, and no negative time.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,25 +43,33 @@ def ema_keep(batch: int, ema_images: int) -> float:
     return math.exp(-batch / ema_images)
 
 
+def _doc(text: str) -> dict[str, str]:
+    return {"doc": text}
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """The same for all optimizers and batches."""
+    """The same for all optimizers and batches. Each field is a flag of the bench."""
 
-    epochs: int = 30
-    micro_batch: int = 256
-    label_smoothing: float = 0.1
-    hole: int = 8
-    ema_images: int = 100_000
-    bn_images: int = 8192
-    model: str = "resnet9"
-    width: int = 64
-    zero_init_last_gamma: bool = False
-    whiten: int = 2  # patch size of the fixed first layer; 0: none
-    dirac: bool = True
-    activation: str = "celu"
-    frozen_scale: bool = False
-    norm_lr: float = 1.0  # norm layers and biases learn at so many times the learning rate
-    alternate_flip: bool = True
+    epochs: int = field(default=30, metadata=_doc("passes over the training images"))
+    micro_batch: int = field(
+        default=256, metadata=_doc("images in one backward, and in a BatchNorm's statistics; divides a batch")
+    )
+    label_smoothing: float = field(default=0.1, metadata=_doc("share of the target that goes to all classes alike"))
+    hole: int = field(default=8, metadata=_doc("side in pixels of a square blanked out in each training image; 0: none"))
+    ema_images: int = field(default=100_000, metadata=_doc("images over which the averaged weights forget; 0: the last weights"))
+    bn_images: int = field(default=8192, metadata=_doc("images that BatchNorm's statistics are taken from anew; 0: running ones"))
+    model: str = field(default="resnet9", metadata=_doc("resnet9 or resnet20; for the latter " + RESNET20_FLAGS.rstrip(".")))
+    width: int = field(default=64, metadata=_doc("channels of the first layer"))
+    zero_init_last_gamma: bool = field(default=False, metadata=_doc("the last BatchNorm of a residual begins with scales of 0"))
+    whiten: int = field(
+        default=2, metadata=_doc(f"patch of the fixed first layer that whitens: {', '.join(map(str, WHITEN))} (0: none)")
+    )
+    dirac: bool = field(default=True, metadata=_doc("convolutions begin as the identity in their first outputs"))
+    activation: str = field(default="celu", metadata=_doc("one of " + ", ".join(ACTIVATIONS)))
+    frozen_scale: bool = field(default=False, metadata=_doc("BatchNorm's scales stay 1, and are not learnt"))
+    norm_lr: float = field(default=1.0, metadata=_doc("norm layers and biases learn at so many times the learning rate"))
+    alternate_flip: bool = field(default=True, metadata=_doc("mirror an image in every other epoch; otherwise at random"))
 
     def __post_init__(self) -> None:
         least_of = {"epochs": 1, "micro_batch": 2, "hole": 0, "ema_images": 0, "bn_images": 0, "width": 1, "whiten": 0}
@@ -139,7 +147,7 @@ def _number(name: str, value: Any, least: float, below: float) -> None:
 
 def trial_from(entry: Any, where: str) -> Trial:
     """A Trial from parsed JSON, or an error that names the entry."""
-    known = {field.name for field in fields(Trial)}
+    known = {one.name for one in fields(Trial)}
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is {entry!r}; a trial is an object with the keys {', '.join(sorted(known))}.")
     for name in entry:

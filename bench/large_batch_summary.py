@@ -74,7 +74,8 @@ def verdicts(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
             f"{LARGE} is at most {NEAR_LARGE:g} points behind {BASE}", large, None if large is None else large <= NEAR_LARGE
         ),
         "lars_over_sgd_8192": verdict(
-            f"{LARGE} is ahead of {LARGE_SGD} by more than the larger spread of the two, {shown(spread)}",
+            f"{LARGE} is ahead of {LARGE_SGD} by more than the larger spread of the two"
+            + ("" if spread is None else f", {shown(spread)}"),
             lead,
             None if lead is None or spread is None else lead > spread,
         ),
@@ -83,6 +84,13 @@ def verdicts(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
 
 def verdict(wanted: str, number: float | None, holds: bool | None) -> dict[str, Any]:
     return {"wanted": wanted, "number": number, "holds": holds}
+
+
+def told(one: Mapping[str, Any]) -> str:
+    """A verdict in a line."""
+    if one["holds"] is None:
+        return f"not measured: {one['wanted']}"
+    return f"{'yes' if one['holds'] else 'NO':3} {one['wanted']}: {one['number']}"
 
 
 def shown(number: float | None, digits: int = 2) -> str:

@@ -4,10 +4,14 @@
     python bench/optimizer_step.py --cpu         on a CPU: ResNet-50 and a BERT of four large layers
     python bench/optimizer_step.py --only lamb   some arenas (bert_large_lamb, resnet50_lars ...) or `checks`; nothing is kept
 
-Floors are bytes over the bandwidth of a large copy, measured in turns with the contestants. `two_pass`: norms first, then the
-update (LAMB 40 bytes per parameter, LARS 28). `touch_once`: 28 and 20. `exact` counts excluded tensors once, as they need no
-norms. `over_floor` is wall time over what a row's own bytes cost: two passes for all LARS and LAMB, one for AdamW and SGD.
-On a CPU that is no bound: there a copy reads what it overwrites, which nobody has counted.
+Floors are bytes over the bandwidth of a large copy, measured in turns with the contestants. The words of the figures:
+    arena        one model under one optimizer: all contestants step over the same tensors, in turns
+    two_pass     the floor of norms first, then the update: LAMB moves 40 bytes per parameter, LARS 28
+    touch_once   the floor if all norms were known before, so that each byte moves once: 28 and 20
+    exact        a floor that counts tensors without adaptation (norm layers, biases) once, since they need no norms
+    plain        a floor that counts every parameter as adapted
+    over_floor   wall time over what a row's own bytes cost: two passes for all LARS and LAMB, one for AdamW and SGD
+On a CPU a floor is no bound: there a copy reads what it overwrites, which nobody has counted.
 What the columns mean: bench/step_clock.py. Every check is in the figures; one that fails makes the exit code 1.
 """
 
@@ -192,20 +196,50 @@ def run_checks(models: Sequence[Shapes], device: torch.device) -> dict[str, Any]
     return found
 
 
-def main() -> int:
+def models_on(device: str) -> list[Shapes]:
+    return [BERT_LARGE, RESNET50] if device == "cuda" else [BERT_FOUR_LAYERS, RESNET50]
+
+
+def arenas_on(device: str) -> list[str]:
+    return [f"{shapes.name}_{family}" for shapes in models_on(device) for family in FAMILIES]
+
+
+def unknown_part(only: Sequence[str], device: str) -> str | None:
+    """A sentence about the first entry of --only that is in no name."""
+    names = [*arenas_on(device), "checks"]
+    for part in only:
+        if not any(part in name for name in names):
+            where = "a GPU" if device == "cuda" else "a CPU"
+            return f"--only {part!r} is part of no name; on {where} there are {', '.join(names)}."
+    return None
+
+
+def flags_of(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, also where there is a GPU")
-    parser.add_argument("--seconds", type=float, default=None, help="for all arenas together; a GPU has 70, a CPU 240")
-    parser.add_argument("--threads", type=int, default=None, help="of torch on the CPU; on a busy machine fewer are steadier")
-    parser.add_argument("--only", nargs="+", default=[], help="parts of names of arenas, or `checks`; nothing is kept")
-    args = parser.parse_args()
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, also where there is a GPU (default: off)")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="for all arenas together (default: 70 on a GPU, 240 on a CPU)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=None, help="of torch on the CPU; fewer are steadier on a busy machine (default: torch's)"
+    )
+    large, small = (", ".join(arenas_on(device)) for device in ("cuda", "cpu"))
+    only = f"names of arenas or parts of them, or `checks`; nothing is kept (default: all). GPU: {large}. CPU: {small}."
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=only)
+    args = parser.parse_args(arguments)
+    device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
+    if refusal := unknown_part(args.only, device.type):
+        parser.error(refusal)
+    return args, device
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args, device = flags_of(arguments)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = torch.device("cpu" if args.cpu or not torch.cuda.is_available() else "cuda")
     on_device = device.type == "cuda"
-    models = [BERT_LARGE, RESNET50] if on_device else [BERT_FOUR_LAYERS, RESNET50]
     wanted: Callable[[str], bool] = lambda name: not args.only or any(part in name for part in args.only)  # noqa: E731
-    arenas = [(s, f) for s in models for f in FAMILIES if wanted(f"{s.name}_{f}")]
+    arenas = [(s, f) for s in models_on(device.type) for f in FAMILIES if wanted(f"{s.name}_{f}")]
     begin = time.perf_counter()
     checks = run_checks([RESNET50, BERT_ONE_LAYER] if on_device else [RESNET50], device) if wanted("checks") else {}
     timed: dict[str, Any] = {}
