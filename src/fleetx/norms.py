@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from .buckets import Buckets
+from .hooks import may_change_gradients
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -58,7 +59,7 @@ class GradientNorms:
         """Whether the norms of each tensor are known, and the gradients are what they were: not written to, not replaced."""
         if self._by_bucket is None or [flat._version for flat in self._buckets.flats] != self._versions:
             return False
-        if self._update._optimizer_step_pre_hooks or optimizer_module._global_optimizer_pre_hooks:
+        if may_change_gradients(self._update._optimizer_step_pre_hooks) or optimizer_module._global_optimizer_pre_hooks:
             return False  # they run inside step(), and may change gradients
         pairs = (pair for bucket in self._buckets for pair in zip(bucket.params, bucket.views, strict=True))
         return all(param.grad is None or param.grad is view for param, view in pairs)

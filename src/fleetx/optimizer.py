@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any, final
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ConfigError
+from .hooks import refuse_before_step
+from .optim.lars import Lars
 from .optim.layerwise import Layerwise
 from .pipeline import Pipeline
 from .report import Report
@@ -21,6 +24,20 @@ def _as_number(weight: Any) -> float:
         return float(weight)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"weight is {weight!r}; it must be one number: the tokens or samples of this micro-batch.") from None
+
+
+OWNER = "_fleetx_owner"
+
+
+def _refuse_step_past_the_pipeline(update: Optimizer, *_: Any) -> None:
+    """Its gradients would be this rank's alone."""
+    owner = update.__dict__.get(OWNER, lambda: None)()
+    if owner is not None and owner.update is update and not owner.stepping:
+        raise ConfigError(
+            f"optimizer.update is the {type(update).__name__} that fleet.distribute(...) steps when gradients are reduced; "
+            "called here, it would move this rank alone. Call step() or minimize(loss) of the optimizer that "
+            "fleet.distribute(...) returned."
+        )
 
 
 @final
@@ -35,6 +52,8 @@ class FleetOptimizer(Optimizer):
         self.frozen: dict[str, nn.Parameter] = {}
         """The model's parameters that were not trainable when it was distributed."""
         self._zeroes_after_step = False
+        self.stepping = False
+        """Whether `update` is being called by the pipeline."""
         self.forward_stage: Any = None
         """Autocast, under amp."""
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
@@ -43,6 +62,9 @@ class FleetOptimizer(Optimizer):
     def bind(self, pipeline: Pipeline, *, frozen: dict[str, nn.Parameter]) -> None:
         self._bound, self.frozen = pipeline, frozen
         self.update = pipeline.stages.update
+        if isinstance(self.update, Layerwise):
+            self.update.__dict__[OWNER] = weakref.ref(self)
+            refuse_before_step(self.update, _refuse_step_past_the_pipeline)
         self._param_count = sum(len(group["params"]) for group in self.param_groups)
 
     @property
@@ -79,7 +101,8 @@ class FleetOptimizer(Optimizer):
         """One micro-step: backward; when due reduce, update, average, zero."""
         self.backward(loss, weight, retain_graph=retain_graph)
         if not self.pipeline.window.closed:
-            return self.pipeline.step()  # past torch's profiling of step(): inside a window nothing steps
+            with self._steps():
+                return self.pipeline.step()  # past torch's profiling of step(): inside a window nothing steps
         self._zeroes_after_step = True
         try:
             return self.step()  # the attribute, which a scheduler may have wrapped
@@ -100,7 +123,16 @@ class FleetOptimizer(Optimizer):
             )
         pipeline = self.pipeline
         self._refuse_changed_parameters()
-        return pipeline.step(recycle=self._zeroes_after_step)
+        with self._steps():
+            return pipeline.step(recycle=self._zeroes_after_step)
+
+    @contextlib.contextmanager
+    def _steps(self) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those reduced but not applied yet; inside a merge window nothing happens."""
@@ -108,7 +140,8 @@ class FleetOptimizer(Optimizer):
 
     def flush(self) -> Report:
         """Close a window early, with the micro-batches it has. Every rank must call it, at the same place."""
-        return self.pipeline.flush()
+        with self._steps():
+            return self.pipeline.flush()
 
     def average(self) -> None:
         """Average the weights now. Under a per-step reducer they are equal already: nothing is to be done."""
@@ -135,6 +168,12 @@ class FleetOptimizer(Optimizer):
         if isinstance(self.update, Layerwise):
             return self.update.describe()
         return f"{type(self.update).__name__} treats the parameters of a group alike, as its groups say."
+
+    def forget_norms(self) -> None:
+        """For LARS with carry_norms, after somebody has written parameters through `.data`, which nobody can see."""
+        if not isinstance(self.update, Lars):
+            raise ConfigError(f"{type(self.update).__name__} keeps no norms from the last update. Leave forget_norms() out.")
+        self.update.forget_norms()
 
     def __repr__(self) -> str:
         return f"FleetOptimizer({self.update!r})"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .errors import ConfigError
+from .hooks import refuse_before_step
 from .optim.layerwise import Layerwise
 from .optim.param_groups import DEFAULT_EXCLUSIONS, Known, exclusion, known_from_model
 from .placement import plain_name
@@ -175,5 +176,5 @@ def _refuse_use(inner: Optimizer, update: Layerwise) -> None:
                 "taken its place. Use the optimizer that fleet.distribute(...) returned."
             )
 
-    inner.register_step_pre_hook(refuse)
+    refuse_before_step(inner, refuse)
     inner.register_load_state_dict_pre_hook(refuse)

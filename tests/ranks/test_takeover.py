@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
+from fleetx.hooks import may_change_gradients
 from fleetx.optim import Lamb, Lars
 from fleetx.takeover import exclusion_words
 from harness import raised, run_ranks
@@ -38,7 +39,7 @@ class MySGD(SGD):
     pass
 
 
-def sgd(model: Net, kind: type[SGD] = SGD, **settings: Any) -> SGD:
+def sgd(model: nn.Module, kind: type[SGD] = SGD, **settings: Any) -> SGD:
     return kind(model.parameters(), lr=0.1, momentum=0.9, **settings)
 
 
@@ -297,6 +298,51 @@ def test_the_optimizer_given_refuses_to_be_used_and_still_shows_the_state() -> N
         ):
             use()
     assert set(given.state_dict()["state"][0]) == {"momentum_buffer"}
+
+
+@pytest.mark.parametrize("strategy", [{"lars": True}, {}])
+def test_the_optimizer_in_its_place_steps_for_the_pipeline_alone(strategy: dict[str, Any]) -> None:
+    model = cnn()
+    given = SGD(model.parameters(), lr=0.1, momentum=0.9) if strategy else Lars(model.parameters(), lr=0.1, model=model)
+    model, ours = fleet.distribute(model, given, fleet.DistributedStrategy(**strategy))
+    x, y = batch(0, shape=(1, 6, 6))
+    F.cross_entropy(model(x), y).backward()
+    before = flat_state(model)
+    with pytest.raises(ConfigError, match=r"it would move this rank alone. Call step\(\) or minimize\(loss\) of the optimizer"):
+        ours.update.step()
+    torch.testing.assert_close(flat_state(model), before, rtol=0, atol=0)
+    assert ours.step().updated and ours.minimize(F.cross_entropy(model(x), y)).updated
+
+
+def test_a_window_closed_early_steps_too() -> None:
+    model = cnn()
+    given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+    model, ours = fleet.distribute(model, given, fleet.DistributedStrategy(lars=True, **merge))
+    x, y = batch(0, shape=(1, 6, 6))
+    assert not ours.minimize(F.cross_entropy(model(x), y)).due
+    assert ours.flush().updated
+
+
+def test_hooks_that_only_refuse_keep_no_norms_from_the_rule() -> None:
+    model = cnn()
+    given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _, ours = fleet.distribute(model, given, fleet.DistributedStrategy(lars=True))
+    assert ours.update._optimizer_step_pre_hooks and not may_change_gradients(ours.update._optimizer_step_pre_hooks)
+    given.register_step_pre_hook(lambda *_: None)
+    assert may_change_gradients(ours.update._optimizer_step_pre_hooks)
+
+
+def test_norms_are_forgotten_where_some_are_kept() -> None:
+    model = cnn()
+    _, ours = fleet.distribute(model, sgd(model), fleet.DistributedStrategy(lars=True))
+    ours.forget_norms()
+    del ours
+    gc.collect()
+    model = cnn()
+    _, ours = fleet.distribute(model, Adam(model.parameters()), fleet.DistributedStrategy(lamb=True))
+    with pytest.raises(ConfigError, match=r"Lamb keeps no norms from the last update. Leave forget_norms\(\) out"):
+        ours.forget_norms()
 
 
 def test_lamb_that_would_adapt_nothing_says_so() -> None:

@@ -302,7 +302,8 @@ class Layerwise(Optimizer, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's: no hooks, and no `step` that a scheduler has wrapped. A copy finds its kernels anew."""
-        own = {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_") and k not in ("step", "_opt_called")}
+        left = ("step", "_opt_called", "_fleetx_owner")
+        own = {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_") and k not in left}
         return {**own, "_kernels": None, "_ratios": None}
 
 
