@@ -12,13 +12,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fleetx as X
 from fleetx import fleet
-from fleetx.errors import ConfigError
+from fleetx.errors import ConfigError, StrategyConflict
 from fleetx.strategies import catalogue
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,12 +61,12 @@ def write_texts(folder: Path) -> None:
         (folder / "texts" / f"{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def start(script: Script, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    """The script in this process, as one worker."""
+def start(script: Script, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    """The script in this process, as one worker; its names."""
     path = EXAMPLES / script.name
     monkeypatch.setattr(sys, "argv", [str(path), *script.flags, *flags])
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    runpy.run_path(str(path), run_name="__main__")
+    return runpy.run_path(str(path), run_name="__main__")
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script.is_available()], ids=shown_as)
@@ -108,6 +109,28 @@ def test_the_scripts_are_short_and_a_flag_that_nobody_knows_is_refused(alone: No
         assert len((EXAMPLES / script.name).read_text(encoding="utf-8").splitlines()) < 100
         with pytest.raises((SystemExit, ConfigError)):
             start(script, monkeypatch, "--step", "3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts", "lr"),
+    [
+        ("", ["lars"], 3.0),
+        ("--lamb", ["lamb"], 0.01),
+        ("--lars false --lamb", ["lamb"], 0.01),
+        ("--lamb --lr 0.5", ["lamb"], 0.5),
+        ("--lars false", [], 0.1),
+    ],
+)
+def test_lars_gives_way_when_another_optimizer_is_asked_for_and_each_has_its_rate(
+    flags: str, parts: list[str], lr: float, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = start(SCRIPTS[0], monkeypatch, "--steps", "0", *flags.split())["configs"]
+    assert [part.name for part in configs.strategy.parts()] == parts and configs.lr == lr
+
+
+def test_lars_and_lamb_both_asked_for_are_still_a_conflict(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StrategyConflict, match="lamb and lars both claim `momentum` and both claim `update`"):
+        start(SCRIPTS[0], monkeypatch, "--steps", "0", "--lars", "--lamb")
 
 
 def test_the_loop_continues_where_its_checkpoint_is(
