@@ -127,9 +127,10 @@ class Schedule(LRScheduler, abc.ABC):
 
 def _checked_warmup(warmup_steps: int, total_steps: int) -> int:
     checked: int = WARMUP_STEPS.check("warmup_steps", warmup_steps)
-    if checked > total_steps:
+    if checked >= total_steps:
         raise ConfigError(
-            f"warmup_steps is {checked}, total_steps is {total_steps}; the warm-up is a part of the total. Count both in updates."
+            f"warmup_steps is {checked}, total_steps is {total_steps}; the warm-up is a part of the total, and updates of the "
+            "decay are the rest. Count both in updates."
         )
     return checked
 
