@@ -124,10 +124,11 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def named_groups(site: Site, *, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Copies of the groups with what the new optimizer reads of them."""
+    """Copies of the groups with what the new optimizer reads of them; and the user's own keys, among which it finds slips."""
     _take_back(site.optimizer)
+    unread = {"param_names", *site.optimizer.defaults} - {*keys}
     return [
-        {**{k: group[k] for k in keys if k in group}, "params": list(zip(names, group["params"], strict=True))}
+        {**{k: value for k, value in group.items() if k not in unread}, "params": list(zip(names, group["params"], strict=True))}
         for group, names in zip(site.optimizer.param_groups, parameter_names(site.model, site.optimizer), strict=True)
     ]
 

@@ -345,6 +345,34 @@ def test_norms_are_forgotten_where_some_are_kept() -> None:
         ours.forget_norms()
 
 
+def test_settings_of_the_optimizer_given_that_have_no_effect_are_refused_in_mid_run() -> None:
+    model = cnn()
+    given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, ours = fleet.distribute(model, given, fleet.DistributedStrategy(lars=True))
+    x, y = batch(0, shape=(1, 6, 6))
+    assert ours.minimize(F.cross_entropy(model(x), y)).updated
+    given.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(ConfigError, match="weight_decay=0.1, which Lars does not read. Set lars_weight_decay in the group"):
+        ours.minimize(F.cross_entropy(model(x), y))
+
+
+def test_norms_are_not_kept_on_a_cpu() -> None:
+    model = cnn()
+    strategy = fleet.DistributedStrategy(lars=True, lars_configs={"carry_norms": True})
+    given = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ConfigError, match="carry_norms=True saves the kernels a pass, and they do not run here"):
+        fleet.distribute(model, given, strategy)
+    assert "lars_coeff" not in given.param_groups[0]
+
+
+def test_a_misspelt_key_in_a_group_is_refused_before_anything_is_taken_over() -> None:
+    model = cnn()
+    given = SGD([{"params": list(model.parameters()), "lars_coef": 0.5}], lr=0.1, momentum=0.9)
+    with pytest.raises(ConfigError, match=r"group 0 has 'lars_coef', which Lars does not know. Did you mean `lars_coeff`\?"):
+        fleet.distribute(model, given, fleet.DistributedStrategy(lars=True))
+    assert "lars_coeff" not in given.param_groups[0]
+
+
 def test_lamb_that_would_adapt_nothing_says_so() -> None:
     model = cnn()
     strategy = fleet.DistributedStrategy(lamb=True, lamb_configs={"lamb_weight_decay": 0.0})

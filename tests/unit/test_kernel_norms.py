@@ -131,9 +131,9 @@ def test_a_step_without_some_gradients_drops_kept_norms(measured: list[set[str]]
 
 
 def test_kept_norms_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET")
     weight = nn.Parameter(draw(3, 3))
     optimizer = Lars([weight], lr=0.1, carry_norms=True)
+    monkeypatch.delenv("TRITON_INTERPRET")  # as if the parameters had been moved since
     weight.grad = torch.ones_like(weight)
     with pytest.raises(ConfigError, match="carry_norms=True saves the kernels a pass, and they do not run here"):
         optimizer.step()

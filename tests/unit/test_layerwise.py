@@ -380,11 +380,85 @@ def test_complex_and_integer_parameters_are_refused(kind: Any) -> None:
         kind([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))], lr=0.1)
 
 
-def test_kept_norms_without_kernels_are_refused_at_the_first_step() -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        (Lars, {"carry_norms": True}, "carry_norms=True saves the kernels a pass, and they do not run here. Leave it out"),
+        (Lars, {"carry_norms": True, "foreach": True}, "carry_norms=True saves the kernels a pass"),
+        (Lars, {"fused": True}, "fused=True, but the kernels run on CUDA devices, and some parameters are on cpu. Leave fused"),
+        (Lamb, {"fused": True}, "fused=True, but the kernels run on CUDA devices"),
+    ],
+)
+def test_what_only_kernels_do_is_refused_on_a_cpu_at_once(kind: Any, settings: dict[str, Any], told: str) -> None:
     model = net()
-    optimizer = Lars(model.parameters(), lr=0.1, model=model, carry_norms=True)
-    with pytest.raises(ConfigError, match="carry_norms"):
-        train(model, optimizer, range(1))
+    with pytest.raises(ConfigError, match=told):
+        kind(model.parameters(), lr=0.1, model=model, **settings)
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf"), torch.tensor(-0.1)])
+@way
+@both
+def test_a_rate_that_became_none_is_refused_before_anything_moves(kind: Any, way: str, rate: Any) -> None:
+    model = net()
+    groups = [{"params": list(part.parameters())} for part in (model[0], model[3])]
+    optimizer = kind(groups, lr=0.1, model=model, **WAYS[way])
+    train(model, optimizer, range(1))
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.param_groups[1]["lr"] = rate
+    with pytest.raises(ConfigError, match="lr of group 1 is .*; it must be a finite number at least 0"):
+        train(model, optimizer, range(1, 2))
+    assert_equal_bits(model, before)
+    for number, kept in state.items():
+        for key, value in kept.items():
+            torch.testing.assert_close(optimizer.state_dict()["state"][number][key], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        (
+            "weight_decay",
+            0.1,
+            "group 0 has weight_decay=0.1, which La.* does not read. Set la.*_weight_decay in the group",
+        ),
+        ("nesterov", True, "group 0 has nesterov=True, and La.* knows no nesterov. Leave it out"),
+        ("dampening", 0.5, "knows no dampening"),
+        ("amsgrad", True, "knows no amsgrad"),
+    ],
+)
+@both
+def test_a_setting_without_effect_is_refused_in_mid_run(kind: Any, key: str, value: Any, told: str) -> None:
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.1, model=model)
+    train(model, optimizer, range(1))
+    before = copy.deepcopy(model)
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ConfigError, match=told):
+        train(model, optimizer, range(1, 2))
+    assert_equal_bits(model, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "near"),
+    [
+        (Lars, "lars_coef", "lars_coeff"),
+        (Lars, "adapts", "adapt"),
+        (Lars, "lars_decay", "lars_weight_decay"),
+        (Lars, "lamb_weight_decay", "lars_weight_decay"),
+        (Lamb, "always_adapts", "always_adapt"),
+        (Lamb, "beta", "betas"),
+    ],
+)
+def test_a_key_of_a_group_that_is_nearly_a_setting_is_refused(kind: Any, key: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"group 0 has '{key}', which {kind.__name__} does not know. Did you mean `{near}`\?"):
+        kind([{"params": [nn.Parameter(torch.ones(2, 2))], key: 0.5}], lr=0.1)
+
+
+@both
+def test_keys_of_the_users_own_and_of_schedulers_are_allowed_in_groups(kind: Any) -> None:
+    own = {"name": "head", "lr_scale": 0.5, "weight_decay_mult": 0.0, "initial_lr": 0.1, "max_momentum": 0.9, "layer": 3}
+    group = kind([{"params": [nn.Parameter(torch.ones(2, 2))], **own}], lr=0.1).param_groups[0]
+    assert {key: group[key] for key in own} == own
 
 
 @pytest.mark.parametrize("kind", [Lars, Lamb])

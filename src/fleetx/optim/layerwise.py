@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from ..keys import boolean, names, number
+from .group_checks import refuse_near_misses, refuse_no_rate, refuse_without_effect, refuse_without_kernels
 from .param_groups import (
     FROZEN,
     Flags,
@@ -81,6 +82,9 @@ class Layerwise(Optimizer, abc.ABC):
         self._required = tuple(defaults)  # now: torch adds keys of its own to `defaults` when a state is loaded
         super().__init__(params, {**defaults, "decay": None, "adapt": None})
         self._complete = True
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        if self.carry_norms or fused:
+            refuse_without_kernels(devices, carry_norms=self.carry_norms, foreach=foreach, fused=fused)
         require_own_model(self._known, model)
         require_words_mean_something(self.exclude, [k for group in self._known for k in group], complete=True)
 
@@ -119,7 +123,7 @@ class Layerwise(Optimizer, abc.ABC):
             param_group = in_our_words(param_group, self.spellings, where=f"group {len(self.param_groups)}")
         super().add_param_group(param_group)
         try:
-            self._check(self.param_groups[-1])
+            self._check(len(self.param_groups) - 1, self.param_groups[-1])
             known = [*self._known, *known_parameters(self.param_groups[-1:], self._model)]
             require_distinct_names(known)
             require_words_mean_something(self.exclude, [k for group in known for k in group], complete=self._complete)
@@ -131,13 +135,16 @@ class Layerwise(Optimizer, abc.ABC):
 
     def adopt_groups(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> None:
         """Take over another optimizer's very group dicts, of the same parameters: schedulers and the user hold them."""
-        for group in groups:
+        for place, group in enumerate(groups):
             group.update(settings)
-            self._check(group)
+            self._check(place, group)
         self.param_groups = groups
         self._decide_flags()
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check(self, place: int, group: dict[str, Any]) -> None:
+        kind = type(self).__name__
+        refuse_without_effect(kind, place, group, self.spellings)
+        refuse_near_misses(kind, place, group, [*self._required, *self.spellings, "decay", "adapt"])
         if not isinstance(group["lr"], Tensor):
             number(0.0).check("lr", group["lr"])
         elif group["lr"].numel() != 1:
@@ -149,7 +156,7 @@ class Layerwise(Optimizer, abc.ABC):
         self.check_group(group)
         for param in group["params"]:
             if not param.is_floating_point():
-                raise ConfigError(f"{type(self).__name__} takes real floating-point parameters; one is {param.dtype}.")
+                raise ConfigError(f"{kind} takes real floating-point parameters; one is {param.dtype}.")
 
     def _decide_flags(self) -> None:
         self.flags = [
@@ -203,6 +210,9 @@ class Layerwise(Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for place, group in enumerate(self.param_groups):
+            refuse_no_rate(place, group["lr"])
+            refuse_without_effect(type(self).__name__, place, group, self.spellings)
         if self._deciding() != self._decided_by:
             self._decide_flags()
         kernels = self._fused()

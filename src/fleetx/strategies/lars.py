@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigError
 from ..keys import boolean, key, names, number
 from ..optim import Lars as LarsOptimizer
+from ..optim.group_checks import refuse_without_kernels
 from ..slots import Part, Risk, Site, Slot
 from ..takeover import (
     named_groups,
@@ -51,20 +52,22 @@ class Lars(Part):
             raise ConfigError("strategy.lars needs momentum, and the SGD given has momentum 0 in a group. Write momentum=0.9.")
         require_no_decay(self, site, key="lars_weight_decay", excluded=self.exclude_from_weight_decay)
         require_no_state(self, site, why="SGD's momentum holds no learning rate, that of LARS does: the numbers differ.")
-        self._optimizer(site)
+        if self.carry_norms:
+            refuse_without_kernels([site.device], carry_norms=True, **way_to_run(site.optimizer))
+        self._optimizer(site, carry_norms=False)  # the parameters may not be on their device yet
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        update = self._optimizer(site)
+        update = self._optimizer(site, carry_norms=self.carry_norms)
         take_over(site.optimizer, update, self._settings())
         return {Slot.UPDATE: update}
 
-    def _optimizer(self, site: Site) -> LarsOptimizer:
+    def _optimizer(self, site: Site, *, carry_norms: bool) -> LarsOptimizer:
         return LarsOptimizer(
             named_groups(site, keys=("lr", "momentum", "maximize", "decay", "adapt", *self._settings())),
             lr=site.optimizer.defaults["lr"],
             exclude_from_weight_decay=self.exclude_from_weight_decay,
             model=site.model,
-            carry_norms=self.carry_norms,
+            carry_norms=carry_norms,
             **self._settings(),
             **way_to_run(site.optimizer),
         )
