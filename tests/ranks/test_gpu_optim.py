@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
+from fleetx.hooks import refuse_before_step
 from fleetx.optim import Lamb, Lars
 from gpu_steps import (
     CONVOLUTION,
@@ -275,7 +276,7 @@ def _train(rank: int, part: str, settings: dict[str, Any]) -> dict[str, Any]:
         odd.append(any(p.grad.data_ptr() % 16 for p in model.parameters()))
         given.append(bool(getattr(update, "_given", None)))
 
-    ours.update.register_step_pre_hook(look)
+    refuse_before_step(ours.update, look)  # it only looks: any other hook may change gradients, and no norm is handed over
     ratios = updates(model, ours, range(5))
     weights = torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
     return {"ratios": ratios, "weights": weights, "odd": odd, "given": given, "kernels": bool(ours.update._kernels)}
