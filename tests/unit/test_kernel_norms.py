@@ -115,7 +115,12 @@ def test_a_write_through_data_is_seen_after_forget_norms() -> None:
 
 
 def test_forget_norms_before_the_first_step_is_no_obstacle() -> None:
-    Lars([nn.Parameter(draw(3, 3))], lr=0.1).forget_norms()
+    param = nn.Parameter(draw(3, 3))
+    optimizer = Lars([param], lr=0.1)
+    optimizer.forget_norms()
+    param.grad, before = torch.ones_like(param), param.detach().clone()
+    optimizer.step()
+    assert not torch.equal(param, before)
 
 
 def test_a_step_without_some_gradients_drops_kept_norms(measured: list[set[str]]) -> None:

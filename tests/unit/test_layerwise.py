@@ -238,7 +238,9 @@ def test_a_group_that_is_refused_is_not_half_added(kind: Any) -> None:
 def test_an_empty_group_is_no_obstacle(kind: Any) -> None:
     model = net()
     groups = [{"params": [], "weight_decay": 0.0}, {"params": list(model.parameters())}]
+    before = [param.detach().clone() for param in model.parameters()]
     train(model, kind(groups, lr=0.1, model=model), range(2))
+    assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
 
 
 @both
