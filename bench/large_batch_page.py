@@ -59,7 +59,8 @@ EXPLANATION = """\
 - **The same care for all optimizers**: warm-up in a straight line, then decay to 0, update by update; label smoothing
   {smoothing:g}; no weight decay of norms and biases{norm_lr}; random crops (4 pixels of reflected padding) and
   {flips}{hole}.
-  Evaluated is {weights}, with {norms}. There is no averaging over flips at test time.
+  Evaluated is {weights}, with {norms}. Each image is shown once; the column
+  "over two views" adds the answers to its mirror image, and decides nothing.
 - **Tuning**: {budget} Settings were chosen by the accuracy on 5,000 of the training images, held out (every tenth), with one
   seed. A run whose loss became NaN, or was still that of guessing after 40 % of its updates, was stopped and counts as 10 %.
 - **Final runs**: the chosen settings, trained on all 50,000 images from other seeds, and tested once each on the 10,000 test
@@ -110,6 +111,7 @@ def runs(records: Sequence[Record], phase: str, cells: Cells) -> str:
         "seed",
         "accuracy, %",
         "of the last weights, %",
+        "over two views, %",
         *SETTINGS,
         "updates",
         "train loss",
@@ -124,7 +126,8 @@ def runs(records: Sequence[Record], phase: str, cells: Cells) -> str:
             accuracy = f"{record['accuracy']:.2f}"
             if phase == "tune" and record["trial"] == cells[cell]["chosen"]:
                 accuracy = f"**{accuracy}**"
-            head = [cell, str(record["seed"]), accuracy, f"{record['accuracy_last']:.2f}"]
+            others = [f"{record[name]:.2f}" for name in ("accuracy_last", "accuracy_two_views")]
+            head = [cell, str(record["seed"]), accuracy, *others]
             loss = "NaN" if record["train_loss"] is None else f"{record['train_loss']:.3f}"
             tail = [str(record["updates"]), loss, f"{record['seconds']:.1f}", record["stopped"] or ""]
             body.append([*head, *settings(record["trial"]), *tail])

@@ -158,13 +158,13 @@ class Trainer:
         figures: dict[str, Any] = {"updates": updates, "train_loss": loss, "stopped": stopped}
         if stopped is None:
             known = train.images[draws.index[: self.recipe.bn_images]]
-            last = ema = self._accuracy(check, known)
+            last = ema = self._accuracies(check, known)
             if average is not None:
                 torch._foreach_copy_(self.floats, average)
-                ema = self._accuracy(check, known)
-            figures |= {"accuracy": ema, "accuracy_last": last}
+                ema = self._accuracies(check, known)
+            figures |= {"accuracy": ema[0], "accuracy_two_views": ema[1], "accuracy_last": last[0]}
         else:
-            figures |= {"accuracy": CHANCE, "accuracy_last": CHANCE}
+            figures |= {"accuracy": CHANCE, "accuracy_two_views": CHANCE, "accuracy_last": CHANCE}
         return figures | {"seconds": round(time.perf_counter() - start, 2)}
 
     def _updates(self, trial: Trial, train: Split, draws: Draws) -> tuple[int, list[Tensor] | None, float | None, str | None]:
@@ -204,18 +204,24 @@ class Trainer:
         self.labels.copy_(labels)
 
     @torch.no_grad()
-    def _accuracy(self, check: Split, known: Tensor) -> float:
-        """In percent, with BatchNorm's statistics over `known` for the present weights; if that is empty, the running ones."""
+    def _accuracies(self, check: Split, known: Tensor) -> tuple[float, float]:
+        """In percent, of the images as they are, and of the sum of logits over an image and its mirror image.
+
+        With BatchNorm's statistics over `known` for the present weights; if that is empty, the running ones.
+        """
         if len(known):
             self._estimate_statistics(known)
         self.model.eval()
-        right = torch.zeros((), dtype=torch.long, device=self.device)
+        right = torch.zeros(2, dtype=torch.long, device=self.device)
         for start in range(0, len(check), self.recipe.micro_batch):
             part = slice(start, start + self.recipe.micro_batch)
+            images = normalise(check.images[part], self.dtype)
             with self._autocast():
-                logits = self.model(normalise(check.images[part], self.dtype))
-            right += (logits.argmax(1) == check.labels[part]).sum()
-        return 100 * int(right) / len(check)
+                logits, mirrored = self.model(images), self.model(images.flip(3))
+            answers = torch.stack([logits.argmax(1), (logits.float() + mirrored.float()).argmax(1)])
+            right += (answers == check.labels[part]).sum(1)
+        one_view, two_views = (100 * int(count) / len(check) for count in right)
+        return one_view, two_views
 
     def _estimate_statistics(self, images: Tensor) -> None:
         norms = [module for module in self.model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -167,7 +167,14 @@ def test_runs_go_in_turns_over_the_cells():
 
 
 def record(phase, trial, seed, accuracy, **more):
-    figures = {"updates": 7, "train_loss": 1.0, "stopped": None, "accuracy_last": accuracy, "seconds": 2.0}
+    figures = {
+        "updates": 7,
+        "train_loss": 1.0,
+        "stopped": None,
+        "accuracy_last": accuracy,
+        "accuracy_two_views": accuracy,
+        "seconds": 2.0,
+    }
     facts = {"recipe": asdict(Recipe()), "device": "a GPU", "torch": "2.11", "commit": "abc"}
     return {"phase": phase, "trial": trial.settings(), "seed": seed, "accuracy": accuracy, **figures, **facts, **more}
 
@@ -237,7 +244,7 @@ def test_the_page_shows_every_run_and_says_when_budgets_differ():
     assert "| lars@8192 is at most 1.5 points behind sgd@512 | 1.90 | **no** |" in text
     assert "**unequal** budgets: sgd@512 2, sgd@8192 1" in text and "\n- A note.\n" in text and "2025-01-02" in text
     assert "| sgd@512 | 0 | **93.00** |" in text and "the loss became NaN or infinite" in text
-    assert sum(line.startswith(("| sgd@", "| lars@")) and len(line.split("|")) == 17 for line in text.splitlines()) == len(
+    assert sum(line.startswith(("| sgd@", "| lars@")) and len(line.split("|")) == 18 for line in text.splitlines()) == len(
         records
     )
     equal = {cell: {**summary, "trials": 6} for cell, summary in cells.items()}
