@@ -1,0 +1,223 @@
+"""Run a training script on a cluster of hosts on this machine, at the speed of a real network. Needs root.
+
+    python bench/cluster.py --hosts 2 --rate 1000 examples/plain_torch.py --epochs 2
+
+Each host is a network namespace with a link of `--rate` Mbit/s to one switch (bench/netns.py), and runs
+`fleetrun --ips ... SCRIPT`. The first host is shown; at its end, what each link has sent. The exit code is the worst of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from fleetx.errors import ConfigError, FleetError
+from link_speed import transfer_seconds
+from netns import Host, NoCluster, cluster, why_not
+from netns_sweep import kill_processes
+
+SOURCE = Path(__file__).parents[1] / "src"
+EXIT_FAILED, EXIT_USAGE, EXIT_TIMEOUT, EXIT_CTRL_C, EXIT_TERMINATED = 1, 2, 124, 130, 143
+POLL_SECONDS = 0.02
+PROBE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a script ended on all hosts; lists are in the order of the hosts."""
+
+    exit_codes: list[int]
+    """Of fleetrun on each host: 128 + n for signal n, 124 if it ran out of time."""
+    tx_bytes: list[int]
+    """What each link sent, from the start of the script to its end, with all headers."""
+    seconds: float
+    stdout: str
+    """All that rank 0 wrote, to stderr too."""
+    consoles: list[str]
+    """All that fleetrun wrote on each host."""
+
+    @property
+    def worst(self) -> int:
+        return max(self.exit_codes)
+
+
+def run_on_cluster(
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    hosts: int,
+    rate_mbit: float | None,
+    procs_per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    timeout: float,
+) -> Run:
+    """Make the hosts, run the script on all of them through `fleetrun --ips`, and remove them."""
+    reason = why_not()
+    if reason is not None:
+        raise NoCluster(reason)
+    with cluster(hosts=hosts, rate_mbit=rate_mbit) as made:
+        return run_on_hosts(made, script, args, procs_per_host=procs_per_host, env=env, timeout=timeout)
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    procs_per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    timeout: float,
+    shows: bool = False,
+) -> Run:
+    """The same on hosts that are there already. `env` goes to every rank. Whatever still runs on them at the end is killed."""
+    _check(procs_per_host, timeout)
+    before, began = [host.tx_bytes() for host in hosts], time.monotonic()
+    command = [*_launch(hosts, procs_per_host), str(script), *map(str, args)]
+    jobs = [_start(host, command, _variables(host, len(hosts) * procs_per_host, env)) for host in hosts]
+    readers = [_Reader(job, host.address if shows and host is hosts[0] else None) for host, job in zip(hosts, jobs, strict=True)]
+    try:
+        codes = _wait(jobs, began + timeout)
+        seconds = time.monotonic() - began
+    finally:
+        kill_processes([host.namespace for host in hosts])
+        consoles = [reader.close() for reader in readers]
+    sent = [host.tx_bytes() - earlier for host, earlier in zip(hosts, before, strict=True)]
+    log = hosts[0].home / "log" / "workerlog.0"
+    stdout = log.read_text(errors="backslashreplace") if log.exists() else ""
+    return Run(codes, sent, seconds, stdout, consoles)
+
+
+def _check(procs_per_host: int, timeout: float) -> None:
+    if isinstance(procs_per_host, bool) or not isinstance(procs_per_host, int) or procs_per_host < 1:
+        raise ConfigError(f"procs_per_host is {procs_per_host!r}; it must be a whole number of at least 1.")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise ConfigError(f"timeout is {timeout!r}; it must be a number of seconds above 0.")
+
+
+def _launch(hosts: Sequence[Host], procs_per_host: int) -> list[str]:
+    addresses = ",".join(host.address for host in hosts)
+    return [sys.executable, "-m", "fleetx.launch", "--ips", addresses, "--nproc_per_node", str(procs_per_host)]
+
+
+def _variables(host: Host, rank_count: int, env: Mapping[str, str] | None) -> dict[str, str]:
+    inherited = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // rank_count)), **os.environ}
+    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**host.environment(inherited), "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
+
+
+def _start(host: Host, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    words = list(command)
+    words[3:3] = ["--log_dir", str(host.home / "log")]
+    return subprocess.Popen(
+        host.command(*words),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="backslashreplace",
+        start_new_session=True,  # a Ctrl-C is for this process alone: it ends them
+    )
+
+
+def _wait(jobs: Sequence[subprocess.Popen[str]], deadline: float) -> list[int]:
+    while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    codes = [job.poll() for job in jobs]
+    return [EXIT_TIMEOUT if code is None else code if code >= 0 else 128 - code for code in codes]
+
+
+class _Reader:
+    """Reads what a job writes, and shows it line by line where a prefix is given."""
+
+    def __init__(self, job: subprocess.Popen[str], prefix: str | None) -> None:
+        self._job, self._prefix = job, prefix
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._job.stdout is not None
+        for line in self._job.stdout:
+            self._lines.append(line)
+            if self._prefix is not None:
+                print(f"{self._prefix}| {line}", end="", flush=True)
+
+    def close(self) -> str:
+        self._thread.join()
+        assert self._job.stdout is not None
+        self._job.stdout.close()
+        self._job.wait()
+        return "".join(self._lines)
+
+
+def show_links(hosts: Sequence[Host], rate_mbit: float | None) -> None:
+    """What the link was asked to carry, and what one TCP connection gets through it."""
+    payload_bytes = int((rate_mbit or 10_000) * 1e6 / 8 * PROBE_SECONDS)
+    seconds = transfer_seconds(hosts[0], hosts[-1], payload_bytes)
+    asked = "no limit" if rate_mbit is None else f"{rate_mbit:g} Mbit/s"
+    print(
+        f"{len(hosts)} hosts, {asked} each; one TCP connection carries {payload_bytes * 8 / seconds / 1e6:.1f} Mbit/s", flush=True
+    )
+
+
+def show_end(run: Run, hosts: Sequence[Host]) -> None:
+    for host, sent, code, console in zip(hosts, run.tx_bytes, run.exit_codes, run.consoles, strict=True):
+        if code and host is not hosts[0]:  # the first was shown as it ran
+            print("".join(f"{host.address}| {line}\n" for line in console.splitlines()), end="")
+        ended = "ran out of time" if code == EXIT_TIMEOUT else f"ended with {code}"
+        print(f"{host.address} {ended}, its link sent {sent:,} bytes")
+    print(f"{run.seconds:.1f} s", flush=True)
+
+
+def flags_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--rate", type=float, default=None, metavar="MBIT", help="of each link, in Mbit/s (default: no limit)")
+    parser.add_argument("--procs", type=int, default=1, help="ranks on each host (default: 1)")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="then all is killed (default: 3600)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="the script and its arguments")
+    return parser.parse_args(argv)
+
+
+def run(flags: argparse.Namespace) -> int:
+    if not flags.command:
+        raise ConfigError("no script was given. Write `python bench/cluster.py --hosts 2 --rate 1000 train.py`.")
+    reason = why_not()
+    if reason is not None:
+        raise NoCluster(reason)
+    script, *args = flags.command
+    with cluster(hosts=flags.hosts, rate_mbit=flags.rate) as hosts:
+        show_links(hosts, flags.rate)
+        ended = run_on_hosts(hosts, script, args, procs_per_host=flags.procs, timeout=flags.timeout, shows=True)
+        show_end(ended, hosts)
+    return ended.worst
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    sys.exit(EXIT_TERMINATED)  # as an exception: when this process has ended, its hosts are gone
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        return run(flags_of(argv))
+    except FleetError as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("cluster: stopped by Ctrl-C", file=sys.stderr)
+        return EXIT_CTRL_C
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""How fast is a link really? Bytes over one TCP connection between two hosts, timed until the last one has arrived."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from netns import Host, NoCluster
+
+PORT = 7009
+LIMIT_SECONDS = 120.0
+RECEIVE = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as listener:
+    print("listening", flush=True)
+    for _ in range(int(sys.argv[4])):
+        connection, _ = listener.accept()
+        buffer, left = bytearray(1 << 20), int(sys.argv[3])
+        while left:
+            left -= connection.recv_into(buffer, min(left, len(buffer))) or sys.exit("the sender is gone")
+        connection.sendall(b"!")
+"""
+SEND = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
+    began, piece, left = time.perf_counter(), bytes(1 << 20), int(sys.argv[3])
+    while left:
+        left -= connection.send(piece[:left])
+    connection.recv(1) or sys.exit("the receiver is gone")
+    print(time.perf_counter() - began)
+"""
+
+
+def transfer_seconds(sender: Host, receiver: Host, payload_bytes: int) -> float:
+    where = [receiver.address, str(PORT), str(payload_bytes)]
+    python = [sys.executable, "-I", "-S", "-c"]
+    with subprocess.Popen(receiver.command(*python, RECEIVE, *where, "1"), stdout=subprocess.PIPE, text=True) as receiving:
+        assert receiving.stdout is not None
+        try:
+            receiving.stdout.readline()  # it listens
+            sending = sender.command(*python, SEND, *where)
+            done = subprocess.run(sending, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+        finally:
+            receiving.kill()
+    if done.returncode:
+        raise NoCluster(f"{sender.address} could not send to {receiver.address}: {done.stderr.strip()}")
+    return float(done.stdout)
