@@ -51,7 +51,7 @@ Accuracy on the test images. A run with other settings than those chosen above i
 """
 
 EXPLANATION = """\
-- **Images**: CIFAR-10 as JPEG files. JPEG is lossy: accuracies may be slightly under those published for the original pixels.
+- **Images**: CIFAR-10 as JPEG files. JPEG is lossy: accuracies are under those published for the original pixels.
 - **Network**: {network}, width {width}, in bfloat16 autocast on a GPU.{options}
 - **Batch**: gradients of micro-batches of {micro} images are averaged before each update, which is what a job with {micro} images
   per worker computes. BatchNorm sees {micro} images whatever the batch.
