@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from fleetx.errors import ConfigError, FleetError
+from fleetx.errors import ConfigError, FleetError, LaunchError
 from link_speed import transfer_seconds
-from netns import Host, NoCluster, cluster, why_not
+from netns import Host, cluster, why_not
 from netns_sweep import kill_processes
 
 SOURCE = Path(__file__).parents[1] / "src"
 EXIT_FAILED, EXIT_USAGE, EXIT_TIMEOUT, EXIT_CTRL_C, EXIT_TERMINATED = 1, 2, 124, 130, 143
 POLL_SECONDS = 0.02
-PROBE_SECONDS = 0.5
+PROBE_SECONDS, UNLIMITED_MBIT = 0.5, 10_000
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run_on_cluster(
     """Make the hosts, run the script on all of them through `fleetrun --ips`, and remove them."""
     reason = why_not()
     if reason is not None:
-        raise NoCluster(reason)
+        raise LaunchError(reason)
     with cluster(hosts=hosts, rate_mbit=rate_mbit) as made:
         return run_on_hosts(made, script, args, procs_per_host=procs_per_host, env=env, timeout=timeout)
 
@@ -81,17 +82,24 @@ def run_on_hosts(
     """The same on hosts that are there already. `env` goes to every rank. Whatever still runs on them at the end is killed."""
     _check(procs_per_host, timeout)
     before, began = [host.tx_bytes() for host in hosts], time.monotonic()
-    command = [*_launch(hosts, procs_per_host), str(script), *map(str, args)]
-    jobs = [_start(host, command, _variables(host, len(hosts) * procs_per_host, env)) for host in hosts]
-    readers = [_Reader(job, host.address if shows and host is hosts[0] else None) for host, job in zip(hosts, jobs, strict=True)]
+    addresses = ",".join(host.address for host in hosts)
+    logs = Path(tempfile.mkdtemp(prefix="log-", dir=hosts[0].home))  # of this run alone, and of all ranks
+    flags = ["--ips", addresses, "--nproc_per_node", str(procs_per_host), "--log_dir", str(logs)]
+    command = [sys.executable, "-m", "fleetx.launch", *flags, str(script), *args]
+    jobs: list[_Job] = []
     try:
+        for host in hosts:
+            variables = _variables(host, len(hosts) * procs_per_host, env)
+            jobs.append(_Job(host, command, variables, shows=shows and host is hosts[0]))
         codes = _wait(jobs, began + timeout)
         seconds = time.monotonic() - began
     finally:
+        for job in jobs:
+            job.process.kill()  # one that has just been started may not have entered its namespace yet
         kill_processes([host.namespace for host in hosts])
-        consoles = [reader.close() for reader in readers]
+        consoles = [job.close() for job in jobs]
     sent = [host.tx_bytes() - earlier for host, earlier in zip(hosts, before, strict=True)]
-    log = hosts[0].home / "log" / "workerlog.0"
+    log = logs / "workerlog.0"
     stdout = log.read_text(errors="backslashreplace") if log.exists() else ""
     return Run(codes, sent, seconds, stdout, consoles)
 
@@ -103,71 +111,68 @@ def _check(procs_per_host: int, timeout: float) -> None:
         raise ConfigError(f"timeout is {timeout!r}; it must be a number of seconds above 0.")
 
 
-def _launch(hosts: Sequence[Host], procs_per_host: int) -> list[str]:
-    addresses = ",".join(host.address for host in hosts)
-    return [sys.executable, "-m", "fleetx.launch", "--ips", addresses, "--nproc_per_node", str(procs_per_host)]
-
-
 def _variables(host: Host, rank_count: int, env: Mapping[str, str] | None) -> dict[str, str]:
     inherited = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // rank_count)), **os.environ}
     paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**host.environment(inherited), "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
 
 
-def _start(host: Host, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    words = list(command)
-    words[3:3] = ["--log_dir", str(host.home / "log")]
-    return subprocess.Popen(
-        host.command(*words),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="backslashreplace",
-        start_new_session=True,  # a Ctrl-C is for this process alone: it ends them
-    )
+class _Job:
+    """A launcher on a host: reads what it writes, and shows it line by line."""
 
-
-def _wait(jobs: Sequence[subprocess.Popen[str]], deadline: float) -> list[int]:
-    while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    codes = [job.poll() for job in jobs]
-    return [EXIT_TIMEOUT if code is None else code if code >= 0 else 128 - code for code in codes]
-
-
-class _Reader:
-    """Reads what a job writes, and shows it line by line where a prefix is given."""
-
-    def __init__(self, job: subprocess.Popen[str], prefix: str | None) -> None:
-        self._job, self._prefix = job, prefix
+    def __init__(self, host: Host, command: Sequence[str], environment: Mapping[str, str], *, shows: bool) -> None:
+        self._prefix = f"{host.address}| " if shows else None
         self._lines: list[str] = []
+        self.process = subprocess.Popen(
+            host.command(*command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,  # a Ctrl-C is for the parent alone: it ends them
+        )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        assert self._job.stdout is not None
-        for line in self._job.stdout:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             self._lines.append(line)
             if self._prefix is not None:
-                print(f"{self._prefix}| {line}", end="", flush=True)
+                print(self._prefix + line, end="", flush=True)
+
+    def exit_code(self) -> int | None:
+        """128 + n for signal n; None while it runs."""
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
 
     def close(self) -> str:
+        """All that it wrote, once nothing of it runs any more."""
         self._thread.join()
-        assert self._job.stdout is not None
-        self._job.stdout.close()
-        self._job.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.wait()
         return "".join(self._lines)
 
 
-def show_links(hosts: Sequence[Host], rate_mbit: float | None) -> None:
-    """What the link was asked to carry, and what one TCP connection gets through it."""
-    payload_bytes = int((rate_mbit or 10_000) * 1e6 / 8 * PROBE_SECONDS)
-    seconds = transfer_seconds(hosts[0], hosts[-1], payload_bytes)
-    asked = "no limit" if rate_mbit is None else f"{rate_mbit:g} Mbit/s"
-    print(
-        f"{len(hosts)} hosts, {asked} each; one TCP connection carries {payload_bytes * 8 / seconds / 1e6:.1f} Mbit/s", flush=True
-    )
+def _wait(jobs: Sequence[_Job], deadline: float) -> list[int]:
+    while None in (codes := [job.exit_code() for job in jobs]) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return [EXIT_TIMEOUT if code is None else code for code in codes]
+
+
+def show_hosts(hosts: Sequence[Host], rate_mbit: float | None) -> None:
+    """Who they are, what each link was asked to carry, and what one TCP connection gets through two of them."""
+    for host in hosts:
+        print(f"{host.address} is {host.namespace}", flush=True)
+    if len(hosts) == 1:
+        return
+    payload_bytes = int((rate_mbit or UNLIMITED_MBIT) * 1e6 / 8 * PROBE_SECONDS)
+    got_mbit = payload_bytes * 8 / 1e6 / transfer_seconds(hosts[0], hosts[-1], payload_bytes)
+    asked = "links without a limit" if rate_mbit is None else f"links of {rate_mbit:g} Mbit/s"
+    print(f"{asked}: one TCP connection carries {got_mbit:.1f} Mbit/s", flush=True)
 
 
 def show_end(run: Run, hosts: Sequence[Host]) -> None:
@@ -194,10 +199,10 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError("no script was given. Write `python bench/cluster.py --hosts 2 --rate 1000 train.py`.")
     reason = why_not()
     if reason is not None:
-        raise NoCluster(reason)
+        raise LaunchError(reason)
     script, *args = flags.command
     with cluster(hosts=flags.hosts, rate_mbit=flags.rate) as hosts:
-        show_links(hosts, flags.rate)
+        show_hosts(hosts, flags.rate)
         ended = run_on_hosts(hosts, script, args, procs_per_host=flags.procs, timeout=flags.timeout, shows=True)
         show_end(ended, hosts)
     return ended.worst

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from netns import Host, NoCluster
+from fleetx.errors import LaunchError
+from netns import Host
 
 PORT = 7009
 LIMIT_SECONDS = 120.0
@@ -13,12 +14,11 @@ RECEIVE = """
 import socket, sys
 with socket.create_server((sys.argv[1], int(sys.argv[2]))) as listener:
     print("listening", flush=True)
-    for _ in range(int(sys.argv[4])):
-        connection, _ = listener.accept()
-        buffer, left = bytearray(1 << 20), int(sys.argv[3])
-        while left:
-            left -= connection.recv_into(buffer, min(left, len(buffer))) or sys.exit("the sender is gone")
-        connection.sendall(b"!")
+    connection, _ = listener.accept()
+    buffer, left = bytearray(1 << 20), int(sys.argv[3])
+    while left:
+        left -= connection.recv_into(buffer, min(left, len(buffer))) or sys.exit("the sender is gone")
+    connection.sendall(b"!")
 """
 SEND = """
 import socket, sys, time
@@ -31,10 +31,11 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 """
 
 
-def transfer_seconds(sender: Host, receiver: Host, payload_bytes: int) -> float:
-    where = [receiver.address, str(PORT), str(payload_bytes)]
+def transfer_seconds(sender: Host, receiver: Host, payload_bytes: int, *, port: int = PORT) -> float:
+    """Transfers at the same time need ports of their own."""
+    where = [receiver.address, str(port), str(payload_bytes)]
     python = [sys.executable, "-I", "-S", "-c"]
-    with subprocess.Popen(receiver.command(*python, RECEIVE, *where, "1"), stdout=subprocess.PIPE, text=True) as receiving:
+    with subprocess.Popen(receiver.command(*python, RECEIVE, *where), stdout=subprocess.PIPE, text=True) as receiving:
         assert receiving.stdout is not None
         try:
             receiving.stdout.readline()  # it listens
@@ -43,5 +44,5 @@ def transfer_seconds(sender: Host, receiver: Host, payload_bytes: int) -> float:
         finally:
             receiving.kill()
     if done.returncode:
-        raise NoCluster(f"{sender.address} could not send to {receiver.address}: {done.stderr.strip()}")
+        raise LaunchError(f"{sender.address} could not send to {receiver.address}: {done.stderr.strip()}")
     return float(done.stdout)

@@ -5,7 +5,7 @@
     host 2 [eth0] ---- [port2]+              addresses touch nothing here, and nothing here touches them
 
 Both ends of a link are limited: what a host sends at its own end, what it is sent at the bridge's. So a link is full duplex, and
-several hosts that send to one share its link. A host has its own name and home folder too, but the machine's files and cores.
+several hosts that send to one share its link. A host has its own name, home and TMPDIR too, but the machine's files and cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetx.errors import ConfigError, FleetError
+from fleetx.errors import ConfigError, LaunchError
 from netns_sweep import sweep
 
 NETWORK = "10.213.7"
@@ -34,6 +34,13 @@ RATES_MBIT = (0.1, 100_000)
 OFFLOAD_BYTES, LATE_SECONDS = 128 * 2**10, 0.004
 QUEUE_SECONDS = 0.05
 """The longest that a packet waits for its turn; beyond that it is dropped, as a switch with a full buffer does."""
+FOLDERS = {
+    "HOME": ".",
+    "TMPDIR": "tmp",
+    "XDG_CACHE_HOME": ".cache",
+    "XDG_CONFIG_HOME": ".config",
+    "XDG_DATA_HOME": ".local/share",
+}
 TOOLS = ("ip", "tc", "unshare", "mount", "sh")
 BECOME_HOST = 'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 """The names are this process's and its children's alone: `ip netns exec` gives each its own view of the mounts."""
@@ -45,10 +52,6 @@ def burst_bytes(rate_mbit: float) -> int:
     But a packet of segmentation offload, 68 KiB with the headers that are counted, must fit; and where a machine is shared,
     timers are late by some milliseconds, for which a link with less saved up would lose its rate."""
     return max(OFFLOAD_BYTES, math.ceil(rate_mbit * 1e6 / 8 * LATE_SECONDS))
-
-
-class NoCluster(FleetError):
-    """Hosts that cannot be made on this machine, or did not go as they should."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,8 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *named, *words]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Variables for a process on this host: those inherited, but with this host's home and network interface."""
-        folders = {"HOME": "", "XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config", "XDG_DATA_HOME": ".local/share"}
-        own = {name: str(self.home / folder) for name, folder in folders.items()}
+        """Variables for a process on this host: those inherited, but with this host's folders and network interface."""
+        own = {name: str(self.home / folder) for name, folder in FOLDERS.items()}
         return {**inherited, **own, "GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
 
     def traffic(self) -> Traffic:
@@ -98,7 +100,7 @@ def why_not() -> str | None:
     try:
         with cluster(hosts=1, rate_mbit=1000) as (host,):
             _run(*host.command("true"))
-    except NoCluster as error:
+    except LaunchError as error:
         return f"no network namespaces here: {error}"
     return None
 
@@ -122,7 +124,7 @@ def cluster(*, hosts: int, rate_mbit: float | None = None) -> Iterator[list[Host
     finally:
         sweeper.communicate(b"end\n")
         if sweeper.returncode and not sweep(str(folder), names):
-            raise NoCluster(f"not all of the namespaces {', '.join(names)} and of {folder} could be removed.")
+            raise LaunchError(f"not all of the namespaces {', '.join(names)} and of {folder} could be removed.")
 
 
 def _check(hosts: int, rate_mbit: float | None) -> None:
@@ -140,10 +142,12 @@ def _names_file(folder: Path) -> Path:
 
 
 def _furnish(folder: Path, hosts: Sequence[Host]) -> None:
-    """A home for each, and names for all: without them each connection is looked up at a name server that is not there."""
+    """Folders for each, and names for all: without them each connection is looked up at a name server that is not there."""
     for host in hosts:
-        host.home.mkdir()
-    names = [("127.0.0.1", "localhost"), *((host.address, host.namespace) for host in hosts)]
+        for name in FOLDERS.values():
+            (host.home / name).mkdir(parents=True, exist_ok=True)
+    spelt = ("{}", "::ffff:{}")  # torch's sockets are of IPv6, and look for the second
+    names = [("127.0.0.1", "localhost"), *((form.format(host.address), host.namespace) for host in hosts for form in spelt)]
     _names_file(folder).write_text("".join(f"{address} {name}\n" for address, name in names))
 
 
@@ -182,5 +186,5 @@ def _limit(namespace: str, interface: str, rate_mbit: float) -> None:
 def _run(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoCluster(f"`{' '.join(words)}` said: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise LaunchError(f"`{' '.join(words)}` said: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
