@@ -35,7 +35,7 @@ class Owner(Protocol):
     def late_gradient(self, name: str) -> FleetError: ...
 
 
-def _view_like(piece: Tensor, param: Tensor) -> Tensor:
+def view_like(piece: Tensor, param: Tensor) -> Tensor:
     """A view with the parameter's own strides (channels_last stays so), or contiguous where those leave gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense(param):
         strided: Tensor = torch.as_strided(piece, param.shape, param.stride(), int(piece.storage_offset()))
@@ -58,7 +58,7 @@ class Bucket:
         self.flat = self.wire[:numel]
         self.tail = self.wire[numel:]
         pieces = self.flat.split([p.numel() for p in self.params])
-        self.views = [_view_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
+        self.views = [view_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
         on_cpu = first.device.type == "cpu"
         self.in_place = [on_cpu and p.nbytes < LARGE_BYTES for p in self.params]
         """Autograd adds these gradients to zeros in their views. Others come as tensors of their own, and are moved.

@@ -48,6 +48,8 @@ class Buckets:
         self.overlaps = True
         """Complete buckets are reduced while backward goes on."""
         self._start: Start | None = None
+        self.alone = False
+        """The window is not reduced: the tail stays here too, and what it would carry is this rank's own."""
         self._alarms = Alarms()
         self._launched = 0
         self._pending: list[Pending] = []
@@ -100,9 +102,9 @@ class Buckets:
         for bucket in self._buckets:
             bucket.make_room()
 
-    def arm(self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS) -> None:
+    def arm(self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS, alone: bool = False) -> None:
         """From now on a complete bucket is multiplied by `factor` and reduced at once; `alarms` travel with the last."""
-        self._start, self._alarms = start, alarms
+        self._start, self._alarms, self.alone = start, alarms, alone
         self._launched = 0
         for bucket in self._buckets:
             bucket.aim(factor)
@@ -139,7 +141,7 @@ class Buckets:
         for pending in self._pending:
             pending.wait()
         self._start, self._pending, self._reduced = None, [], True
-        if self.tail is not None:
+        if self.tail is not None and not self.alone:
             self.tail.unpack(self._tail_tensor)
 
     def on_complete(self, bucket: Bucket) -> None:
@@ -170,7 +172,7 @@ class Buckets:
     def _launch(self, bucket: Bucket) -> None:
         assert self._start is not None
         bucket.make_true()
-        if self.tail is not None and bucket is self._buckets[-1]:
+        if self.tail is not None and not self.alone and bucket is self._buckets[-1]:
             used = self.filled() if self.tail.flags else None
             self.tail.pack(self._tail_tensor, alarms=self.own_alarms(), used=used)
             if not self._tail_joins:
@@ -193,11 +195,11 @@ class Buckets:
 
     def alarm_sums(self) -> Tensor | None:
         """The alarms after `close`, summed over ranks; None where there is nobody to sum with."""
-        return None if self.tail is None else self._tail_tensor[:ALARMS]
+        return None if self.tail is None or self.alone else self._tail_tensor[:ALARMS]
 
     def use_counts(self) -> list[float]:
         """On how many ranks each parameter was used, in bucket order."""
-        if self.tail is None:
+        if self.tail is None or self.alone:
             return [float(filled) for filled in self.filled()]
         counts: list[float] = self._tail_tensor[ALARMS : ALARMS + self.tail.flags].tolist()
         return counts

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from .first_look import FirstLook
 from .guards import NonFiniteGuard, RankCheck
 from .slots import Backward
 from .tail import Alarms
+from .unheard import Unheard
 from .unused import UnusedCheck
 from .window import Window
 
@@ -29,6 +31,7 @@ class Checks:
     finite: NonFiniteGuard
     ranks: RankCheck
     alarms: AlarmReader
+    unheard: Unheard
     comm: Comm
 
     def before_reduce(self, window: Window) -> None:
@@ -59,6 +62,36 @@ class Checks:
         else:
             self.alarms.send()
         return finite
+
+    def judge_alone(self, norm: Tensor | None) -> bool:
+        """The same of a window that was not reduced: what all ranks must act on is kept until they meet."""
+        alarms, value = self.alarms.read(norm)
+        if not self.unused.allowed and alarms.missing:
+            self.unheard.note_missing(self.unused.missing)
+        return value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
+
+    def fail_alone(self, step: int, losses: list[Tensor]) -> None:
+        """This rank's update is not made, and it must stop when the others can hear of it."""
+        told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
+        self.unheard.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
+
+    def heed_round(self, rows: Sequence[Any]) -> None:
+        """The ranks have met: everybody knows what each had to tell, and does the same."""
+        stopping.heed(agreed=any(row.stops for row in rows))
+        self.unheard.heed(rows, self.comm)
+
+    def after_round(self, index: int, *, equal: bool) -> None:
+        """Weights and buffers are an average. `equal`: the same on all ranks."""
+        self.finite.remember()
+        if equal:
+            self.ranks.after_round(index)
+
+    def stop(self, step: int, losses: list[Tensor], *, alone: bool) -> None:
+        """Now, or, since the others know of nothing, when the ranks meet."""
+        if alone:
+            self.fail_alone(step, losses)
+        else:
+            self.finite.refuse(step, losses)
 
     def must_stop(self, backward: Backward) -> bool:
         """An overflow is what a loss scale expects, while it can shrink; elsewhere it is an accident."""

@@ -10,6 +10,7 @@ import abc
 import contextlib
 import copy
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -232,8 +233,9 @@ class TwoLevel:
 
 
 def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel:
-    """Split a world by node (host name unless told), for one thing inside a node and another between nodes."""
-    nodes = list(node_of_rank) if node_of_rank is not None else comm.gather_json(socket.gethostname())
+    """Split a world by node (as the launcher counts them, or by host name), for one thing inside and another between nodes."""
+    own = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+    nodes: list[Any] = list(node_of_rank) if node_of_rank is not None else comm.gather_json(own)
     by_node = [[r for r in range(comm.size) if nodes[r] == node] for node in dict.fromkeys(nodes)]
     widths = {len(members) for members in by_node}
     if len(widths) > 1:

@@ -25,6 +25,7 @@ from .slots import Merge, Part, Site, Slot, not_available
 from .strategies.allreduce import DenseAllReduce
 from .strategy import DistributedStrategy
 from .tail import Tail
+from .unheard import Unheard
 from .unused import UnusedCheck
 
 
@@ -42,6 +43,9 @@ class PlainBackward:
         return False
 
     def settle(self, *, finite: bool) -> None:
+        return None
+
+    def adopt_scale(self, smallest: float) -> None:
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,6 +111,7 @@ def compile_strategy(
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip),
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps),
         alarms=AlarmReader(buckets),
+        unheard=Unheard(),
         comm=comm,
     )
     meter = NoiseScaleMeter(strategy.noise_scale_steps, merge=stages.merge, comm=comm)

@@ -43,11 +43,12 @@ class NonFiniteGuard:
         seen = "all finite" if any(by_rank) else "not seen, after a bare loss.backward()"
         raise FleetError(
             f"update {step} was not made: its loss or gradients are not finite. Losses: {', '.join(bad[:8]) or seen}. "
-            f"Gradients: {self._bad_gradients()}. The weights are as before, statistics of norm layers may not be. "
+            f"Gradients: {self.bad_gradients()}. The weights are as before, statistics of norm layers may not be. "
             'Look at the data and the learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
         )
 
-    def _bad_gradients(self) -> str:
+    def bad_gradients(self) -> str:
+        """Whose gradients are not finite."""
         names = [
             name
             for bucket in self._buckets
@@ -57,18 +58,20 @@ class NonFiniteGuard:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"{', '.join(names[:3])}{more}" if names else "all finite"
 
-    def note_skip(self, step: int) -> None:
-        if self.mode == "skip" and not self._warned and self._comm.rank == 0:
+    def note_skip(self, step: int, *, alone: bool) -> None:
+        if self.mode == "skip" and not self._warned and (alone or self._comm.rank == 0):
             self._warned = True
+            here = f" on rank {self._comm.rank}" if alone else ""
             warnings.warn(
-                f"update {step} was skipped: its loss or gradients are not finite. Later ones are counted in optimizer.skipped.",
+                f"update {step} was skipped{here}: its loss or gradients are not finite. "
+                "Later ones are counted in optimizer.skipped.",
                 FleetWarning,
                 stacklevel=2,
             )
 
     @torch.no_grad()
-    def settle_buffers(self, *, finite: bool) -> None:
-        """At an update boundary. Buffers are equal on all ranks by now, and so is what is put back."""
+    def settle_buffers(self, *, finite: bool, alone: bool) -> None:
+        """At an update boundary. Buffers are equal on all ranks by now, or this rank's own, and so is what is put back."""
         if not self._owners:
             return
         buffers = self._present()
@@ -76,8 +79,16 @@ class NonFiniteGuard:
             for buffer, good in zip(buffers, self._good, strict=True):
                 if buffer.shape == good.shape and not bool(buffer.isfinite().all()):
                     buffer.copy_(good)
-            if self._buckets.tail is not None:
+            if self._buckets.tail is not None and not alone:
                 self._buckets.tail.resume(None)
+        self.remember()
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """What the buffers hold now is good."""
+        if not self._owners:
+            return
+        buffers = self._present()
         try:
             torch._foreach_copy_(self._good, buffers)
         except RuntimeError:  # a module put a buffer of another shape in place
@@ -102,6 +113,7 @@ class RankCheck:
         self._model = model
         self._left_out = tail.watched() if tail is not None else set()
         self._pending: tuple[int, Tensor, Any] | None = None
+        self._last_round = 0
 
     def forget(self) -> None:
         """A checkpoint was loaded: what was under way is of the weights before."""
@@ -114,6 +126,16 @@ class RankCheck:
             self._finish()
         if index % self._every == 0:
             self._begin(index)
+
+    def after_round(self, index: int) -> None:
+        """Ranks that train alone are equal now and then: looked at in the first such moment after each `every` updates."""
+        if self._comm.size == 1 or self._every == 0:
+            return
+        if self._pending is not None:
+            self._finish()
+        if index // self._every > self._last_round // self._every:
+            self._begin(index)
+        self._last_round = index
 
     def _tensors(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}

@@ -144,12 +144,18 @@ class FleetOptimizer(Optimizer):
             return self.pipeline.flush()
 
     def average(self) -> None:
-        """Average the weights now. Under a per-step reducer they are equal already: nothing is to be done."""
+        """Average the weights now; every rank must call it. Under a per-step reducer they are equal already.
+
+        A whole round of Local SGD, the outer step too. The schedule of later rounds stays as it is."""
+        self.pipeline.average_now()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Averaged weights inside, each rank's own afterwards. Under a per-step reducer the two are the same."""
-        yield
+        """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards; every rank must enter it.
+
+        For evaluation and export under Local SGD. Under a per-step reducer, or before `begin_step`, the two are the same."""
+        with self.pipeline.mean_shown():
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         return self.update.state_dict()

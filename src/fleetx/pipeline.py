@@ -6,7 +6,10 @@ step       when due: CLIP, UPDATE, settle the loss scale, AVERAGE; else nothing
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,7 +27,7 @@ from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .progress import Phase
 from .report import Report
-from .slots import Average, Backward, Clip, Merge, Reduce, Step
+from .slots import Average, Backward, Clip, Merge, News, Reduce, Step
 from .window import Weighing, Window
 
 
@@ -45,7 +48,8 @@ class Pipeline:
     def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, checks: Checks, meter: NoiseScaleMeter) -> None:
         self.stages, self.buckets, self.comm = stages, buckets, comm
         self._checks, self.meter = checks, meter
-        self.weighing = Weighing(stages.merge, stages.backward, comm)
+        needs_loss = stages.backward.needs_loss or (stages.average is not None and stages.average.needs_loss)
+        self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss)
         self._norms = GradientNorms(buckets, stages.update)
         self.window = Window()
         self._finite = True
@@ -57,6 +61,10 @@ class Pipeline:
         self._grad_norm: Tensor | None = None
         self._reported_bytes = comm.bytes_sent
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
+        self._alone = False
+        """Of the window just closed: it was not reduced, and this rank decides for itself."""
+        if stages.average is not None:
+            stages.average.attach(update=stages.update, heed=self._heed_round)
         pairs.enlist(self)
         stopping.travels_with_updates()
 
@@ -115,7 +123,7 @@ class Pipeline:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
         if self.window.closed:
             self.index += 1
-            self._checks.finite.settle_buffers(finite=self._finite)
+            self._checks.finite.settle_buffers(finite=self._finite, alone=self._alone)
         if self.window.closed or self.window.broken:
             self.window = Window()
         if self.window.micro_steps == 0:
@@ -134,7 +142,9 @@ class Pipeline:
         self._checks.before_reduce(self.window)
         self.meter.begin_reduce()
         alarms = self._checks.alarms_of(self.window)
-        self.buckets.arm(self._start, factor=self.weighing.factor(self.window), alarms=alarms)
+        self._alone = self.comm.size > 1 and self.stages.reduce.is_local()
+        factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
+        self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self._alone)
 
     def _start(self, bucket: Bucket) -> Pending:
         if self.meter.measures(self.index + 1):
@@ -148,7 +158,8 @@ class Pipeline:
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
         looks, measures = self._checks.looks_at_norm(self.stages.backward), self.meter.measures(self.index + 1)
         self._grad_norm = self._norms.measure() if looks or measures else None
-        self._finite = self._checks.judge(self._grad_norm if looks else None, first=self.index == 0)
+        norm = self._grad_norm if looks else None
+        self._finite = self._checks.judge_alone(norm) if self._alone else self._checks.judge(norm, first=self.index == 0)
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
@@ -167,32 +178,65 @@ class Pipeline:
         self._close()
 
     def _update(self, *, recycle: bool) -> Report:
-        """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none."""
+        """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = self._norms.measure()
         finite = self._finite
         if not finite and self._checks.must_stop(self.stages.backward):
-            self._checks.finite.refuse(self.index + 1, self.window.losses)
+            self._checks.stop(self.index + 1, self.window.losses, alone=self._alone)
         self.index += 1
         if finite:
             self._clip(recycle=recycle)
             self.stages.update.step()
         else:
             self._skip()
-        self._checks.finite.settle_buffers(finite=finite)
+        self._checks.finite.settle_buffers(finite=finite, alone=self._alone)
         scale = self.stages.backward.scale()
         self.stages.backward.settle(finite=finite)
-        if self.stages.average is not None:
-            self.stages.average(self._step(self.index), self.window.mean_loss())
-        report = self._report(due=True, updated=finite, loss_scale=scale)
-        self.weighing.learn(self.window)
+        averaged = self._average()
+        report = self._report(due=True, updated=finite, loss_scale=scale, averaged=averaged)
+        self.weighing.learn(self.window, alone=self.stages.reduce.is_local())
         self.window = Window()
         self.buckets.finish_window(recycle=recycle)
         progress.at_step(self.index + 1)
-        if self.stages.average is None:
+        if not self._alone:
             self._checks.ranks.after_update(self.index)
         return report
+
+    def _average(self) -> bool:
+        """AVERAGE, where there is such a stage. Whether the weights are a new average over all ranks."""
+        stage = self.stages.average
+        if stage is None or not stage(self._step(self.index), self._news()):
+            return False
+        self._checks.after_round(self.index, equal=stage.keeps_ranks_equal)
+        return True
+
+    def _news(self) -> News:
+        window, unheard = self.window, self._checks.unheard
+        return News(
+            loss=window.mean_loss(),
+            weight=math.fsum(window.weights) if window.weights else None,
+            scale=self.stages.backward.scale(),
+            stops=int(stopping.is_requested()),
+            failed_at=unheard.failed_at,
+            missing=len(unheard.missing),
+        )
+
+    def _heed_round(self, rows: list[Any]) -> None:
+        self._checks.heed_round(rows)
+        self.stages.backward.adopt_scale(min(row.scale for row in rows))
+
+    def average_now(self) -> None:
+        """Every rank calls it. Between windows: gradients of one half filled are of the weights before."""
+        if self.stages.average is not None:
+            self.stages.average.average_now(self._step(self.index), self._news())
+            self._checks.finite.remember()
+
+    def mean_shown(self) -> AbstractContextManager[None]:
+        """The mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
+        stage = self.stages.average
+        return contextlib.nullcontext() if stage is None else stage.mean_shown()
 
     def _clip(self, *, recycle: bool) -> None:
         """CLIP; and an update that would take each gradient's norm is given it, where it is known."""
@@ -206,22 +250,26 @@ class Pipeline:
 
     def _skip(self) -> None:
         self.skipped += 1
-        self._checks.finite.note_skip(self.index)
+        self._checks.finite.note_skip(self.index, alone=self._alone)
         # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
         self.stages.update._opt_called = True  # type: ignore[attr-defined]
 
     def _step(self, index: int) -> Step:
         return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"))
 
-    def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None) -> Report:
+    def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None, averaged: bool = False) -> Report:
         sent, self._reported_bytes = self.comm.bytes_sent - self._reported_bytes, self.comm.bytes_sent
         ratios = getattr(self.stages.update, "trust_ratios", None)
+        stage = self.stages.average
         return Report(
             due=due,
             updated=updated,
             skipped=due and not updated,
             bytes_sent=round(sent),
             loss_scale=self.stages.backward.scale() if loss_scale is None else loss_scale,
+            period=None if stage is None else stage.period,
+            averaged=averaged,
+            waited=None if stage is None else stage.waits,
             trust_ratios=ratios() if updated and callable(ratios) else None,
             _losses=tuple(self.window.losses),
             _weights=tuple(self.window.weights),
@@ -231,6 +279,8 @@ class Pipeline:
 
     def _check_call(self, loss: Any, weight: float | None) -> None:
         require_loss(loss)
+        if self.stages.average is not None:
+            self.stages.average.refuse_training()
         self.window.refuse_broken()
         self.window.refuse_closed()
         self.weighing.require(weight, self.window)
@@ -238,12 +288,14 @@ class Pipeline:
     # --- what is remembered between two windows ---------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:
-        """What the pipeline itself remembers; equal on all ranks."""
-        return {"index": self.index, "skipped": self.skipped, **self.weighing.counters()}
+        """What the pipeline itself remembers; equal on all ranks, except where they train alone."""
+        unheard = self._checks.unheard.state_dict()
+        return {"index": self.index, "skipped": self.skipped, **self.weighing.counters(), "unheard": unheard}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         self._checks.forget()
         self.index, self.skipped = int(counters["index"]), int(counters["skipped"])
+        self._checks.unheard.load_state_dict(counters.get("unheard"))
         self.weighing.load_counters(counters)
 
     def common_buffers(self) -> dict[str, Tensor] | None:
@@ -255,4 +307,5 @@ class Pipeline:
         """None: they are what the buffers hold now."""
         if self.buckets.tail is not None:
             self.buckets.tail.resume(common)
-        self._checks.finite.resume(common)
+        # Of a rank that trains alone its own buffers are the last good ones.
+        self._checks.finite.resume(None if self.stages.reduce.is_local() else common)

@@ -28,6 +28,10 @@ class Report:
     loss_scale: float = 1.0
     period: int | None = None
     """Updates between two averagings (Local SGD)."""
+    averaged: bool = False
+    """The weights are a new average over all ranks (Local SGD)."""
+    waited: dict[int, float] | None = None
+    """Seconds in which each rank waited for the others, by rank, at the averaging before the last; a slow rank waits least."""
     trust_ratios: TrustRatios | None = None
     """Of this update, by layer (LARS, LAMB); None where none was made."""
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)

@@ -93,6 +93,8 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         stage, saved = getattr(pipeline.stages, name), state["stages"].get(name)
         if stage is not None and saved:
             stage.load_state_dict(saved)
+        elif stage is pipeline.stages.average and pipeline.stages.average is not None:
+            pipeline.stages.average.forget()
     pipeline.load_common_buffers(state["common"])
     pipeline.meter.load_state_dict(state.get("noise_scale"), device)
 

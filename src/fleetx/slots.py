@@ -17,7 +17,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -89,7 +90,10 @@ class Backward(Protocol):
         """Whether gradients that are not finite are a matter of this stage's scale, which learns from them."""
 
     def settle(self, *, finite: bool) -> None:
-        """Learn from an update boundary; called on every rank with the same answer."""
+        """Learn from an update boundary; called on every rank with the same answer (each rank with its own in Local SGD)."""
+
+    def adopt_scale(self, smallest: float) -> None:
+        """Ranks that trained alone have met: go on with the smallest of their scales."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -101,6 +105,9 @@ class Reduce(Protocol):
     carries_tail: bool
     """The last bucket's own collective also moves the tail (buffers, flags), in the bucket's own type."""
 
+    def is_local(self) -> bool:
+        """Whether the coming update is made by each rank alone: nothing is reduced, and nothing may be decided together."""
+
     def start(self, bucket: Bucket, step: Step) -> Pending: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -111,8 +118,39 @@ class Clip(Protocol):
         """Limit the gradients in place, given their global norm; what they were multiplied by."""
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a rank has to tell the others, of the update just over and of those before that nobody has heard of."""
+
+    loss: Tensor | None = None
+    weight: float | None = None
+    """Sum of the weights of this update's micro-batches; None where the run gives none."""
+    scale: float = 1.0
+    stops: int = 0
+    failed_at: int = 0
+    missing: int = 0
+
+
 class Average(Protocol):
-    def __call__(self, step: Step, loss: Tensor | None) -> None: ...
+    needs_loss: bool
+    """A bare `loss.backward()` is refused."""
+
+    @property
+    def period(self) -> int | None: ...
+    @property
+    def keeps_ranks_equal(self) -> bool:
+        """Right after a round among all ranks."""
+
+    waits: dict[int, float] | None
+
+    def attach(self, *, update: Optimizer, heed: Callable[[list[Any]], None]) -> None: ...
+    def __call__(self, step: Step, news: News) -> bool:
+        """After every update, made or skipped, on every rank. Whether a round among all ranks was settled."""
+
+    def average_now(self, step: Step, news: News) -> None: ...
+    def mean_shown(self) -> AbstractContextManager[None]: ...
+    def refuse_training(self) -> None: ...
+    def forget(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 

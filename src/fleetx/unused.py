@@ -28,16 +28,16 @@ class UnusedCheck:
 
     def __init__(self, buckets: Buckets, comm: Comm, *, allowed: bool) -> None:
         self.buckets, self.comm, self.allowed = buckets, comm, allowed
-        self._missing: list[str] = []
+        self.missing: list[str] = []
 
     def after_reduce(self) -> list[bool] | None:
         """Which parameters were used by any rank, in bucket order; None when all must have been."""
         if self.allowed:
             return [count > 0 for count in self.buckets.use_counts()]
-        self._missing = self.buckets.missing()
+        self.missing = self.buckets.missing()
         return None
 
     def heed(self, alarms: Alarms) -> None:
         """The alarms of the window that was reduced last are known now, on every rank."""
         if not self.allowed and float(alarms.missing) > 0:
-            raise ConfigError(missing_gradients_message(self.comm.gather_json(self._missing)))
+            raise ConfigError(missing_gradients_message(self.comm.gather_json(self.missing)))

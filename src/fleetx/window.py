@@ -71,8 +71,8 @@ class Window:
 class Weighing:
     """How micro-batches and ranks are averaged: by a factor on each loss, and one on the sums in the buckets."""
 
-    def __init__(self, merge: Merge, backward: Backward, comm: Comm) -> None:
-        self._merge, self._backward, self._comm = merge, backward, comm
+    def __init__(self, merge: Merge, backward: Backward, comm: Comm, *, needs_loss: bool) -> None:
+        self._merge, self._backward, self._comm, self._needs_loss = merge, backward, comm, needs_loss
         self.weighted: bool | None = None
         """Whether this run passes weight=; None before the first reduce."""
         self.usual = 1.0
@@ -88,7 +88,7 @@ class Weighing:
 
     def refuse_bare(self, window: Window) -> None:
         """A bare `loss.backward()` has no loss that could be scaled, and no weight."""
-        if self._backward.needs_loss:
+        if self._needs_loss:
             raise ConfigError(
                 "this strategy needs to see the loss, but gradients came from loss.backward(). "
                 "Write optimizer.backward(loss) instead, or optimizer.minimize(loss)."
@@ -100,12 +100,12 @@ class Weighing:
         """The factor on the loss. No mean enters here: hooks of the user's see each rank's own gradients, as under DDP."""
         return self._backward.scale() * (1.0 if weight is None else weight / self.usual)
 
-    def factor(self, window: Window) -> float:
-        """What turns the sums in the buckets into true gradients, once they are summed over ranks."""
+    def factor(self, window: Window, *, alone: bool) -> float:
+        """What turns the sums in the buckets into true gradients, once they are summed over ranks; or of this rank `alone`."""
         self.weighted = bool(window.weights)
-        divisor = float(self._comm.size * (window.micro_steps if self._merge.mean else 1))
+        divisor = float(self._ranks(alone) * (window.micro_steps if self._merge.mean else 1))
         if window.weights:
-            self.last_total = self._total(window.weights)
+            self.last_total = math.fsum(window.weights) if alone else self._total(window.weights)
             divisor = self.last_total / self.usual
         # All weights 0 on all ranks: the gradients are 0 too, and must not become NaN.
         return 0.0 if divisor == 0.0 else 1.0 / (divisor * self._backward.scale())
@@ -115,10 +115,13 @@ class Weighing:
         self._comm.all_reduce(total).wait()
         return float(total)
 
-    def learn(self, window: Window) -> None:
+    def learn(self, window: Window, *, alone: bool) -> None:
         """At an update boundary: what a micro-batch weighs as a rule."""
         if window.weights:
-            self.usual = near_power_of_two(self.last_total / (self._comm.size * window.micro_steps))
+            self.usual = near_power_of_two(self.last_total / (self._ranks(alone) * window.micro_steps))
+
+    def _ranks(self, alone: bool) -> int:
+        return 1 if alone else self._comm.size
 
     def counters(self) -> dict[str, Any]:
         return {"usual_weight": self.usual, "last_total": self.last_total}

@@ -24,6 +24,9 @@ class DenseAllReduce:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
+    def is_local(self) -> bool:
+        return False
+
     def start(self, bucket: Bucket, step: Step) -> Pending:
         return self.comm.all_reduce(bucket.wire)
 
@@ -42,6 +45,9 @@ class NarrowAllReduce:
 
     def __init__(self, comm: Comm, wire_dtype: torch.dtype) -> None:
         self.comm, self.wire_dtype = comm, wire_dtype
+
+    def is_local(self) -> bool:
+        return False
 
     def start(self, bucket: Bucket, step: Step) -> Pending:
         narrow = bucket.flat.to(self.wire_dtype)

@@ -59,6 +59,9 @@ class LossScaling:
     def settle(self, *, finite: bool) -> None:
         self._scale, self._good, self._bad = next_scale(self._scale, self._good, self._bad, finite=finite, config=self._config)
 
+    def adopt_scale(self, smallest: float) -> None:
+        self._scale = min(self._scale, smallest)
+
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self._scale, "good": self._good, "bad": self._bad}
 

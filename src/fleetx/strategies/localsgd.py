@@ -9,15 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
+from ..averaging.engine import Averaging, Wire, refuse_late_moments
+from ..averaging.outer import OuterRule
+from ..averaging.period import FixedPeriod
+from ..averaging.reduce import DenseAtFirst
+from ..errors import ConfigError
 from ..keys import boolean, choice, integer, key, number
-from ..slots import Part, Risk, Site, Slot, not_available
+from ..slots import Part, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Part):
     name: ClassVar[str] = "localsgd"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
-    available: ClassVar[bool] = False
     why: ClassVar[str] = "Local SGD averages parameters every few updates instead of reducing gradients."
 
     k_steps: int = key(1, integer(1), "updates between two averagings")
@@ -26,14 +32,31 @@ class LocalSGD(Part):
     outer_momentum: float = key(0.0, number(0.0, below=1.0), "momentum of the outer optimizer; above 0 is DiLoCo")
     outer_nesterov: bool = key(False, boolean(), "Nesterov's form of the outer momentum")
     average_state: bool = key(False, boolean(), "average the optimizer state along with the parameters")
-    wire_dtype: str = key("float32", choice("float32", "bfloat16", "float16"), "type in which parameters travel")
+    wire_dtype: str = key("float32", choice("float32", "bfloat16", "float16"), "type in which changes of parameters travel")
     overlap_steps: int = key(0, integer(0), "updates that go on while an averaging is under way")
+    across_nodes_every: int = key(1, integer(1), "averagings from one among all ranks to the next; others stay inside a node")
 
     def claims(self) -> frozenset[Slot]:
         return frozenset({Slot.REDUCE, Slot.AVERAGE})
 
+    def check(self, site: Site) -> None:
+        if self.overlap_steps > self.k_steps:
+            raise ConfigError(
+                f'localsgd_configs["overlap_steps"] is {self.overlap_steps}, and a new averaging begins after every '
+                f"{self.k_steps} updates (k_steps). Write at most {self.k_steps}."
+            )
+        refuse_late_moments(self.name, average_state=self.average_state, overlap_steps=self.overlap_steps)
+
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        raise not_available(self.name)
+        averaging = Averaging(
+            site,
+            begin_step=self.begin_step,
+            period=FixedPeriod(self.k_steps),
+            rule=OuterRule(self.outer_lr, self.outer_momentum, self.outer_nesterov),
+            wire=Wire(getattr(torch, self.wire_dtype), self.overlap_steps, self.across_nodes_every),
+            average_state=self.average_state,
+        )
+        return {Slot.REDUCE: DenseAtFirst(site.comm, averaging), Slot.AVERAGE: averaging}
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

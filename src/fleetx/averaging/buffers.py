@@ -1,0 +1,140 @@
+"""Buffers at an averaging: floating ones (BatchNorm statistics) are averaged, integers (its counter) come from rank 0.
+
+Always in full precision, and never by the outer optimizer: a statistic is not a weight. Tables, which training does not
+change, stay out: see tail.py, whose rules these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Comm, Pending
+from ..tail import apply_change, average_of_change, buffer_of, sort_buffers
+
+
+@final
+class Buffers:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        found = sort_buffers(model)
+        self._floats, self._integers = found.floats, list(found.integers.values())
+        present = [buffer_of(owner) for owner in self._floats.values()]
+        wide = any(buffer.dtype == torch.float64 for buffer in present)
+        dtype = torch.float64 if wide else torch.float32
+        self.common = torch.zeros(sum(buffer.numel() for buffer in present), dtype=dtype, device=device)
+        """The floating ones after the last average among all ranks, flat."""
+        self._change = torch.zeros_like(self.common)
+        self._sent: Tensor | None = None
+        self._sent_integers: list[Tensor] = []
+        self._of_first: list[Tensor] = []
+        """Integers: this rank's own when they were sent, and rank 0's."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """All ranks have the same now."""
+        self._read(self.common)
+
+    def _present(self) -> list[Tensor]:
+        return [buffer_of(owner) for owner in self._floats.values()]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        present = self._present()
+        parts = flat.split([buffer.numel() for buffer in present]) if present else []
+        return [part.view(buffer.shape) for part, buffer in zip(parts, present, strict=True)]
+
+    def _read(self, flat: Tensor) -> None:
+        if self._floats:
+            torch._foreach_copy_(self._views(flat), self._present())
+
+    def _write(self, flat: Tensor) -> None:
+        if self._floats:
+            torch._foreach_copy_(self._present(), self._views(flat))
+
+    # --- one round ----------------------------------------------------------------------------------------------
+
+    def launch(self, comm: Comm, *, keeps_sent: bool, with_integers: bool = True) -> list[Pending]:
+        pending: list[Pending] = []
+        if self._floats:
+            self._read(self._change)
+            self._sent = self._change.clone() if keeps_sent else None
+            self._change.copy_(average_of_change(self._change, self.common, comm.size))
+            pending.append(comm.all_reduce(self._change))
+        if with_integers and self._integers:
+            own = [buffer_of(owner) for owner in self._integers]
+            self._sent_integers = [buffer.clone() for buffer in own] if keeps_sent else []
+            self._of_first = [buffer.contiguous().clone() for buffer in own]
+            pending += [comm.broadcast(_as_bytes(buffer)) for buffer in self._of_first]
+        return pending
+
+    def settle(self, *, inside: bool = False) -> None:
+        """`inside`: of this node alone, so that what all ranks have in common stays."""
+        average = apply_change(self.common, self._change)
+        if not inside:
+            self.common.copy_(average)
+        if self._sent is not None:
+            now = torch.empty_like(average)
+            self._read(now)
+            average = now.add_(average - self._sent)
+        self._write(average)
+        self._settle_integers()
+        self._sent = None
+
+    def _settle_integers(self) -> None:
+        owners = self._integers if self._of_first else []
+        sent: list[Tensor | None] = [*self._sent_integers] or [None] * len(owners)
+        for owner, first, mine in zip(owners, self._of_first, sent, strict=True):
+            buffer = buffer_of(owner)
+            if mine is None or buffer.dtype == torch.bool:
+                buffer.copy_(first)
+            else:
+                buffer.add_(first - mine)  # what was counted since is kept
+        self._of_first, self._sent_integers = [], []
+
+    # --- averaged() ---------------------------------------------------------------------------------------------
+
+    def own(self) -> list[Tensor]:
+        """Copies of the floating ones, to be put back to the bit."""
+        return [buffer.clone() for buffer in self._present()]
+
+    def put_back(self, own: list[Tensor]) -> None:
+        if own:
+            torch._foreach_copy_(self._present(), own)
+
+    def show_mean(self, comm: Comm) -> None:
+        if self._floats:
+            now = torch.empty_like(self.common)
+            self._read(now)
+            change = average_of_change(now, self.common, comm.size)
+            comm.all_reduce(change).wait()
+            self._write(apply_change(self.common, change))
+
+    # --- resume -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor | list[Tensor] | None]:
+        """What is under way must have arrived."""
+        return {
+            "common": self.common,
+            "change": self._change,
+            "sent": self._sent,
+            "sent_integers": list(self._sent_integers),
+            "of_first": list(self._of_first),
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self.common.copy_(state["common"])  # type: ignore[arg-type]
+        self._change.copy_(state["change"])  # type: ignore[arg-type]
+        self._sent = _to(state["sent"], self.common.device)
+        self._sent_integers = [_to(t, self.common.device) for t in state["sent_integers"]]  # type: ignore[misc, attr-defined]
+        self._of_first = [_to(t, self.common.device) for t in state["of_first"]]  # type: ignore[misc, attr-defined]
+
+
+def _to(tensor: object, device: torch.device) -> Tensor | None:
+    return tensor.to(device) if isinstance(tensor, Tensor) else None
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A view that every backend can send: gloo has no bool."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,407 @@
+"""AVERAGE: ranks train alone for a period, then meet. One engine for Local SGD, post-local, adaptive and DiLoCo.
+
+    update `begin`      the last dense one: all ranks are equal, and their weights become the anchor
+    update t            a round is launched when the period is over: the ranks tell each other their news, and send what
+                        they have moved since the anchor
+    update t + overlap  it is settled: the anchor takes the outer step, the weights follow
+
+When to launch and when to settle are functions of the update's index and of what all ranks have told, and of nothing else:
+every rank is in every round, whether or not it has skipped updates of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..comm import Comm, Pending, two_level
+from ..errors import ConfigError, FleetError, FleetWarning
+from ..slots import News, Site, Step
+from .buffers import Buffers
+from .moments import MASTER, Moments
+from .outer import OuterRule
+from .period import Period
+from .pieces import pieces_of, take_anchors
+from .told import Row, rows_of, share_of, tell
+
+SMOOTHING = 0.9
+"""What the running mean of the loss keeps from one update to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How a round travels."""
+
+    dtype: torch.dtype = torch.float32
+    overlap_steps: int = 0
+    across_nodes_every: int = 1
+
+
+@dataclass(slots=True)
+class Round:
+    """One averaging under way."""
+
+    launched_at: int
+    settle_at: int
+    comm: Comm
+    """All ranks, or those of this node."""
+    gathered: Tensor
+    """The ranks' rows, once they have come."""
+    told: Pending | None
+    """None: heard already."""
+    pending: list[Pending]
+    with_state: bool = False
+
+    def rows(self) -> list[Row]:
+        return rows_of(self.gathered)
+
+
+@final
+class Averaging:
+    def __init__(self, site: Site, *, begin_step: int, period: Period, rule: OuterRule, wire: Wire, average_state: bool) -> None:
+        self._comm, self._optimizer = site.comm, site.optimizer
+        self._begin_step, self.period_rule, self._rule, self._wire = begin_step, period, rule, wire
+        self.needs_loss = period.needs_loss
+        # Alone and without an outer optimizer there is nothing to average, and a delta added back would round.
+        idle = site.comm.size == 1 and rule.is_plain
+        self._pieces = [] if idle else pieces_of(site.params, rule)
+        self._buffers = Buffers(site.model, site.device) if site.comm.size > 1 else None
+        self._moments = Moments(site.params, site.optimizer) if average_state and site.comm.size > 1 else None
+        self._inside = two_level(site.comm).inside if wire.across_nodes_every > 1 else site.comm
+        self._heed: Callable[[list[Row]], None] = lambda rows: None
+        self._begun = False
+        self._next = 0
+        """The update after which the next round is launched."""
+        self._rounds = 0
+        self._flying: Round | None = None
+        self._loss: Tensor | None = None
+        self._weight, self._weighted = 0.0, False
+        """Sum of the weights since the last round, and whether this run gives any."""
+        self._waited = -1.0
+        self.waits: dict[int, float] | None = None
+        """Seconds in which each rank waited for the others, in the round before the last."""
+        self._showing_mean = False
+        self._warned = False
+
+    # --- what others ask ------------------------------------------------------------------------------------------
+
+    def attach(self, *, update: torch.optim.Optimizer, heed: Callable[[list[Row]], None]) -> None:
+        """`update`: the optimizer that really moves the parameters. `heed` acts on the ranks' news, and may raise on all."""
+        self._optimizer, self._heed = update, heed
+        if self._moments is not None:
+            self._moments.optimizer = update
+
+    @property
+    def begun(self) -> bool:
+        """Whether the coming update is made by each rank alone. Where not, it is dense."""
+        return self._begun
+
+    @property
+    def period(self) -> int | None:
+        return self.period_rule.now if self._begun else None
+
+    @property
+    def keeps_ranks_equal(self) -> bool:
+        """Right after a round among all."""
+        return self._wire.overlap_steps == 0
+
+    def refuse_training(self) -> None:
+        if self._showing_mean:
+            raise FleetError("inside `with optimizer.averaged():` the weights are not this rank's own. Train outside of it.")
+
+    # --- the life of a period ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(self, step: Step, news: News) -> bool:
+        """After every update, made or skipped. Whether a round among all ranks was settled."""
+        self._note(news)
+        if step.index < self._begin_step:
+            return False
+        if not self._begun:
+            self._begin(step, news)
+            return False
+        settled = False
+        if self._flying is not None and step.index >= self._flying.settle_at:
+            settled = self._settle(step.index)
+        if step.index >= self._next and self._flying is None:
+            self._launch(step, news)
+            if self._flying is not None and step.index >= self._flying.settle_at:
+                settled = self._settle(step.index)
+        return settled
+
+    def _note(self, news: News) -> None:
+        self._weighted = news.weight is not None
+        self._weight += news.weight or 0.0
+        if not self.needs_loss or news.loss is None:
+            return
+        loss = news.loss.double()
+        before = loss if self._loss is None else torch.where(self._loss.isfinite(), self._loss, loss)
+        # A loss that is not finite is of an update that was skipped, or soon will be heard of.
+        self._loss = torch.where(loss.isfinite(), SMOOTHING * before + (1 - SMOOTHING) * loss, before)
+
+    def _begin(self, step: Step, news: News) -> None:
+        """All ranks have the same weights."""
+        self._take_anchors()
+        if self.needs_loss:
+            gathered, pending = tell(self._row(step, news), self._comm)
+            pending.wait()
+            rows = rows_of(gathered)
+            self.period_rule.begin(_mean_loss(rows), rows[0].lr)
+        self._next, self._weight = step.index + self.period_rule.now, 0.0
+
+    def _take_anchors(self) -> None:
+        take_anchors(self._pieces, self._master)
+        if self._buffers is not None:
+            self._buffers.begin()
+        self._begun = True
+
+    def _launch(self, step: Step, news: News, *, on_demand: bool = False) -> None:
+        self._rounds += not on_demand
+        among_all = on_demand or self._rounds % self._wire.across_nodes_every == 0
+        comm = self._comm if among_all else self._inside
+        if comm.size == 1 and not among_all:  # a node of one rank has nobody to meet
+            return self._advance(step.index)
+        settle_at = step.index + (self._wire.overlap_steps if among_all and not on_demand else 0)
+        self._flying = flying = Round(step.index, settle_at, comm, *tell(self._row(step, news), comm), [])
+        # Where nothing goes on meanwhile, or shares or layouts must be known first, the news is awaited here: a request to
+        # stop or an error of one rank is then heard by all before anything is sent.
+        if settle_at == step.index or self._weighted or self._moments is not None:
+            self._hear(flying)
+        self._send(flying)
+        self._weight = 0.0
+        return None
+
+    def _send(self, flying: Round) -> None:
+        comm, among_all = flying.comm, flying.comm is self._comm
+        rows = flying.rows() if flying.told is None else []
+        share = share_of(rows, comm.rank) if rows else 1 / comm.size
+        keeps = flying.settle_at > flying.launched_at
+        dtype = self._wire.dtype if among_all else torch.float32  # inside a node links are fast
+        flying.pending += [piece.launch(share, comm, dtype, self._master, keeps_sent=keeps) for piece in self._pieces]
+        if self._buffers is not None:
+            flying.pending += self._buffers.launch(comm, keeps_sent=keeps, with_integers=among_all)
+        if self._moments is not None and among_all:
+            flying.with_state = len({row.layout for row in rows}) == 1
+            if flying.with_state:
+                flying.pending += self._moments.launch(share, comm)
+            else:
+                self._warn_of_layouts(flying)
+        if not among_all:
+            self._comm.bytes_sent, comm.bytes_sent = self._comm.bytes_sent + comm.bytes_sent, 0.0
+
+    def _settle(self, index: int, *, on_demand: bool = False) -> bool:
+        """Every rank of the round is here. Whether it was among all of them."""
+        flying = self._flying
+        assert flying is not None
+        self._hear(flying)
+        self._flying, among_all = None, flying.comm is self._comm
+        for number, piece in enumerate(self._pieces):
+            flying.pending[number].wait()
+            (piece.settle if among_all else piece.settle_inside)(self._master)
+        for pending in flying.pending[len(self._pieces) :]:
+            pending.wait()
+        if self._buffers is not None:
+            self._buffers.settle(inside=not among_all)
+        if flying.with_state and self._moments is not None:
+            self._moments.settle()
+        if not on_demand:
+            if among_all:
+                self._renew_period(flying)
+            self._advance(index, launched_at=flying.launched_at)
+        return among_all
+
+    def _hear(self, flying: Round) -> None:
+        """Wait for the others' news, and act on it: on all ranks alike. What a node hears alone waits for a round among all."""
+        if flying.told is None:
+            return
+        start = time.perf_counter()
+        flying.told.wait()
+        flying.told = None
+        if flying.comm is self._comm:
+            self._waited, before = time.perf_counter() - start, self._waited
+            rows = flying.rows()
+            self.waits = {rank: row.waited for rank, row in enumerate(rows)} if before >= 0 else None
+            self._heed(rows)
+
+    def _renew_period(self, flying: Round) -> None:
+        rows = flying.rows()
+        line = self.period_rule.after_round(flying.launched_at, _mean_loss(rows), rows[0].lr)
+        if line is not None and self._comm.rank == 0:
+            print(line, flush=True)
+
+    def _advance(self, index: int, *, launched_at: int | None = None) -> None:
+        """The next round: not before this one is settled, and later than it was launched."""
+        launched_at = index if launched_at is None else launched_at
+        self._next = max(self._next + self.period_rule.now, index, launched_at + 1)
+
+    def _row(self, step: Step, news: News) -> Row:
+        return Row(
+            stops=float(news.stops),
+            failed_at=float(news.failed_at),
+            missing=float(news.missing),
+            scale=news.scale,
+            weight=self._weight,
+            loss=0.0 if self._loss is None else float(self._loss),
+            lr=0.0 if step.lr is None or not self.needs_loss else float(step.lr),
+            waited=self._waited,
+            layout=0.0 if self._moments is None else self._moments.mark(),
+        )
+
+    def _master(self, param: Tensor) -> Tensor | None:
+        held: Tensor | None = self._optimizer.state[param].get(MASTER) if param in self._optimizer.state else None
+        return held
+
+    def _warn_of_layouts(self, flying: Round) -> None:
+        if not self._warned and self._comm.rank == 0:
+            self._warned = True
+            warnings.warn(
+                f"average_state: at update {flying.launched_at} some ranks have optimizer state that others have not yet "
+                "(they skipped updates, or left parameters unused). This averaging leaves the state as it is.",
+                FleetWarning,
+                stacklevel=2,
+            )
+
+    # --- now, on demand -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def average_now(self, step: Step, news: News) -> None:
+        """A whole round among all, whatever the schedule says, which stays as it is. Every rank calls it."""
+        self.refuse_training()
+        if not self._begun:
+            return
+        if self._flying is not None:
+            self._settle(step.index)
+        self._launch(step, news, on_demand=True)
+        self._settle(step.index, on_demand=True)
+
+    @contextlib.contextmanager
+    def mean_shown(self) -> Iterator[None]:
+        """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards. Every rank enters it."""
+        self.refuse_training()
+        if not self._begun or self._comm.size == 1:
+            yield
+            return
+        assert self._buffers is not None
+        with torch.no_grad():
+            own = [[param.clone() for param in piece.params] for piece in self._pieces]
+            own_buffers = self._buffers.own()
+            self._show_mean()
+        self._showing_mean = True
+        try:
+            yield
+        finally:
+            self._showing_mean = False
+            with torch.no_grad():
+                for piece, kept in zip(self._pieces, own, strict=True):
+                    torch._foreach_copy_(piece.params, kept)
+                self._buffers.put_back(own_buffers)
+
+    def _show_mean(self) -> None:
+        assert self._buffers is not None
+        means = [torch.empty_like(piece.anchor) for piece in self._pieces]
+        pending = []
+        for piece, mean in zip(self._pieces, means, strict=True):
+            piece.read(mean, self._master)
+            mean.sub_(piece.anchor).div_(self._comm.size)
+            pending.append(self._comm.all_reduce(mean))
+        for piece, mean, one in zip(self._pieces, means, pending, strict=True):
+            one.wait()
+            torch._foreach_copy_(piece.params, piece.views(mean.add_(piece.anchor)))
+        self._buffers.show_mean(self._comm)
+
+    # --- resume -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """No collective: what is under way was sent by every rank, and is waited for."""
+        return {
+            "begun": self._begun,
+            "next": self._next,
+            "rounds": self._rounds,
+            "period": self.period_rule.state_dict(),
+            "loss": self._loss,
+            "weight": self._weight,
+            "anchor": self._by_name(lambda piece: piece.anchor) if self._begun else None,
+            "velocity": self._by_name(lambda piece: piece.velocity) if self._begun and self._rule.momentum else None,
+            "flying": self._flying_state(),
+            "buffers": self._buffers.state_dict() if self._begun and self._buffers is not None else None,
+        }
+
+    def _by_name(self, part: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
+        return {name: t for piece in self._pieces for name, t in (piece.by_name(part(piece)) or {}).items()}
+
+    def _flying_state(self) -> dict[str, Any] | None:
+        flying = self._flying
+        if flying is None:
+            return None
+        if flying.told is not None:
+            flying.told.wait()  # heeded later, where it would have been
+            flying.told = _done()
+        for pending in flying.pending:
+            pending.wait()
+        flying.pending = [_done() for _ in flying.pending]
+        return {
+            "launched_at": flying.launched_at,
+            "settle_at": flying.settle_at,
+            "heard": flying.told is None,
+            "rows": flying.gathered,
+            "mean": self._by_name(lambda piece: piece.mean),
+            "sent": self._by_name(lambda piece: piece.sent),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._begun, self._next, self._rounds = bool(state["begun"]), int(state["next"]), int(state["rounds"])
+        self.period_rule.load_state_dict(state["period"])
+        device = self._buffers.common.device if self._buffers is not None else None
+        self._loss = state["loss"] if state["loss"] is None or device is None else state["loss"].to(device)
+        self._weight, self._flying, self._waited, self.waits = float(state["weight"]), None, -1.0, None
+        if not self._begun:
+            return
+        if self._buffers is not None:
+            self._buffers.load_state_dict(state["buffers"])
+        for piece in self._pieces:
+            piece.put(piece.anchor, state["anchor"])
+            piece.sent = None
+            if piece.velocity is not None:
+                piece.put(piece.velocity, state["velocity"])
+        if state["flying"] is not None:
+            self._load_flying(state["flying"])
+
+    def _load_flying(self, state: Mapping[str, Any]) -> None:
+        for piece in self._pieces:
+            piece.put(piece.mean, state["mean"])
+            if state["sent"]:
+                piece.sent = torch.empty_like(piece.mean)
+                piece.put(piece.sent, state["sent"])
+        told = None if state["heard"] else _done()
+        rows = state["rows"].to(self._comm.control_device)
+        pending = [_done() for _ in self._pieces]
+        self._flying = Round(int(state["launched_at"]), int(state["settle_at"]), self._comm, rows, told, pending)
+
+    def forget(self) -> None:
+        """A checkpoint of a run without averaging was loaded: the coming update is dense, and begins anew."""
+        self._begun, self._flying, self._weight, self._loss = False, None, 0.0, None
+
+
+def _done() -> Pending:
+    return Pending(None)
+
+
+def _mean_loss(rows: list[Row]) -> float:
+    return sum(row.loss for row in rows) / len(rows)
+
+
+def refuse_late_moments(part: str, *, average_state: bool, overlap_steps: int) -> None:
+    if average_state and overlap_steps:
+        raise ConfigError(
+            f"{part}: average_state with overlap_steps {overlap_steps} would put moments of earlier weights on top of what was "
+            "learnt since, and a second moment may then fall below 0. Write average_state=False, or overlap_steps=0."
+        )

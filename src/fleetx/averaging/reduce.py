@@ -1,0 +1,32 @@
+"""REDUCE under Local SGD: dense until the averaging has begun, afterwards nothing: each rank keeps its own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from ..bucket import Bucket
+from ..comm import Comm, Pending
+from ..slots import Step
+from ..strategies.allreduce import DenseAllReduce
+from .engine import Averaging
+
+
+@final
+class DenseAtFirst:
+    carries_tail = True
+
+    def __init__(self, comm: Comm, averaging: Averaging) -> None:
+        self._dense, self._averaging = DenseAllReduce(comm), averaging
+
+    def is_local(self) -> bool:
+        return self._averaging.begun
+
+    def start(self, bucket: Bucket, step: Step) -> Pending:
+        return Pending(None) if self.is_local() else self._dense.start(bucket, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None

@@ -1,0 +1,53 @@
+"""What went wrong on a rank that trains alone, kept until the ranks meet: then all of them raise, or none.
+
+One rank that raised by itself would leave the others waiting in the next averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from .comm import Comm
+from .errors import ConfigError, FleetError
+from .unused import missing_gradients_message
+
+
+@final
+@dataclass(slots=True)
+class Unheard:
+    failed_at: int = 0
+    """The first update that was not made, though the strategy says stop; 0: none."""
+    why: str = ""
+    missing: list[str] = field(default_factory=list)
+    """Parameters that got no gradient and should have."""
+
+    def note_failure(self, step: int, why: str) -> None:
+        if not self.failed_at:
+            self.failed_at, self.why = step, why
+
+    def note_missing(self, names: Sequence[str]) -> None:
+        self.missing = self.missing or list(names)
+
+    def heed(self, rows: Sequence[Any], comm: Comm) -> None:
+        """Every rank is here with the same rows, and so all of them gather, or none does."""
+        if any(row.missing for row in rows):
+            raise ConfigError(missing_gradients_message(comm.gather_json(self.missing)))
+        if any(row.failed_at for row in rows):
+            whys = comm.gather_json(self.why)
+            told = [f"update {int(row.failed_at)} of rank {r}: {whys[r]}" for r, row in enumerate(rows) if row.failed_at]
+            raise FleetError(
+                f"a loss or gradient was not finite while each rank trained alone, and these updates were not made: "
+                f"{'; '.join(told)}. All ranks stop at this averaging, before it changes a weight. Look at the data and the "
+                'learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"failed_at": self.failed_at, "why": self.why, "missing": list(self.missing)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """None: of a checkpoint before there was anything to hear."""
+        held = state or {}
+        self.failed_at, self.why = int(held.get("failed_at", 0)), str(held.get("why", ""))
+        self.missing = list(held.get("missing", []))
