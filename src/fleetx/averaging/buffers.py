@@ -55,16 +55,16 @@ class Buffers:
 
     # --- one round ----------------------------------------------------------------------------------------------
 
-    def launch(self, comm: Comm, *, keeps_sent: bool, with_integers: bool = True) -> list[Pending]:
+    def launch(self, comm: Comm, *, trains_on: bool, with_integers: bool = True) -> list[Pending]:
         pending: list[Pending] = []
         if self._floats:
             self._read(self._change)
-            self._sent = self._change.clone() if keeps_sent else None
+            self._sent = self._change.clone() if trains_on else None
             self._change.copy_(average_of_change(self._change, self.common, comm.size))
             pending.append(comm.all_reduce(self._change))
         if with_integers and self._integers:
             own = [buffer_of(owner) for owner in self._integers]
-            self._sent_integers = [buffer.clone() for buffer in own] if keeps_sent else []
+            self._sent_integers = [buffer.clone() for buffer in own] if trains_on else []
             self._of_first = [buffer.contiguous().clone() for buffer in own]
             pending += [comm.broadcast(_as_bytes(buffer)) for buffer in self._of_first]
         return pending

@@ -28,7 +28,7 @@ from .buffers import Buffers
 from .moments import MASTER, Moments
 from .outer import OuterRule
 from .period import Period
-from .pieces import pieces_of, take_anchors
+from .pieces import pieces_of
 from .told import Row, rows_of, share_of, tell
 
 SMOOTHING = 0.9
@@ -71,7 +71,7 @@ class Averaging:
         self.needs_loss = period.needs_loss
         # Alone and without an outer optimizer there is nothing to average, and a delta added back would round.
         idle = site.comm.size == 1 and rule.is_plain
-        self._pieces = [] if idle else pieces_of(site.params, rule)
+        self._pieces = [] if idle else pieces_of(site.params, rule, wire.dtype)
         self._buffers = Buffers(site.model, site.device) if site.comm.size > 1 else None
         self._moments = Moments(site.params, site.optimizer) if average_state and site.comm.size > 1 else None
         self._inside = two_level(site.comm).inside if wire.across_nodes_every > 1 else site.comm
@@ -127,14 +127,14 @@ class Averaging:
         if not self._begun:
             self._begin(step, news)
             return False
-        settled = False
-        if self._flying is not None and step.index >= self._flying.settle_at:
-            settled = self._settle(step.index)
+        settled = self._settle_if_ripe(step.index)
         if step.index >= self._next and self._flying is None:
             self._launch(step, news)
-            if self._flying is not None and step.index >= self._flying.settle_at:
-                settled = self._settle(step.index)
+            settled = self._settle_if_ripe(step.index) or settled
         return settled
+
+    def _settle_if_ripe(self, index: int) -> bool:
+        return self._flying is not None and index >= self._flying.settle_at and self._settle(index)
 
     def _note(self, news: News) -> None:
         self._weighted = news.weight is not None
@@ -157,7 +157,8 @@ class Averaging:
         self._next, self._weight = step.index + self.period_rule.now, 0.0
 
     def _take_anchors(self) -> None:
-        take_anchors(self._pieces, self._master)
+        for piece in self._pieces:
+            piece.read(piece.anchor, self._master)
         if self._buffers is not None:
             self._buffers.begin()
         self._begun = True
@@ -182,11 +183,10 @@ class Averaging:
         comm, among_all = flying.comm, flying.comm is self._comm
         rows = flying.rows() if flying.told is None else []
         share = share_of(rows, comm.rank) if rows else 1 / comm.size
-        keeps = flying.settle_at > flying.launched_at
-        dtype = self._wire.dtype if among_all else torch.float32  # inside a node links are fast
-        flying.pending += [piece.launch(share, comm, dtype, self._master, keeps_sent=keeps) for piece in self._pieces]
+        trains_on = flying.settle_at > flying.launched_at
+        flying.pending += [piece.launch(share, comm, self._master, trains_on=trains_on) for piece in self._pieces]
         if self._buffers is not None:
-            flying.pending += self._buffers.launch(comm, keeps_sent=keeps, with_integers=among_all)
+            flying.pending += self._buffers.launch(comm, trains_on=trains_on, with_integers=among_all)
         if self._moments is not None and among_all:
             flying.with_state = len({row.layout for row in rows}) == 1
             if flying.with_state:
@@ -335,7 +335,7 @@ class Averaging:
         }
 
     def _by_name(self, part: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
-        return {name: t for piece in self._pieces for name, t in (piece.by_name(part(piece)) or {}).items()}
+        return {name: t for piece in self._pieces for name, t in piece.by_name(part(piece)).items()}
 
     def _flying_state(self) -> dict[str, Any] | None:
         flying = self._flying
@@ -352,8 +352,9 @@ class Averaging:
             "settle_at": flying.settle_at,
             "heard": flying.told is None,
             "rows": flying.gathered,
-            "mean": self._by_name(lambda piece: piece.mean),
+            "mean": self._by_name(lambda piece: piece.wire),
             "sent": self._by_name(lambda piece: piece.sent),
+            "share": self._pieces[0].sent_share if self._pieces else 1.0,
         }
 
     @torch.no_grad()
@@ -369,7 +370,7 @@ class Averaging:
             self._buffers.load_state_dict(state["buffers"])
         for piece in self._pieces:
             piece.put(piece.anchor, state["anchor"])
-            piece.sent = None
+            piece.trains_on = False
             if piece.velocity is not None:
                 piece.put(piece.velocity, state["velocity"])
         if state["flying"] is not None:
@@ -377,9 +378,9 @@ class Averaging:
 
     def _load_flying(self, state: Mapping[str, Any]) -> None:
         for piece in self._pieces:
-            piece.put(piece.mean, state["mean"])
+            piece.put(piece.wire, state["mean"])
             if state["sent"]:
-                piece.sent = torch.empty_like(piece.mean)
+                piece.sent, piece.sent_share, piece.trains_on = torch.empty_like(piece.wire), float(state["share"]), True
                 piece.put(piece.sent, state["sent"])
         told = None if state["heard"] else _done()
         rows = state["rows"].to(self._comm.control_device)

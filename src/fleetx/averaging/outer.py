@@ -1,13 +1,15 @@
 """The mathematics of one averaging, on flat tensors.
 
 delta   what a rank's weights have moved since the last average, the anchor
-step    torch's SGD on the mean delta, as if its negative were a gradient; with lr 1 and no momentum: plain averaging
+move    of the anchor: torch's SGD on the mean delta, as if its negative were a gradient; with lr 1 and no momentum it is
+        the mean delta itself: plain averaging
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -24,12 +26,15 @@ class OuterRule:
         return self.lr == 1.0 and self.momentum == 0.0
 
 
-def outer_step(anchor: Tensor, mean_delta: Tensor, velocity: Tensor | None, rule: OuterRule) -> None:
-    """Move the anchor, in place. `mean_delta` is used up; `velocity` is there where the rule has momentum."""
-    if velocity is None:
-        anchor.add_(mean_delta, alpha=rule.lr)
-        return
-    # Signs are those of a delta, not of a gradient: velocity and step are both negated, which changes no bit.
-    velocity.mul_(rule.momentum).add_(mean_delta)
-    step = mean_delta.add_(velocity, alpha=rule.momentum) if rule.nesterov else velocity
-    anchor.add_(step, alpha=rule.lr)
+def outer_move(mean_delta: Tensor, velocity: Tensor | None, rule: OuterRule) -> Tensor:
+    """What is to be added to the anchor, written over `mean_delta`. `velocity` is there where the rule has momentum.
+
+    Signs are those of a delta, not of a gradient: velocity and move are both negated, which changes no bit.
+    """
+    if velocity is not None:
+        velocity.mul_(rule.momentum).add_(mean_delta)
+        if rule.nesterov:
+            mean_delta.add_(velocity, alpha=rule.momentum)
+        else:
+            mean_delta.copy_(velocity)
+    return mean_delta if rule.lr == 1.0 else torch.mul(mean_delta, rule.lr, out=mean_delta)

@@ -1,12 +1,14 @@
 """The weights of a model as a few flat pieces, each sent by one collective, and what an averaging keeps of each.
 
+Averaging is memory traffic: on a CPU the work goes stretch by stretch, so that all that is done to one finds it in the cache.
 Of a 16-bit parameter whose optimizer trains a float32 copy (`master` in its state), that copy is what is averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 from ..bucket import view_like
 from ..comm import Comm, Pending
 from ..layout import bucket_runs
-from .outer import OuterRule, outer_step
+from .outer import OuterRule, outer_move
 
 PIECE_BYTES = 32 * 2**20
 """While one piece travels the next is made ready. Smaller ones would be latency, larger ones would wait for each other."""
-Master = Callable[[Tensor], Tensor | None]
+STRETCH = 2**17
+"""Elements: a few arrays of them fit in a core's cache."""
+Master: TypeAlias = Callable[[Tensor], Tensor | None]
 """The float32 copy of a parameter that its optimizer keeps, if any."""
 
 
@@ -27,95 +31,131 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's memory as one row."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
 @final
 class Piece:
     """Some parameters of one type, flat."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rule: OuterRule) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rule: OuterRule, wire_dtype: torch.dtype) -> None:
         self.names = [name for name, _ in named]
         self.params: list[Tensor] = [param for _, param in named]
         self._rule = rule
-        self.anchor = self._new_flat()
-        self.velocity = self._new_flat() if rule.momentum else None
-        self.mean = self._new_flat()
-        """Scratch: a delta on its way out, the mean delta when it is back."""
-        self.sent: Tensor | None = None
-        """The weights when the round under way was launched."""
-        self._narrow: Tensor | None = None
-
-    def _new_flat(self) -> Tensor:
         first = self.params[0]
         numel = sum(p.numel() for p in self.params)
-        return torch.zeros(numel, dtype=wide_type(first.dtype), device=first.device)
+        wide = wide_type(first.dtype)
+        self.anchor = torch.zeros(numel, dtype=wide, device=first.device)
+        """The last average among all ranks."""
+        self.velocity = torch.zeros_like(self.anchor) if rule.momentum else None
+        # float32 is the usual, and means the type in which averages are kept: float64 weights travel whole.
+        narrow = wire_dtype if wire_dtype != torch.float32 else wide
+        self.wire = torch.zeros(numel, dtype=narrow, device=first.device)
+        """A delta on its way out, the mean delta when it is back."""
+        self.trains_on = False
+        """While its delta is under way, this rank's weights go on changing."""
+        self.sent: Tensor | None = None
+        self.sent_share = 1.0
+        """What it put on the wire then, and the share by which that was multiplied."""
+        self._is_dense = all(torch.ops.aten.is_non_overlapping_and_dense(param) for param in self.params)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         parts = flat.split([p.numel() for p in self.params])
         return [view_like(part, param) for part, param in zip(parts, self.params, strict=True)]
 
-    def by_name(self, flat: Tensor | None) -> dict[str, Tensor] | None:
-        return None if flat is None else dict(zip(self.names, self.views(flat), strict=True))
+    def by_name(self, flat: Tensor | None) -> dict[str, Tensor]:
+        return {} if flat is None else dict(zip(self.names, self.views(flat), strict=True))
 
     def put(self, flat: Tensor, named: Mapping[str, Tensor]) -> None:
         torch._foreach_copy_(self.views(flat), [named[name].to(flat.device) for name in self.names])
 
-    def weights(self, master: Master) -> list[Tensor]:
-        return [copy if (copy := master(param)) is not None else param.detach() for param in self.params]
-
     def read(self, flat: Tensor, master: Master) -> None:
-        torch._foreach_copy_(self.views(flat), self.weights(master))
+        """The weights, into a flat tensor."""
+        torch._foreach_copy_(self.views(flat), [weight for weight, _ in self._weights(master)])
 
-    def write(self, flat: Tensor, master: Master) -> None:
-        """Into the weights; 16-bit parameters follow their copies."""
-        views = self.views(flat)
-        torch._foreach_copy_(self.params, views)
-        copies = [(copy, view) for param, view in zip(self.params, views, strict=True) if (copy := master(param)) is not None]
-        if copies:
-            torch._foreach_copy_([copy for copy, _ in copies], [view for _, view in copies])
+    def _weights(self, master: Master) -> list[tuple[Tensor, Tensor]]:
+        """What is trained, and the parameter that shows it."""
+        return [(copy if (copy := master(param)) is not None else param.detach(), param) for param in self.params]
+
+    def _stretches(self, master: Master, *, changes: bool) -> Iterator[tuple[Tensor, slice]]:
+        """The weights as rows of memory, each with its place in the flat tensors; with `changes` what is written there stays."""
+        if self.anchor.device.type != "cpu" or not self._is_dense:
+            staged = torch.empty_like(self.anchor)  # on a GPU few large kernels are what counts
+            self.read(staged, master)
+            yield staged, slice(None)
+            if changes:
+                torch._foreach_copy_([weight for weight, _ in self._weights(master)], self.views(staged))
+        else:
+            start = 0
+            for weight, _ in self._weights(master):
+                row = in_memory_order(weight)
+                for begin in range(0, len(row), STRETCH):
+                    end = min(begin + STRETCH, len(row))
+                    yield row[begin:end], slice(start + begin, start + end)
+                start += len(row)
+        if changes:
+            for weight, param in self._weights(master):
+                if weight.dtype != param.dtype:
+                    param.copy_(weight)
 
     # --- one round ----------------------------------------------------------------------------------------------
 
-    def launch(self, share: float, comm: Comm, wire_dtype: torch.dtype, master: Master, *, keeps_sent: bool) -> Pending:
+    def launch(self, share: float, comm: Comm, master: Master, *, trains_on: bool) -> Pending:
         """Send this rank's delta. The weights may go on changing at once."""
-        self.read(self.mean, master)
-        if keeps_sent:
-            self.sent = self.mean.clone()
-        self.mean.sub_(self.anchor).mul_(share)  # before the cast: a sum of 16-bit numbers must not overflow
-        if wire_dtype == torch.float32:  # the usual: in the type in which averages are kept, float64 for float64 weights
-            return comm.all_reduce(self.mean)
-        if self._narrow is None:
-            self._narrow = torch.empty_like(self.mean, dtype=wire_dtype)
-        narrow = self._narrow.copy_(self.mean)
+        for weights, at in self._stretches(master, changes=False):
+            delta, _ = scratch(len(weights), self.anchor)
+            torch.sub(weights, self.anchor[at], out=delta)
+            self.wire[at].copy_(delta.mul_(share))  # before the cast: a sum of 16-bit numbers must not overflow
+        if trains_on:
+            self._keep_sent(share, master)
+        self.trains_on = trains_on
+        return comm.all_reduce(self.wire)
 
-        def widen() -> None:
-            self.mean.copy_(narrow)
-
-        return comm.all_reduce(narrow).then(widen)
+    def _keep_sent(self, share: float, master: Master) -> None:
+        if self.sent is None:
+            self.sent = torch.empty_like(self.wire)
+        self.sent_share = share or 1.0
+        if share:
+            self.sent.copy_(self.wire)
+            return
+        for weights, at in self._stretches(master, changes=False):  # this rank counts nothing, and its delta is dropped too
+            self.sent[at].copy_(weights - self.anchor[at])
 
     def settle(self, master: Master) -> None:
         """The mean is here: take the outer step, and give the weights what it found."""
-        outer_step(self.anchor, self.mean, self.velocity, self._rule)
-        self._give(self.anchor, master)
+        velocity = self.velocity
+        for weights, at in self._stretches(master, changes=True):
+            mean, own = scratch(len(weights), self.anchor)
+            move = outer_move(mean.copy_(self.wire[at]), None if velocity is None else velocity[at], self._rule)
+            self.anchor[at].add_(move)
+            if self.trains_on and self.sent is not None:
+                # What this rank has learnt since, and what the wire had no digits for, stays on top of the average.
+                weights.add_(move.sub_(own.copy_(self.sent[at]), alpha=1 / self.sent_share))
+            else:
+                weights.copy_(self.anchor[at])
+        self.trains_on = False
 
     def settle_inside(self, master: Master) -> None:
         """The mean of this node's ranks: the anchor, which all ranks share, stays."""
-        self._give(self.mean.add_(self.anchor), master)
-
-    def _give(self, average: Tensor, master: Master) -> None:
-        if self.sent is None:
-            return self.write(average, master)
-        # What this rank has learnt since it sent its delta is its own, and is kept on top of the average.
-        now = torch.empty_like(average)
-        self.read(now, master)
-        self.write(now.add_(average.sub(self.sent)), master)
-        self.sent = None
-        return None
+        for weights, at in self._stretches(master, changes=True):
+            mean, _ = scratch(len(weights), self.anchor)
+            weights.copy_(mean.copy_(self.wire[at]).add_(self.anchor[at]))
 
 
-def pieces_of(params: Mapping[str, nn.Parameter], rule: OuterRule) -> list[Piece]:
-    return [Piece(run, rule) for run in bucket_runs(list(params.items()), bucket_bytes=PIECE_BYTES)]
+def scratch(numel: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two rows to compute in: on a CPU always the same ones, which the cache then knows."""
+    if like.device.type != "cpu" or numel > STRETCH:
+        return like.new_empty(numel), like.new_empty(numel)
+    rows = _rows(like.dtype)
+    return rows[0, :numel], rows[1, :numel]
 
 
-def take_anchors(pieces: Iterable[Piece], master: Master) -> None:
-    """From now on deltas are counted from the weights as they are; all ranks have the same."""
-    for piece in pieces:
-        piece.read(piece.anchor, master)
+@functools.cache
+def _rows(dtype: torch.dtype) -> Tensor:
+    return torch.empty(2, STRETCH, dtype=dtype)
+
+
+def pieces_of(params: Mapping[str, nn.Parameter], rule: OuterRule, wire_dtype: torch.dtype) -> list[Piece]:
+    return [Piece(run, rule, wire_dtype) for run in bucket_runs(list(params.items()), bucket_bytes=PIECE_BYTES)]
