@@ -28,6 +28,12 @@ def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
 
 
+def with_norm() -> nn.Sequential:
+    """One that has buffers. No bias before BatchNorm: its gradient is rounding noise, which Adam would blow up."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
 def flat(model: nn.Module) -> Array:
     return np.concatenate([p.detach().double().numpy().ravel() for p in model.parameters()])
 

@@ -149,6 +149,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_never_stops_the_averaging() -> No
     assert averaged.index(True) + 1 == 4 and sum(averaged) >= 2
 
 
+def _useless(rank: int, sign: float, last_rate: float) -> list[int | None]:
+    model = net()
+    model, optimizer = fleet.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.001), fleet.DistributedStrategy(**adaptive(init_k_steps=3))
+    )
+    periods = []
+    for update in range(1, 12):
+        optimizer.param_groups[0]["lr"] = 0.001 if update < 4 else last_rate
+        periods.append(optimizer.minimize(loss_of(model, rank, update) * (1.0 if update == 1 else sign)).period)
+    return periods
+
+
+@pytest.mark.parametrize(("sign", "last_rate"), [(1.0, 0.0), (-100.0, 0.001)])
+def test_a_rate_of_zero_or_a_negative_loss_leaves_the_period(sign: float, last_rate: float) -> None:
+    assert run_ranks(_useless, 2, sign, last_rate) == [[3] * 11] * 2
+
+
 def _rising(rank: int) -> list[str]:
     model = net()
     model, optimizer = fleet.distribute(

@@ -44,7 +44,7 @@ def test_the_hand_written_gradient_is_autograds() -> None:
 # --- numbers checkable in the head ------------------------------------------------------------------------------------------
 
 
-def _one_weight(rank: int, configs: dict[str, Any], updates: int) -> list[float]:
+def _one_weight(rank: int, configs: dict[str, Any], updates: int, now_after: int = 0) -> list[float]:
     """loss = slope * w with slope 1 on rank 0 and 3 on rank 1; w starts at 1 and lr is 0.1."""
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.ones_(model.weight)
@@ -53,8 +53,10 @@ def _one_weight(rank: int, configs: dict[str, Any], updates: int) -> list[float]
     )
     slope = torch.tensor([[1.0 + 2.0 * rank]], dtype=torch.float64)
     seen = []
-    for _ in range(updates):
+    for update in range(1, updates + 1):
         optimizer.minimize(model(slope).sum())
+        if update == now_after:
+            optimizer.average()
         seen.append(float(model.weight.detach()))
     return seen
 
@@ -85,6 +87,13 @@ def test_one_weight_with_slopes_one_and_three_takes_the_values_worked_out_by_hea
     configs, first, second = BY_HEAD[name]
     ours = run_ranks(_one_weight, 2, configs, len(first))
     np.testing.assert_allclose(ours, [first, second], rtol=0, atol=1e-14)
+
+
+def test_average_now_is_a_whole_round_with_its_outer_step_and_the_next_comes_when_it_would_have_come() -> None:
+    """As "outer momentum" above, but the first round is asked for after update 3; that of k=4 is after update 5."""
+    configs = {"k_steps": 4, "outer_lr": 0.5, "outer_momentum": 0.5}
+    ours = run_ranks(_one_weight, 2, configs, 5, 3)
+    np.testing.assert_allclose(ours, [[0.8, 0.7, 0.6, 0.5, 0.3], [0.8, 0.5, 0.6, 0.3, 0.3]], rtol=0, atol=1e-14)
 
 
 # --- k = 1 is synchronous training ------------------------------------------------------------------------------------------
@@ -227,9 +236,9 @@ def test_a_16_bit_wire_rounds_each_delta_once_and_each_sum_once_more(size: int, 
         np.testing.assert_array_equal(ours.weights[-1], half[0].weights[-1])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_16_bit_wire_sends_half_the_bytes_of_the_deltas_and_local_updates_send_none(size: int) -> None:
-    loop: dict[str, Any] = {"dtype": torch.float32, "updates": 9}
+@pytest.mark.parametrize(("size", "weighted"), [(2, True), (4, False)])
+def test_a_16_bit_wire_sends_half_the_bytes_of_the_deltas_and_local_updates_send_none(size: int, weighted: bool) -> None:
+    loop: dict[str, Any] = {"dtype": torch.float32, "updates": 9, "weighted": weighted}
     full = run_ranks(train, size, Case(strategy=local(k_steps=4), **loop))
     for wire_dtype in ("bfloat16", "float16"):
         half = run_ranks(train, size, Case(strategy=local(k_steps=4, wire_dtype=wire_dtype), **loop))

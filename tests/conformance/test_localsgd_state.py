@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +11,13 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.optim import Lamb, Lars
-from harness import raised, run_ranks
-from localsgd_runs import loss_of, mean_over_ranks, net, snapshot, train_by_hand
+from harness import run_ranks
+from localsgd_runs import loss_of, net, on_nodes, rendezvous, snapshot, train_by_hand, with_norm
 
 UPDATES, K, BEGIN = 9, 3, 2
 LARS: dict[str, Any] = {"lars_coeff": 0.02, "lars_weight_decay": 0.01}
 LAMB: dict[str, Any] = {"lamb_weight_decay": 0.02}
 EXACT = 1e-12
-
-
-def with_norm() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 def given(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -101,149 +97,34 @@ def test_after_a_round_buffers_are_equal_to_the_bit_and_the_optimizers_state_onl
             assert {"model/1.running_mean", "model/0.weight"}.isdisjoint(equal)
 
 
-def _skewed(rank: int) -> tuple[float, int, float, int]:
-    """Rank r puts 10*(r + 1) into its floating buffer and its integer one before the round."""
+def _skewed(rank: int, across: int, updates: int) -> list[tuple[float, int]]:
+    """Rank r puts 10*(r + 1) into its floating buffer and its integer one after update 1; rounds after 3 and 5."""
     model = net()
     model.register_buffer("level", torch.zeros((), dtype=torch.float32))
     model.register_buffer("count", torch.zeros((), dtype=torch.int64))
-    strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 2, "outer_lr": 0.5, "outer_momentum": 0.9})
+    configs = {"k_steps": 2, "outer_lr": 0.5, "outer_momentum": 0.9, "across_nodes_every": across}
+    strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs=configs)
     model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
-    optimizer.minimize(loss_of(model, rank, 1))
-    model.level.fill_(10.0 * (rank + 1))
-    model.count.fill_(10 * (rank + 1))
-    optimizer.minimize(loss_of(model, rank, 2))
-    between = float(model.level), int(model.count)
-    optimizer.minimize(loss_of(model, rank, 3))
-    return (*between, float(model.level), int(model.count))
+    seen = []
+    for update in range(1, updates + 1):
+        optimizer.minimize(loss_of(model, rank, update))
+        seen.append((float(model.level), int(model.count)))
+        if update == 1:
+            model.level.fill_(10.0 * (rank + 1))
+            model.count.fill_(10 * (rank + 1))
+    return seen
 
 
 def test_floating_buffers_become_their_mean_without_an_outer_step_and_integers_rank_0s() -> None:
-    assert run_ranks(_skewed, 2) == [(10.0, 10, 15.0, 10), (20.0, 20, 15.0, 10)]
+    assert run_ranks(_skewed, 2, 1, 3) == [[(0.0, 0), (10.0, 10), (15.0, 10)], [(0.0, 0), (20.0, 20), (15.0, 10)]]
 
 
-# --- average now, and look at the average -----------------------------------------------------------------------------------
-
-
-def _looked_at(rank: int, configs: dict[str, Any], updates: int) -> dict[str, Any]:
-    model = with_norm()
-    strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs=configs)
-    model, optimizer = fleet.distribute(model, given("sgd", model), strategy)
-    for update in range(1, updates + 1):
-        optimizer.minimize(loss_of(model, rank, update))
-    coming = loss_of(model, rank, 99)
-    before = snapshot(model, optimizer)
-    mean = {k: mean_over_ranks(v) for k, v in before.items() if k.startswith("model/") and v.is_floating_point()}
-    with optimizer.averaged():
-        inside = snapshot(model, optimizer)
-        told = raised(lambda: optimizer.minimize(coming))
-    return {"before": before, "mean": mean, "inside": inside, "after": snapshot(model, optimizer), "told": told}
-
-
-@pytest.mark.parametrize("configs", [{"k_steps": 5}, {"k_steps": 3, "overlap_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9}])
-def test_averaged_gives_the_mean_inside_and_each_ranks_own_bits_afterwards(configs: dict[str, Any]) -> None:
-    """Update 5 with k=3 and an overlap of 2 is in the midst of a round."""
-    for seen in run_ranks(_looked_at, 2, configs, 5):
-        for key, mean in seen["mean"].items():
-            torch.testing.assert_close(seen["inside"][key], mean, rtol=0, atol=1e-12)
-        assert not torch.equal(seen["before"]["model/0.weight"], seen["mean"]["model/0.weight"])
-        for key, tensor in seen["before"].items():
-            torch.testing.assert_close(seen["after"][key], tensor, rtol=0, atol=0)
-        assert seen["told"].split(":")[0] in ("FleetError", "ConfigError") and "averaged()" in seen["told"]
-
-
-def _looked_at_and_trained_on(rank: int, looks: bool) -> list[dict[str, Tensor]]:
-    model = with_norm()
-    configs = {"k_steps": 3, "overlap_steps": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
-    model, optimizer = fleet.distribute(
-        model, given("sgd", model), fleet.DistributedStrategy(localsgd=True, localsgd_configs=configs)
-    )
-    history = []
-    for update in range(1, 10):
-        optimizer.minimize(loss_of(model, rank, update))
-        if looks:
-            with optimizer.averaged():
-                model.eval()
-                loss_of(model, 0, 50)
-                model.train()
-        history.append(snapshot(model, optimizer))
-    return history
-
-
-def test_looking_at_the_average_after_every_update_changes_no_bit_of_the_training() -> None:
-    for undisturbed, looked in zip(
-        run_ranks(_looked_at_and_trained_on, 2, False), run_ranks(_looked_at_and_trained_on, 2, True), strict=True
-    ):
-        for ours, theirs in zip(looked, undisturbed, strict=True):
-            assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
-
-
-def _in_the_dense_phase(rank: int) -> bool:
-    model = with_norm()
-    strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 2, "begin_step": 5})
-    model, optimizer = fleet.distribute(model, given("sgd", model), strategy)
-    optimizer.minimize(loss_of(model, rank, 1))
-    before = snapshot(model, optimizer)
-    with optimizer.averaged():
-        inside = snapshot(model, optimizer)
-    optimizer.average()
-    after = snapshot(model, optimizer)
-    return all(torch.equal(before[key], inside[key]) and torch.equal(before[key], after[key]) for key in before)
-
-
-def test_in_the_dense_phase_there_is_nothing_to_average() -> None:
-    assert run_ranks(_in_the_dense_phase, 2) == [True, True]
-
-
-def _averaged_now(rank: int, overlap: int) -> tuple[list[dict[str, Tensor]], list[bool], Tensor]:
-    """k=4 from update 1: rounds after 5 and 9; average() after update 6, with the round of 5 still under way if overlapped."""
-    model = with_norm()
-    strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4, "overlap_steps": overlap})
-    model, optimizer = fleet.distribute(model, given("sgd", model), strategy)
-    history, averaged = [], []
-    mean = torch.zeros(())
-    for update in range(1, 11):
-        averaged.append(optimizer.minimize(loss_of(model, rank, update)).averaged)
-        if update == 6:
-            mean = mean_over_ranks(model[0].weight)
-            optimizer.average()
-        history.append(snapshot(model, optimizer))
-    return history, averaged, mean
-
-
-@pytest.mark.parametrize("overlap", [0, 3])
-def test_average_brings_all_ranks_together_now_and_leaves_the_schedule(overlap: int) -> None:
-    (first, averaged, mean), (second, others, _) = run_ranks(_averaged_now, 2, overlap)
-    assert averaged == others
-    assert {u for u, flag in enumerate(averaged, start=1) if flag} == ({5, 9} if overlap == 0 else set())
-    for key in first[5]:
-        if key.startswith("model/"):
-            assert torch.equal(first[5][key], second[5][key])
-    # A round in flight is finished first; it moves both ranks to the same place, so the mean of all is what it was.
-    torch.testing.assert_close(first[5]["model/0.weight"], mean, rtol=0, atol=1e-12)
-    assert not torch.equal(first[6]["model/0.weight"], second[6]["model/0.weight"])
-    assert torch.equal(first[8]["model/0.weight"], second[8]["model/0.weight"]) == (overlap == 0)
-
-
-def _saved(rank: int, path: str) -> dict[str, Tensor]:
-    model = with_norm()
-    strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 5})
-    model, optimizer = fleet.distribute(model, given("sgd", model), strategy)
-    for update in range(1, 5):
-        optimizer.minimize(loss_of(model, rank, update))
-    before = snapshot(model, optimizer)
-    fleet.save_model(path, model, optimizer)
-    after = snapshot(model, optimizer)
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    return {key.removeprefix("model/"): tensor for key, tensor in before.items() if key.startswith("model/")}
-
-
-def test_save_model_writes_the_mean_and_leaves_the_ranks_as_they_are(tmp_path: Any) -> None:
-    from safetensors.torch import load_file
-
-    first, second = run_ranks(_saved, 2, str(tmp_path / "model.safetensors"))
-    saved = load_file(tmp_path / "model.safetensors")
-    assert set(saved) == set(first)
-    for key, tensor in saved.items():
-        mean = (first[key] + second[key]) / 2 if tensor.is_floating_point() else first[key]
-        torch.testing.assert_close(tensor, mean, rtol=0, atol=1e-12)
-    assert not torch.equal(first["0.weight"], second["0.weight"])
+def test_inside_a_node_floating_buffers_become_the_nodes_mean(tmp_path: Path) -> None:
+    ranks = run_ranks(on_nodes, 4, (0, 0, 1, 1), rendezvous(tmp_path), _skewed, 2, 5)
+    assert [[level for level, _ in seen] for seen in ranks] == [
+        [0.0, 10.0, 15.0, 15.0, 25.0],
+        [0.0, 20.0, 15.0, 15.0, 25.0],
+        [0.0, 30.0, 35.0, 35.0, 25.0],
+        [0.0, 40.0, 35.0, 35.0, 25.0],
+    ]
+    assert {seen[-1][1] for seen in ranks} == {10}
