@@ -15,6 +15,10 @@ from .graph import leaves
 class Pair(Protocol):
     param_ids: set[int]
 
+    @property
+    def trains_alone(self) -> bool:
+        """Its weights may differ from rank to rank."""
+
 
 _alive: weakref.WeakSet[Pair] = weakref.WeakSet()
 

@@ -26,7 +26,7 @@ from .errors import FleetError
 from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .progress import Phase
-from .report import Report
+from .report import Report, mean_loss
 from .slots import Average, Backward, Clip, Merge, News, Reduce, Step
 from .window import Weighing, Window
 
@@ -142,7 +142,7 @@ class Pipeline:
         self._checks.before_reduce(self.window)
         self.meter.begin_reduce()
         alarms = self._checks.alarms_of(self.window)
-        self._alone = self.comm.size > 1 and self.stages.reduce.is_local()
+        self._alone = self.trains_alone
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
         self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self._alone)
 
@@ -213,9 +213,9 @@ class Pipeline:
         return True
 
     def _news(self) -> News:
-        window, unheard = self.window, self._checks.unheard
+        window, unheard, stage = self.window, self._checks.unheard, self.stages.average
         return News(
-            loss=window.mean_loss(),
+            loss=mean_loss(window.losses, window.weights) if stage is not None and stage.needs_loss else None,
             weight=math.fsum(window.weights) if window.weights else None,
             scale=self.stages.backward.scale(),
             stops=int(stopping.is_requested()),
@@ -226,6 +226,10 @@ class Pipeline:
     def _heed_round(self, rows: list[Any]) -> None:
         self._checks.heed_round(rows)
         self.stages.backward.adopt_scale(min(row.scale for row in rows))
+
+    @property
+    def trains_alone(self) -> bool:
+        return self.comm.size > 1 and self.stages.reduce.is_local()
 
     def average_now(self) -> None:
         """Every rank calls it. Between windows: gradients of one half filled are of the weights before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -12,6 +13,17 @@ from .noise_scale import noise_scale_of
 
 if TYPE_CHECKING:
     from .optim.trust_ratios import TrustRatios
+
+
+def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | None:
+    """In float64, by weight where weights are given; None where there is no loss, or none that counts."""
+    if not losses or (weights and not any(weights)):
+        return None
+    stacked = torch.stack([loss.double() for loss in losses])
+    if not weights:
+        return stacked.mean()
+    by = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
+    return (stacked * by).sum() / by.sum()
 
 
 @final
@@ -42,13 +54,8 @@ class Report:
     @property
     def loss(self) -> float | None:
         """Mean of this rank's losses over the window so far, by weight where weights are given."""
-        if not self._losses:
-            return None
-        losses = torch.stack([loss.double() for loss in self._losses])
-        if not self._weights:
-            return float(losses.mean())
-        weights = torch.tensor(self._weights, dtype=torch.float64, device=losses.device)
-        return float((losses * weights).sum() / weights.sum()) if any(self._weights) else None
+        mean = mean_loss(self._losses, self._weights)
+        return None if mean is None else float(mean)
 
     @property
     def grad_norm(self) -> float | None:

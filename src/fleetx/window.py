@@ -43,9 +43,6 @@ class Window:
         if weight is not None:
             self.weights.append(weight)
 
-    def mean_loss(self) -> Tensor | None:
-        return torch.stack(self.losses).mean() if self.losses else None
-
     def count_bad_losses(self) -> float | Tensor:
         """On a GPU a tensor, 0 or NaN: it is summed over ranks before anybody looks at it."""
         losses = self.losses

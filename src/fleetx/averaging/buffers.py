@@ -6,8 +6,8 @@ change, stay out: see tail.py, whose rules these are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,9 @@ class Buffers:
         """The floating ones after the last average among all ranks, flat."""
         self._change = torch.zeros_like(self.common)
         self._sent: Tensor | None = None
-        self._sent_integers: list[Tensor] = []
-        self._of_first: list[Tensor] = []
-        """Integers: this rank's own when they were sent, and rank 0's."""
+        self._sent_integers: Tensor | None = None
+        self._of_first: Tensor | None = None
+        """Bytes of the integers: this rank's own when they were sent, where it trains on, and rank 0's."""
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -63,10 +63,9 @@ class Buffers:
             self._change.copy_(average_of_change(self._change, self.common, comm.size))
             pending.append(comm.all_reduce(self._change))
         if with_integers and self._integers:
-            own = [buffer_of(owner) for owner in self._integers]
-            self._sent_integers = [buffer.clone() for buffer in own] if trains_on else []
-            self._of_first = [buffer.contiguous().clone() for buffer in own]
-            pending += [comm.broadcast(_as_bytes(buffer)) for buffer in self._of_first]
+            self._of_first = torch.cat([_as_bytes(buffer_of(owner)) for owner in self._integers])
+            self._sent_integers = self._of_first.clone() if trains_on else None
+            pending.append(comm.broadcast(self._of_first))
         return pending
 
     def settle(self, *, inside: bool = False) -> None:
@@ -83,15 +82,17 @@ class Buffers:
         self._sent = None
 
     def _settle_integers(self) -> None:
-        owners = self._integers if self._of_first else []
-        sent: list[Tensor | None] = [*self._sent_integers] or [None] * len(owners)
-        for owner, first, mine in zip(owners, self._of_first, sent, strict=True):
-            buffer = buffer_of(owner)
-            if mine is None or buffer.dtype == torch.bool:
-                buffer.copy_(first)
+        if self._of_first is None:
+            return
+        buffers = [buffer_of(owner) for owner in self._integers]
+        first = _from_bytes(self._of_first, buffers)
+        mine = first if self._sent_integers is None else _from_bytes(self._sent_integers, buffers)
+        for buffer, theirs, own in zip(buffers, first, mine, strict=True):
+            if self._sent_integers is None or buffer.dtype == torch.bool:
+                buffer.copy_(theirs)
             else:
-                buffer.add_(first - mine)  # what was counted since is kept
-        self._of_first, self._sent_integers = [], []
+                buffer.add_(theirs - own)  # what was counted since is kept
+        self._of_first = self._sent_integers = None
 
     # --- averaged() ---------------------------------------------------------------------------------------------
 
@@ -113,28 +114,29 @@ class Buffers:
 
     # --- resume -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor | list[Tensor] | None]:
+    def state_dict(self) -> dict[str, Tensor | None]:
         """What is under way must have arrived."""
         return {
             "common": self.common,
             "change": self._change,
             "sent": self._sent,
-            "sent_integers": list(self._sent_integers),
-            "of_first": list(self._of_first),
+            "sent_integers": self._sent_integers,
+            "of_first": self._of_first,
         }
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self.common.copy_(state["common"])  # type: ignore[arg-type]
-        self._change.copy_(state["change"])  # type: ignore[arg-type]
-        self._sent = _to(state["sent"], self.common.device)
-        self._sent_integers = [_to(t, self.common.device) for t in state["sent_integers"]]  # type: ignore[misc, attr-defined]
-        self._of_first = [_to(t, self.common.device) for t in state["of_first"]]  # type: ignore[misc, attr-defined]
-
-
-def _to(tensor: object, device: torch.device) -> Tensor | None:
-    return tensor.to(device) if isinstance(tensor, Tensor) else None
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.common.copy_(state["common"])
+        self._change.copy_(state["change"])
+        held = {name: state[name] for name in ("sent", "sent_integers", "of_first")}
+        moved = {name: None if value is None else value.to(self.common.device) for name, value in held.items()}
+        self._sent, self._sent_integers, self._of_first = moved["sent"], moved["sent_integers"], moved["of_first"]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A view that every backend can send: gloo has no bool."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.nbytes for tensor in like])
+    # A copy begins at an address that any type may begin at.
+    return [part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -24,12 +24,10 @@ from torch import Tensor
 from ..comm import Comm, Pending, two_level
 from ..errors import ConfigError, FleetError, FleetWarning
 from ..slots import News, Site, Step
-from .buffers import Buffers
-from .moments import MASTER, Moments
 from .outer import OuterRule
 from .period import Period
-from .pieces import pieces_of
 from .told import Row, rows_of, share_of, tell
+from .values import Values
 
 SMOOTHING = 0.9
 """What the running mean of the loss keeps from one update to the next."""
@@ -66,14 +64,10 @@ class Round:
 @final
 class Averaging:
     def __init__(self, site: Site, *, begin_step: int, period: Period, rule: OuterRule, wire: Wire, average_state: bool) -> None:
-        self._comm, self._optimizer = site.comm, site.optimizer
-        self._begin_step, self.period_rule, self._rule, self._wire = begin_step, period, rule, wire
+        self._comm, self._device = site.comm, site.device
+        self._begin_step, self.period_rule, self._wire = begin_step, period, wire
         self.needs_loss = period.needs_loss
-        # Alone and without an outer optimizer there is nothing to average, and a delta added back would round.
-        idle = site.comm.size == 1 and rule.is_plain
-        self._pieces = [] if idle else pieces_of(site.params, rule, wire.dtype)
-        self._buffers = Buffers(site.model, site.device) if site.comm.size > 1 else None
-        self._moments = Moments(site.params, site.optimizer) if average_state and site.comm.size > 1 else None
+        self._values = Values(site, rule, wire.dtype, average_state=average_state)
         self._inside = two_level(site.comm).inside if wire.across_nodes_every > 1 else site.comm
         self._heed: Callable[[list[Row]], None] = lambda rows: None
         self._begun = False
@@ -94,9 +88,8 @@ class Averaging:
 
     def attach(self, *, update: torch.optim.Optimizer, heed: Callable[[list[Row]], None]) -> None:
         """`update`: the optimizer that really moves the parameters. `heed` acts on the ranks' news, and may raise on all."""
-        self._optimizer, self._heed = update, heed
-        if self._moments is not None:
-            self._moments.optimizer = update
+        self._heed = heed
+        self._values.moved_by(update)
 
     @property
     def begun(self) -> bool:
@@ -148,20 +141,14 @@ class Averaging:
 
     def _begin(self, step: Step, news: News) -> None:
         """All ranks have the same weights."""
-        self._take_anchors()
+        self._values.begin()
+        self._begun = True
         if self.needs_loss:
             gathered, pending = tell(self._row(step, news), self._comm)
             pending.wait()
             rows = rows_of(gathered)
             self.period_rule.begin(_mean_loss(rows), rows[0].lr)
         self._next, self._weight = step.index + self.period_rule.now, 0.0
-
-    def _take_anchors(self) -> None:
-        for piece in self._pieces:
-            piece.read(piece.anchor, self._master)
-        if self._buffers is not None:
-            self._buffers.begin()
-        self._begun = True
 
     def _launch(self, step: Step, news: News, *, on_demand: bool = False) -> None:
         self._rounds += not on_demand
@@ -173,7 +160,7 @@ class Averaging:
         self._flying = flying = Round(step.index, settle_at, comm, *tell(self._row(step, news), comm), [])
         # Where nothing goes on meanwhile, or shares or layouts must be known first, the news is awaited here: a request to
         # stop or an error of one rank is then heard by all before anything is sent.
-        if settle_at == step.index or self._weighted or self._moments is not None:
+        if settle_at == step.index or self._weighted or self._values.has_state:
             self._hear(flying)
         self._send(flying)
         self._weight = 0.0
@@ -183,16 +170,11 @@ class Averaging:
         comm, among_all = flying.comm, flying.comm is self._comm
         rows = flying.rows() if flying.told is None else []
         share = share_of(rows, comm.rank) if rows else 1 / comm.size
+        flying.with_state = among_all and self._values.has_state and len({row.layout for row in rows}) == 1
+        if among_all and self._values.has_state and not flying.with_state:
+            self._warn_of_layouts(flying)
         trains_on = flying.settle_at > flying.launched_at
-        flying.pending += [piece.launch(share, comm, self._master, trains_on=trains_on) for piece in self._pieces]
-        if self._buffers is not None:
-            flying.pending += self._buffers.launch(comm, trains_on=trains_on, with_integers=among_all)
-        if self._moments is not None and among_all:
-            flying.with_state = len({row.layout for row in rows}) == 1
-            if flying.with_state:
-                flying.pending += self._moments.launch(share, comm)
-            else:
-                self._warn_of_layouts(flying)
+        flying.pending = self._values.launch(share, comm, trains_on=trains_on, among_all=among_all, with_state=flying.with_state)
         if not among_all:
             self._comm.bytes_sent, comm.bytes_sent = self._comm.bytes_sent + comm.bytes_sent, 0.0
 
@@ -202,15 +184,7 @@ class Averaging:
         assert flying is not None
         self._hear(flying)
         self._flying, among_all = None, flying.comm is self._comm
-        for number, piece in enumerate(self._pieces):
-            flying.pending[number].wait()
-            (piece.settle if among_all else piece.settle_inside)(self._master)
-        for pending in flying.pending[len(self._pieces) :]:
-            pending.wait()
-        if self._buffers is not None:
-            self._buffers.settle(inside=not among_all)
-        if flying.with_state and self._moments is not None:
-            self._moments.settle()
+        self._values.settle(flying.pending, among_all=among_all, with_state=flying.with_state)
         if not on_demand:
             if among_all:
                 self._renew_period(flying)
@@ -251,12 +225,8 @@ class Averaging:
             loss=0.0 if self._loss is None else float(self._loss),
             lr=0.0 if step.lr is None or not self.needs_loss else float(step.lr),
             waited=self._waited,
-            layout=0.0 if self._moments is None else self._moments.mark(),
+            layout=self._values.layout(),
         )
-
-    def _master(self, param: Tensor) -> Tensor | None:
-        held: Tensor | None = self._optimizer.state[param].get(MASTER) if param in self._optimizer.state else None
-        return held
 
     def _warn_of_layouts(self, flying: Round) -> None:
         if not self._warned and self._comm.rank == 0:
@@ -288,33 +258,16 @@ class Averaging:
         if not self._begun or self._comm.size == 1:
             yield
             return
-        assert self._buffers is not None
         with torch.no_grad():
-            own = [[param.clone() for param in piece.params] for piece in self._pieces]
-            own_buffers = self._buffers.own()
-            self._show_mean()
+            own = self._values.own()
+            self._values.show_mean(self._comm)
         self._showing_mean = True
         try:
             yield
         finally:
             self._showing_mean = False
             with torch.no_grad():
-                for piece, kept in zip(self._pieces, own, strict=True):
-                    torch._foreach_copy_(piece.params, kept)
-                self._buffers.put_back(own_buffers)
-
-    def _show_mean(self) -> None:
-        assert self._buffers is not None
-        means = [torch.empty_like(piece.anchor) for piece in self._pieces]
-        pending = []
-        for piece, mean in zip(self._pieces, means, strict=True):
-            piece.read(mean, self._master)
-            mean.sub_(piece.anchor).div_(self._comm.size)
-            pending.append(self._comm.all_reduce(mean))
-        for piece, mean, one in zip(self._pieces, means, pending, strict=True):
-            one.wait()
-            torch._foreach_copy_(piece.params, piece.views(mean.add_(piece.anchor)))
-        self._buffers.show_mean(self._comm)
+                self._values.put_back(own)
 
     # --- resume -------------------------------------------------------------------------------------------------------
 
@@ -328,14 +281,9 @@ class Averaging:
             "period": self.period_rule.state_dict(),
             "loss": self._loss,
             "weight": self._weight,
-            "anchor": self._by_name(lambda piece: piece.anchor) if self._begun else None,
-            "velocity": self._by_name(lambda piece: piece.velocity) if self._begun and self._rule.momentum else None,
+            "values": self._values.state_dict() if self._begun else None,
             "flying": self._flying_state(),
-            "buffers": self._buffers.state_dict() if self._begun and self._buffers is not None else None,
         }
-
-    def _by_name(self, part: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
-        return {name: t for piece in self._pieces for name, t in piece.by_name(part(piece)).items()}
 
     def _flying_state(self) -> dict[str, Any] | None:
         flying = self._flying
@@ -352,40 +300,22 @@ class Averaging:
             "settle_at": flying.settle_at,
             "heard": flying.told is None,
             "rows": flying.gathered,
-            "mean": self._by_name(lambda piece: piece.wire),
-            "sent": self._by_name(lambda piece: piece.sent),
-            "share": self._pieces[0].sent_share if self._pieces else 1.0,
+            **self._values.flying_state(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._begun, self._next, self._rounds = bool(state["begun"]), int(state["next"]), int(state["rounds"])
         self.period_rule.load_state_dict(state["period"])
-        device = self._buffers.common.device if self._buffers is not None else None
-        self._loss = state["loss"] if state["loss"] is None or device is None else state["loss"].to(device)
+        self._loss = None if state["loss"] is None else state["loss"].to(self._device)
         self._weight, self._flying, self._waited, self.waits = float(state["weight"]), None, -1.0, None
-        if not self._begun:
-            return
-        if self._buffers is not None:
-            self._buffers.load_state_dict(state["buffers"])
-        for piece in self._pieces:
-            piece.put(piece.anchor, state["anchor"])
-            piece.trains_on = False
-            if piece.velocity is not None:
-                piece.put(piece.velocity, state["velocity"])
-        if state["flying"] is not None:
-            self._load_flying(state["flying"])
-
-    def _load_flying(self, state: Mapping[str, Any]) -> None:
-        for piece in self._pieces:
-            piece.put(piece.wire, state["mean"])
-            if state["sent"]:
-                piece.sent, piece.sent_share, piece.trains_on = torch.empty_like(piece.wire), float(state["share"]), True
-                piece.put(piece.sent, state["sent"])
-        told = None if state["heard"] else _done()
-        rows = state["rows"].to(self._comm.control_device)
-        pending = [_done() for _ in self._pieces]
-        self._flying = Round(int(state["launched_at"]), int(state["settle_at"]), self._comm, rows, told, pending)
+        if self._begun:
+            self._values.load_state_dict(state["values"])
+        flying = state["flying"]
+        if flying is not None:
+            rows, told = flying["rows"].to(self._comm.control_device), None if flying["heard"] else _done()
+            pending = self._values.load_flying(flying)
+            self._flying = Round(int(flying["launched_at"]), int(flying["settle_at"]), self._comm, rows, told, pending)
 
     def forget(self) -> None:
         """A checkpoint of a run without averaging was loaded: the coming update is dense, and begins anew."""

@@ -15,6 +15,7 @@ from .. import progress, world
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, FleetWarning
 from ..optimizer import FleetOptimizer
+from ..pairs import owner_of
 from ..progress import Phase
 from .folder import newest_first, step_of
 from .load import Loaded, find, load_into
@@ -88,6 +89,13 @@ def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetO
         )
     comm = world.current().comm
     if optimizer is None:
+        owners = [owner_of(param) for param in model.parameters()]
+        alone = any(owner is not None and owner.trains_alone for owner in owners)
+        if any(comm.gather_json(alone)):  # asked of all: whether a discarded pair still lives may differ between ranks
+            raise ConfigError(
+                "under Local SGD each rank has weights of its own, and save_model writes their average. "
+                "Give it the optimizer too: fleet.save_model(path, model, optimizer)."
+            )
         on_first(comm, lambda: write_model(model, Path(path)))
         return
     optimizer.flush()
