@@ -93,11 +93,13 @@ def first_period(method: str, settings: Settings) -> int:
 
 
 def begin_step(method: str, *, updates: int, warmup: int, settings: Settings) -> int:
-    """The last synchronous update of a run. A period that follows the learning rate must not see it rise, and an outer
-    momentum must not build up in the warm-up: those begin after it."""
+    """The last synchronous update of a run, counted from 1.
+
+    A period that follows the learning rate must not see it rise, and an outer momentum is not to be of a warm-up: those two
+    begin with the highest learning rate."""
     if method == POST_LOCAL:
         return max(1, round(updates * settings.post_local_share))
-    return max(1, warmup) if method in (ADACOMM, DILOCO) else 1
+    return warmup + 1 if method in (ADACOMM, DILOCO) else 1
 
 
 def strategy(method: str, settings: Settings, begin: int) -> dict[str, Any]:

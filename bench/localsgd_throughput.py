@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from fleetx import fleet
 from localsgd_contest import LR, Case, Contestant, NotHere, cases, contestant
 from localsgd_methods import ADACOMM, ALONE, METHODS, POST_LOCAL, Settings, first_period
 
-LEAST_PERIODS, MOST_STEPS = {1: 4, 2: 3, 4: 3}, 96
+LEAST_PERIODS, MOST_STEPS = {1: 3, 2: 3, 4: 3}, 96
 """At least so many periods of this length, of longer ones 2."""
 MINIATURE_STEPS, MINIATURE_BEGIN = 40, 2
 POST_LOCAL_BEGIN = 5
-WARM_STEPS = 2
+WARM_STEPS, LONG = 2, 4
 
 
 class Link:
@@ -96,17 +97,17 @@ def whole_periods(clock: Clock, period: int, row_seconds: float) -> list[float]:
 
 def fixed_row(clock: Clock, period: int, row_seconds: float) -> dict[str, Any]:
     first = clock.contestant.first_round
-    warm = first + (period if period <= 4 or first < WARM_STEPS else 0)
-    clock.steps(max(warm, WARM_STEPS) if period == 1 else warm)
+    # A long period is mostly computation, and warm after one update; on a slow link each averaging saved is seconds.
+    clock.steps(first + (period if period <= LONG else 0))
     seconds, figures = clock.metered(lambda: whole_periods(clock, period, row_seconds))
     shares = [one / period for one in seconds]
-    return {"step_ms": ms(statistics.median(shares)), "period_step_ms": [ms(one) for one in shares], **figures}
+    return {"step_ms": ms(statistics.median(shares)), "range_ms": [ms(min(shares)), ms(max(shares))], **figures}
 
 
 def alone_row(clock: Clock, row_seconds: float) -> dict[str, Any]:
     clock.steps(WARM_STEPS)
     seconds, figures = clock.metered(lambda: whole_periods(clock, 1, row_seconds / 3))
-    return {"step_ms": ms(statistics.median(seconds)), "period_step_ms": [ms(one) for one in seconds], **figures}
+    return {"step_ms": ms(statistics.median(seconds)), "range_ms": [ms(min(seconds)), ms(max(seconds))], **figures}
 
 
 def post_local_row(clock: Clock, settings: Settings, row_seconds: float) -> dict[str, Any]:
@@ -181,11 +182,12 @@ def measure(plan: Mapping[str, Any]) -> None:
     """Every row of a plan, on every rank; `facts` go into each line."""
     settings, facts = Settings(**plan.get("settings", {})), plan.get("facts", {})
     case = cases(plan.get("width", 32))[plan["model"]]
-    for method in order(plan.get("methods", METHODS)):
+    for method in order(plan.get("methods", METHODS)) * plan.get("turns", 1):
         began = time.perf_counter()
         figures = row(method, case, settings, Link(), plan.get("row_seconds", 10.0))
         gc.collect()  # a model of the row before is in cycles with its hooks
         record = {"part": "throughput", "model": plan["model"], "method": method, "batch": case.batch, **figures, **facts}
+        record["settings"] = asdict(settings)
         if fleet.is_first_worker():
             record["row_seconds"] = round(time.perf_counter() - began, 1)
             with Path(plan["out"]).open("a") as lines:

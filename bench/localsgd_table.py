@@ -1,0 +1,199 @@
+"""What does Local SGD gain on slow links, and what does it cost in accuracy? All its forms beside DDP and two peers.
+
+    python bench/localsgd_table.py --throughput     steps between hosts at 1000 and 100 Mbit/s, on the CPU; needs root
+    python bench/localsgd_table.py --accuracy       full trainings of ResNet-9 on CIFAR-10, gloo ranks sharing a GPU, three seeds
+    python bench/localsgd_table.py --accuracy --tune        runs that choose learning rates, judged on held-out images
+    python bench/localsgd_table.py --earlier A.jsonl B.jsonl        publishes what these files and --out hold; measures nothing
+    python bench/localsgd_table.py --table FILE.json        makes docs/localsgd.md of published figures
+    python bench/localsgd_table.py --smoke          both in seconds, on any machine; nothing is kept
+
+Each row or run appends a line to a file in --out at once. A training that is there already, or in --earlier, is not repeated;
+of rows those of the last call count. `--seconds` limits the trainings. The methods are in bench/localsgd_methods.py. The last
+line is one JSON object with everything, kept in bench/results/localsgd_table.json; the explanation is in docs/localsgd.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+import localsgd_accuracy as trainings
+import localsgd_throughput
+from cluster import run_on_hosts
+from fleetx.errors import ConfigError, FleetError, LaunchError
+from large_batch_jobs import read_records
+from localsgd_flags import SMOKE_SETTINGS, SMOKE_TRAINING, flags_of, made
+from localsgd_methods import METHODS, TRAINED, Settings, choose
+from localsgd_page import page
+from localsgd_summary import accuracy, throughput, told, verdicts, whole_trainings
+from localsgd_training import Training
+from netns import cluster, why_not
+from results import FOLDER, publish, surroundings
+
+NAME = "localsgd_table"
+FIGURES = f"bench/results/{NAME}.json"
+WORKER = Path(__file__).with_name("localsgd_throughput.py")
+RUN_SECONDS = 3600.0
+FACTS = ("device", "torch", "commit")
+
+
+def measure_throughput(flags: argparse.Namespace, settings: Settings, width: int) -> None:
+    """One cluster for each rate, and in it one run of all methods for each network."""
+    reason = why_not()
+    if reason is not None:
+        raise LaunchError(reason)
+    facts = {key: surroundings()[key] for key in FACTS} | {"hosts": flags.hosts, "run": int(time.time())}
+    common = {
+        "methods": choose(flags.methods, METHODS),
+        "settings": asdict(settings),
+        "width": width,
+        "row_seconds": flags.row_seconds,
+        "turns": flags.turns,
+        "out": str(throughput_file(flags.out).resolve()),
+    }
+    for rate in flags.rates:
+        with cluster(hosts=flags.hosts, rate_mbit=rate) as hosts:
+            for model in flags.models:
+                print(f"{model}, {flags.hosts} hosts, {rate:g} Mbit/s", flush=True)
+                plan = dict(common, model=model, facts={**facts, "rate_mbit": rate})
+                ended = run_on_hosts(hosts, WORKER, [json.dumps(plan)], timeout=RUN_SECONDS, shows=True)
+                if ended.worst:
+                    raise LaunchError(
+                        f"a host ended with {ended.worst}; rows measured before are kept.\n{ended.consoles[0][-3000:]}"
+                    )
+
+
+def throughput_file(out: Path) -> Path:
+    return out / "throughput.jsonl"
+
+
+def plan_of(flags: argparse.Namespace, training: Training, settings: Settings, deadline: float) -> trainings.Plan:
+    archive = None if flags.smoke else flags.data
+    out = flags.out / "accuracy.jsonl"
+    return trainings.Plan((), training, settings, flags.device, archive, flags.cache, out, deadline, trainings.free_port())
+
+
+def measure_accuracy(flags: argparse.Namespace, plan: trainings.Plan) -> None:
+    methods, known = choose(flags.methods, TRAINED), lines(flags)["accuracy"]
+    if flags.tune:
+        jobs = trainings.tuning_jobs(methods, plan.training, plan.settings, flags.lrs)
+    else:
+        jobs = trainings.final_jobs(methods, plan, known, flags.seeds)
+    jobs = [job for job in jobs if not trainings.is_done(job, plan, known)]
+    if time.monotonic() < plan.deadline:
+        trainings.make(replace(plan, jobs=tuple(jobs)))
+
+
+def lines(flags: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """All that is known, by part."""
+    files = [*flags.earlier, *sorted(flags.out.glob("*.jsonl"))]
+    found: dict[str, list[dict[str, Any]]] = {"throughput": [], "accuracy": []}
+    for file in files:
+        for record in read_records(file):
+            if record.get("part") not in found:
+                raise ConfigError(f"{file} holds a line that is of no part of this bench: {json.dumps(record)[:200]}")
+            if record not in found[record["part"]]:
+                found[record["part"]].append(record)
+    return found
+
+
+def summary(flags: argparse.Namespace, training: Training, settings: Settings) -> dict[str, Any]:
+    known = lines(flags)
+    runs = [record for record in known["accuracy"] if record["training"] == asdict(training)]
+    tables, rows = throughput(known["throughput"]), accuracy(runs)
+    facts = {part: {key: ", ".join(sorted({r[key] for r in known[part]})) for key in FACTS} for part in known}
+    return {
+        **{"settings": asdict(settings), "training": asdict(training), "facts": facts},
+        **{"throughput": tables, "accuracy": rows, "whole_trainings": whole_trainings(rows, tables)},
+        **{"verdicts": verdicts(rows, tables), "runs": runs},
+        **({"note": flags.note} if flags.note else {}),
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    for link, one in figures["throughput"].items():
+        print(f"{link}: {one['alone_ms']} ms a step without communication, fit t, r = {one['fit_ms']} ms")
+    for method, row in figures["accuracy"].items():
+        tests = " ".join(f"{found:.2f}" for found in row["test"])
+        lr_and_period = f"lr {row['lr']:g}, mean period {row['mean_period']}"
+        print(f"{method:12} {row['mean']:.2f} % (spread {row['spread']:.2f}; {tests}), {lr_and_period}")
+    for one in figures["verdicts"].values():
+        print(told(one))
+
+
+def smoke_rank(index: int, plan: trainings.Plan, rows: dict[str, Any]) -> None:
+    trainings.join(index, plan)
+    localsgd_throughput.measure(rows)
+    trainings.make_runs(plan)
+
+
+def smoke(flags: argparse.Namespace, training: Training, settings: Settings) -> None:
+    """Both parts in the same local processes, into a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags.out, flags.device = Path(folder), "cpu"
+        plan = plan_of(flags, training, settings, time.monotonic() + RUN_SECONDS)
+        jobs = trainings.final_jobs(choose(flags.methods, TRAINED), plan, (), flags.seeds[:1])
+        facts = {key: surroundings()[key] for key in FACTS} | {"hosts": training.ranks, "run": 0, "rate_mbit": 0.0}
+        rows = {
+            "model": "tiny",
+            "settings": asdict(settings),
+            "row_seconds": 0.01,
+            "out": str(throughput_file(flags.out)),
+            "facts": facts,
+        }
+        mp.spawn(smoke_rank, args=(replace(plan, jobs=tuple(jobs)), rows), nprocs=training.ranks)
+        figures = summary(flags, training, settings)
+        show(figures)
+        page(figures)
+
+
+def published(file: Path) -> dict[str, Any]:
+    """The figures of an earlier call, for the page."""
+    try:
+        figures = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--table {file} cannot be read as JSON: {error}. Give it the published figures: {FIGURES}.") from error
+    if not isinstance(figures, dict) or figures.get("bench") != NAME:
+        raise ConfigError(f"--table {file} holds no figures of this bench. Give it what the bench published: {FIGURES}.")
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    start = time.monotonic()
+    flags = flags_of(arguments, __doc__)
+    if flags.table:
+        text = page(published(flags.table))
+        flags.page.parent.mkdir(parents=True, exist_ok=True)
+        flags.page.write_text(text)
+        return
+    training = made(flags, SMOKE_TRAINING if flags.smoke else Training())
+    settings = made(flags, SMOKE_SETTINGS if flags.smoke else Settings())
+    if flags.smoke:
+        return smoke(flags, training, settings)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    if flags.throughput:
+        measure_throughput(flags, settings, training.width)
+    if flags.accuracy:
+        measure_accuracy(flags, plan_of(flags, training, settings, start + flags.seconds))
+    figures = summary(flags, training, settings)
+    show(figures)
+    if figures["throughput"] or figures["runs"]:
+        publish(NAME, figures)
+        shutil.copy(FOLDER / f"{NAME}.json", flags.out)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FleetError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

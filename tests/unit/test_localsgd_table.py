@@ -1,0 +1,276 @@
+"""bench/localsgd_table.py: the methods' settings, the fit and the verdicts, which trainings are made, the page."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from fleetx import fleet
+from fleetx.errors import ConfigError
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
+
+from localsgd_accuracy import Job, Plan, final_jobs, is_done, tuning_jobs  # noqa: E402
+from localsgd_flags import flags_of, made  # noqa: E402
+from localsgd_methods import METHODS, OURS, TRAINED, Settings, begin_step, choose, first_period, label, strategy  # noqa: E402
+from localsgd_page import page  # noqa: E402
+from localsgd_summary import accuracy, fit, throughput, training_ms, verdicts, whole_trainings  # noqa: E402
+from localsgd_table import lines, published, summary  # noqa: E402
+from localsgd_throughput import MINIATURE_BEGIN, MINIATURE_STEPS, falling, order, periods_wanted  # noqa: E402
+from localsgd_training import Diary, Training, planned  # noqa: E402
+
+USUAL = Settings()
+
+
+# The methods
+
+
+def test_every_method_of_ours_is_a_strategy_that_is_accepted():
+    for method in OURS:
+        fleet.DistributedStrategy(**strategy(method, USUAL, 5))
+    assert strategy("synchronous", USUAL, 5) == {}
+    assert strategy("k4", USUAL, 1) == {"localsgd": True, "localsgd_configs": {"k_steps": 4, "begin_step": 1}}
+    outer = strategy("diloco", USUAL, 3)["localsgd_configs"]
+    assert (outer["outer_lr"], outer["outer_momentum"], outer["outer_nesterov"]) == (0.7, 0.9, True)
+
+
+def test_methods_are_synchronous_for_as_long_as_they_must():
+    begins = {method: begin_step(method, updates=1000, warmup=100, settings=USUAL) for method in TRAINED}
+    assert begins["k16"] == 1 and begins["post_local"] == 500
+    assert begins["adacomm"] == begins["diloco"] == 101  # the first update at the highest learning rate
+
+
+def test_methods_are_chosen_by_name_and_have_labels():
+    assert choose("k4,adacomm", METHODS) == ["k4", "adacomm"] and choose(None, METHODS) == list(METHODS)
+    with pytest.raises(ConfigError, match="'adacom'.*Did you mean `adacomm`"):
+        choose("adacom", METHODS)
+    assert len({label(method, USUAL) for method in METHODS}) == len(METHODS)
+    assert first_period("accelerate_16", USUAL) == 16
+
+
+@pytest.mark.parametrize("wrong", [{"init_k": 0}, {"max_k": True}, {"outer_momentum": 1.0}, {"formula": "papers"}])
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"ranks": 1}, {"lr": float("nan")}, {"decay": "steps"}, {"epochs": True}])
+def test_a_training_out_of_range_is_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Training(**wrong)
+
+
+def test_flags_make_settings_and_refuse_what_cannot_be_measured():
+    flags = flags_of(["--init-k", "4", "--epochs", "3"])
+    assert made(flags, USUAL) == Settings(init_k=4) and made(flags, Training()).epochs == 3
+    for wrong in (["--hosts", "1"], ["--models", "vgg"], ["--tune"], ["--seconds", "nan"], ["--lrs", "0"], ["--turns", "0"]):
+        with pytest.raises(ConfigError, match=wrong[0]):
+            flags_of(wrong)
+
+
+# Throughput
+
+
+def test_a_row_has_whole_periods_and_at_least_two():
+    assert periods_wanted(5.0, 16, 10.0) == 2 and periods_wanted(100.0, 16, 10.0) == 2
+    assert periods_wanted(4.0, 1, 10.0) == 3  # a slow link
+    assert periods_wanted(0.001, 16, 10.0) == 6 and periods_wanted(0.001, 1, 10.0) == 96
+
+
+def test_training_without_communication_is_measured_three_times():
+    assert order(["a", "b"]) == ["alone", "a", "alone", "b", "alone"]
+
+
+def test_the_learning_rate_of_the_miniature_falls_in_a_line_after_its_synchronous_updates():
+    assert falling(1) == falling(MINIATURE_BEGIN) == falling(MINIATURE_BEGIN + 1) * 39 / 38
+    assert falling(MINIATURE_STEPS) == pytest.approx(falling(1) / 39, rel=0, abs=1e-12)
+
+
+def test_the_fit_finds_the_update_and_the_averaging():
+    t, r = fit({k: 100 + 400 / k for k in (1, 2, 4, 8, 16)})
+    assert (t, r) == pytest.approx((100, 400), rel=0, abs=1e-9) and fit({4: 100.0}) is None
+
+
+def row(method, step_ms, **more):
+    facts = {"device": "a CPU", "torch": "2.13", "commit": "abc", "hosts": 2, "rate_mbit": 100.0, "run": 1}
+    figures = {"step_ms": step_ms, "samples_per_s": 2 * 192 / step_ms * 1e3, "steps": 32, "link_bytes_per_step": 42_000_000}
+    return {"part": "throughput", "model": "mlp", "method": method, "batch": 192, **figures, **facts, **more}
+
+
+def rows():
+    fixed = [row(f"k{k}", 100 + 400 / k) for k in (1, 2, 4, 8, 16)]
+    peer = {"part": "throughput", "model": "mlp", "method": "accelerate_4", "batch": 192, "why_not": "it is not installed"}
+    facts = {"device": "a CPU", "torch": "2.13", "commit": "abc", "hosts": 2, "rate_mbit": 100.0, "run": 1}
+    alone = [row("alone", step) for step in (90.0, 95.0, 200.0)]
+    return [*alone, row("synchronous", 480.0), *fixed, row("adacomm", 150.0, periods=[8, 8, 7]), {**peer, **facts}]
+
+
+def test_of_several_turns_the_median_row_counts_and_of_an_earlier_call_none():
+    again = [row("k4", step, run=2) for step in (210.0, 190.0, 205.0)]
+    (table,) = throughput([*rows(), *again]).values()
+    assert table["rows"]["k4"]["step_ms"] == 205.0 and table["rows"]["k8"]["step_ms"] == 150.0
+    (table,) = throughput(rows()).values()
+    assert table["alone_ms"] == 95.0 and table["fit_ms"] == [100.0, 400.0] and table["fit_error"] == 0
+
+
+# Accuracy
+
+
+def run(method, seed, found, *, rounds=0, dense=1, lr=0.8, phase="final", training=None, **more):
+    training = training or Training()
+    chosen, updates = planned(method, training, USUAL, 50_000 if phase == "final" else 45_000)
+    return {
+        **{"part": "accuracy", "phase": phase, "method": method, "seed": seed, "lr": lr, "strategy": chosen},
+        **{"training": asdict(training), "updates": updates, "dense_updates": dense, "rounds": rounds, "accuracy": found},
+        **{"mean_period": (updates - dense) / rounds if rounds else None, "periods": [[8, 3], [16, 2]], "bytes_sent": 5e8},
+        **{"train_loss": 0.5, "stopped": None, "seconds": 17.0, "label": label(method, USUAL)},
+        **{"device": "a GPU", "torch": "2.11", "commit": "abc", **more},
+    }
+
+
+def runs():
+    """1,171 updates: ADACOMM makes 118 of them synchronous, and 105 averagings; k = 4 makes 292 averagings."""
+    steps = {1: -0.1, 2: 0.0, 3: 0.1}
+    return [
+        line
+        for seed, step in steps.items()
+        for line in (
+            run("synchronous", seed, 91.0 + step, dense=1171),
+            run("k4", seed, 90.9 + step, rounds=292),
+            run("adacomm", seed, 90.8 + step, rounds=105, dense=118),
+        )
+    ]
+
+
+def test_twelve_epochs_are_1171_updates_and_the_warm_up_is_a_tenth_of_them():
+    chosen, updates = planned("adacomm", Training(), USUAL, 50_000)
+    assert updates == 1171 and chosen["adaptive_localsgd_configs"]["begin_step"] == 118
+
+
+def test_a_diary_tells_the_periods_that_a_run_went_through():
+    import torch
+
+    from fleetx.report import Report
+
+    diary = Diary(20, torch.device("cpu"))
+    for update in range(20):
+        report = Report(due=True, updated=True, skipped=False, bytes_sent=10, averaged=update + 1 in (6, 10, 14, 20))
+        diary.note(update, report, torch.tensor(float(update)))
+    figures = diary.figures(2, 20)
+    assert figures["periods"] == [[4, 3], [6, 1]] and figures["rounds"] == 4 and figures["mean_period"] == 4.5
+    assert figures["bytes_sent"] == 200 and figures["train_loss"] == 18.5  # of the last tenth
+
+
+def test_a_row_has_the_mean_and_the_spread_of_its_last_settings():
+    other = run("k4", 1, 50.0, lr=0.4)
+    found = accuracy([other, *runs(), run("k4", 0, 99.0, phase="tune")])
+    assert found["k4"]["test"] == pytest.approx([90.8, 90.9, 91.0]) and (found["k4"]["mean"], found["k4"]["spread"]) == (
+        90.9,
+        0.2,
+    )
+
+
+def test_a_whole_training_costs_its_synchronous_updates_its_local_ones_and_its_averagings():
+    (table,) = throughput(rows()).values()
+    found = accuracy(runs())
+    assert training_ms(found["adacomm"], table) == pytest.approx((118 * 480 + 1053 * 100 + 105 * 400) / 1171)
+    assert training_ms(found["synchronous"], table) == 480.0
+    (rates,) = whole_trainings(found, throughput(rows())).values()
+    assert rates["synchronous"] == 800.0
+
+
+def test_verdicts_follow_from_the_numbers():
+    tables = throughput(rows())
+    near, faster = verdicts(accuracy(runs()), tables).values()
+    assert near["holds"] is True and near["numbers"]["behind"] == 0.2
+    assert faster["holds"] is True and faster["numbers"]["ADACOMM"] > faster["numbers"]["k = 4"]
+    worse = [
+        run("adacomm", 1, 90.7, rounds=1053, dense=118),
+        run("synchronous", 1, 91.0, dense=1171),
+        run("k4", 1, 91.0, rounds=292),
+    ]
+    assert [one["holds"] for one in verdicts(accuracy(worse), tables).values()] == [False, False]
+    assert [one["holds"] for one in verdicts({}, tables).values()] == [None, None]
+
+
+def plan(tmp_path):
+    archive, out = tmp_path / "images", tmp_path / "accuracy.jsonl"
+    return Plan((), Training(), USUAL, "cpu", archive, tmp_path, out, time.monotonic(), 1)
+
+
+def test_final_runs_take_the_learning_rate_that_was_best_on_held_out_images(tmp_path):
+    tuned = [run("k4", 0, 88.0, lr=0.8, phase="tune"), run("k4", 0, 89.0, lr=0.4, phase="tune")]
+    of_others = run("k4", 0, 99.0, lr=1.6, phase="tune", training=Training(epochs=30))
+    jobs = final_jobs(["k4", "diloco"], plan(tmp_path), [*tuned, of_others], [1, 2])
+    assert [(job.method, job.seed, job.lr) for job in jobs] == [
+        ("k4", 1, 0.4),
+        ("diloco", 1, 0.2),
+        ("k4", 2, 0.4),
+        ("diloco", 2, 0.2),
+    ]
+    assert [job.lr for job in tuning_jobs(["k4", "diloco"], Training(), USUAL, [1.0, 2.0])] == [0.8, 0.2, 1.6, 0.4]
+
+
+def test_a_training_is_done_only_if_all_its_settings_are_the_same(tmp_path):
+    made_plan, known = plan(tmp_path), [json.loads(json.dumps(run("adacomm", 1, 90.0)))]
+    assert is_done(Job("final", "adacomm", 1, 0.8), made_plan, known)
+    assert not is_done(Job("final", "adacomm", 2, 0.8), made_plan, known)
+    assert not is_done(Job("final", "adacomm", 1, 0.4), made_plan, known)
+    assert not is_done(Job("final", "adacomm", 1, 0.8), replace(made_plan, settings=Settings(init_k=4)), known)
+
+
+# The files and the page
+
+
+def test_lines_of_several_files_are_merged_and_counted_once(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("".join(json.dumps(line) + "\n" for line in rows()))
+    second.write_text("".join(json.dumps(line) + "\n" for line in [*runs(), runs()[0]]) + '{"part": "acc')
+    flags = flags_of(["--out", str(tmp_path / "none"), "--earlier", str(first), str(second)])
+    found = lines(flags)
+    assert len(found["throughput"]) == len(rows()) and len(found["accuracy"]) == 9
+    first.write_text('{"part": "other"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl holds a line that is of no part"):
+        lines(flags)
+
+
+def test_the_page_shows_both_parts_and_why_a_peer_was_not_run(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*rows(), *runs()]))
+    flags = flags_of(["--out", str(tmp_path / "none"), "--earlier", str(file), "--note", "A note."])
+    text = page(json.loads(json.dumps(summary(flags, Training(), USUAL))))
+    assert "| Accelerate `LocalSGD`, k = 4 | not run: it is not installed |" in text
+    assert "| ADACOMM, init_k = 8 | 90.80 | 0.20 | 3 | -0.20 | 105 | 10.03 | 0.50 | 2,204.9 (+176 %) |" in text
+    assert "| Local SGD, k = 16 | 125.0 | 3,072.0 | +284 % | 0.76 | 42.00 | 32 updates |" in text
+    assert "8, 8, 7" in text and "8 x 3, 16 x 2" in text and "\n- A note.\n" in text and "none was tuned" in text
+    lines_of_table = [line for line in text.splitlines() if line.startswith("| final ")]
+    assert len(lines_of_table) == 9
+
+
+def test_the_page_is_made_of_either_part_alone(tmp_path):
+    file = tmp_path / "a.jsonl"
+    for part in (rows(), runs()):
+        file.write_text("".join(json.dumps(line) + "\n" for line in part))
+        flags = flags_of(["--out", str(tmp_path / "none"), "--earlier", str(file)])
+        assert "not measured" in page(summary(flags, Training(), USUAL))
+
+
+def test_figures_of_another_bench_are_refused(tmp_path):
+    (tmp_path / "other.json").write_text('{"bench": "overhead"}')
+    with pytest.raises(ConfigError, match="no figures of this bench"):
+        published(tmp_path / "other.json")
+
+
+def test_the_bench_runs_from_end_to_end_in_small():
+    command = [sys.executable, str(BENCH / "localsgd_table.py"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for method in METHODS:
+        assert f"tiny     {method} " in done.stdout
+    for method in TRAINED:
+        assert f"final {method} " in done.stdout
