@@ -53,13 +53,6 @@ CASES: dict[str, tuple[Case, Rule]] = {
 }  # fmt: skip
 
 
-WEIGHTED = pytest.param(
-    "merged and weighted",
-    marks=pytest.mark.xfail(strict=True, reason="the period follows the plain mean of a window's losses, not report.loss"),
-)
-NAMES = [*(name for name in CASES if not CASES[name][0].weighted), WEIGHTED]
-
-
 def rounds_by_hand(traces: list[Trace], case: Case, rule: Rule) -> tuple[list[int], list[int]]:
     """The updates at which rounds were due, and the period from each: from reported losses alone."""
     means, smoothed = [], np.array([trace.losses[0] for trace in traces])
@@ -79,7 +72,7 @@ def rounds_by_hand(traces: list[Trace], case: Case, rule: Rule) -> tuple[list[in
     return rounds, periods
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_period_is_the_formula_of_reported_losses_and_rates(name: str) -> None:
     case, rule = CASES[name]
     traces = run_ranks(train, 2, case)
@@ -94,7 +87,7 @@ def test_the_period_is_the_formula_of_reported_losses_and_rates(name: str) -> No
             assert set(trace.periods[start - 1 : end - 1]) <= {period}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_weights_equal_the_simulation_after_every_update(name: str) -> None:
     case, rule = CASES[name]
     wanted = expected(case, rule, ranks=2)

@@ -43,8 +43,9 @@ FP16 = {"dtype": "float16", "init_loss_scaling": 1024.0, "decr_every_n_nan_or_in
 PLANS: dict[str, Plan] = {
     # Rounds after 4, 7, 10, ...: after update 8 that of 7 is under way.
     "a round under way, outer momentum": Plan(strategy=local(k_steps=3, overlap_steps=2, **DILOCO)),
-    "averaged state, 16 bits": Plan(
-        strategy=local(k_steps=4, average_state=True, wire_dtype="bfloat16", begin_step=2), adam=True, saved_after=9
+    "averaged state, 16 bits, weighted": Plan(
+        strategy=local(k_steps=4, average_state=True, wire_dtype="bfloat16", begin_step=2),
+        adam=True, weighted=True, saved_after=9,
     ),
     "a round of 16 bits under way, over a whole period": Plan(
         strategy=local(k_steps=4, overlap_steps=4, wire_dtype="bfloat16", begin_step=2), adam=True, saved_after=7
