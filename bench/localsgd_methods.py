@@ -36,6 +36,9 @@ def doc(text: str) -> dict[str, str]:
 class Settings:
     """Of the methods that have more than a period. Each field is a flag of the bench."""
 
+    begin_share: float = field(
+        default=0.0, metadata=doc("share of the run in which every form of Local SGD is synchronous at first; 0: one update")
+    )
     init_k: int = field(default=8, metadata=doc("first period of ADACOMM"))
     max_k: int = field(default=16, metadata=doc("longest period of ADACOMM"))
     formula: str = field(default="paper", metadata=doc("paper or fleet: where init_k stands in ADACOMM's formula"))
@@ -55,6 +58,8 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < most:
                 raise ConfigError(f"{name} is {value!r}; it must be a number above 0 and below {most}.")
+        if isinstance(self.begin_share, bool) or not isinstance(self.begin_share, int | float) or not 0 <= self.begin_share < 1:
+            raise ConfigError(f"begin_share is {self.begin_share!r}; it must be a number of at least 0 and below 1.")
         if self.formula not in ("paper", "fleet"):
             raise ConfigError(f"formula is {self.formula!r}; it must be paper or fleet.")
 
@@ -97,9 +102,10 @@ def begin_step(method: str, *, updates: int, warmup: int, settings: Settings) ->
 
     A period that follows the learning rate must not see it rise, and an outer momentum is not to be of a warm-up: those two
     begin with the highest learning rate."""
+    shared = max(1, round(updates * settings.begin_share))
     if method == POST_LOCAL:
-        return max(1, round(updates * settings.post_local_share))
-    return warmup + 1 if method in (ADACOMM, DILOCO) else 1
+        return max(shared, round(updates * settings.post_local_share))
+    return max(shared, warmup + 1) if method in (ADACOMM, DILOCO) else shared
 
 
 def strategy(method: str, settings: Settings, begin: int) -> dict[str, Any]:

@@ -17,7 +17,9 @@ PAGE = """\
 Made from measured figures by `python bench/localsgd_table.py --table bench/results/localsgd_table.json`; do not edit.
 
 Ranks that average their weights every k updates, instead of their gradients in every one, send k times less. This page shows
-what that gains on slow links, what it costs in accuracy, and how a period that follows the training (ADACOMM) does.
+what that gains on slow links, what it costs in accuracy, and how a period that follows the training (ADACOMM) does. Paddle
+Fleet's own table, of ResNet-50 on ImageNet with 4 x 8 V100, has k = 16 at +14 % images a second and -1.5 points, and ADACOMM at
++8 % and -0.24 points.
 
 {verdicts}
 
@@ -111,13 +113,13 @@ def accuracy_rows(rows: Mapping[str, Record], tables: Mapping[str, Record]) -> s
     return table([*header, *links], body)
 
 
-def throughput_table(link: str, one: Record, settings: Settings) -> str:
+def throughput_table(link: str, one: Record) -> str:
     base = one["rows"].get(SYNCHRONOUS, {}).get("step_ms")
     header = ["method", "step, ms", "samples/s", "against synchronous", "of no communication", "MB a step", "periods timed"]
     alone = one["alone_ms"]
-    body = [] if alone is None else [[label("alone", settings), number(alone), number(samples_per_s(alone, one)), "", "", "", ""]]
+    body = [] if alone is None else [["no communication", number(alone), number(samples_per_s(alone, one)), "", "", "", ""]]
     for method, row in one["rows"].items():
-        name = label(method, settings)
+        name = label(method, Settings(**row["settings"]))
         if "why_not" in row:
             body.append([name, f"not run: {row['why_not']}", *[""] * 5])
             continue
@@ -201,8 +203,8 @@ def run_rows(records: Sequence[Record]) -> str:
 
 
 def page(figures: Mapping[str, Any]) -> str:
-    tables, settings = figures["throughput"], Settings(**figures["settings"])
-    shown = "\n\n".join(throughput_table(link, one, settings).rstrip() for link, one in tables.items())
+    tables = figures["throughput"]
+    shown = "\n\n".join(throughput_table(link, one).rstrip() for link, one in tables.items())
     return PAGE.format(
         verdicts=verdict_rows(figures["verdicts"]),
         accuracy=accuracy_rows(figures["accuracy"], tables),

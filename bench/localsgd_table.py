@@ -90,8 +90,10 @@ def measure_accuracy(flags: argparse.Namespace, plan: trainings.Plan) -> None:
     else:
         jobs = trainings.final_jobs(methods, plan, known, flags.seeds)
     jobs = [job for job in jobs if not trainings.is_done(job, plan, known)]
+    here = surroundings()["device"]
+    alike = [r["seconds"] for r in known if r["training"] == asdict(plan.training) and r["device"] == here]
     if time.monotonic() < plan.deadline:
-        trainings.make(replace(plan, jobs=tuple(jobs)))
+        trainings.make(replace(plan, jobs=tuple(jobs), known_seconds=tuple(alike)))
 
 
 def lines(flags: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -108,7 +110,10 @@ def lines(flags: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def summary(flags: argparse.Namespace, training: Training, settings: Settings) -> dict[str, Any]:
+    """Of this training alone; where none was asked for, of the one that the last line is of."""
     known = lines(flags)
+    if known["accuracy"] and not flags.accuracy and not flags.smoke:
+        training = Training(**known["accuracy"][-1]["training"])
     runs = [record for record in known["accuracy"] if record["training"] == asdict(training)]
     tables, rows = throughput(known["throughput"]), accuracy(runs)
     facts = {part: {key: ", ".join(sorted({r[key] for r in known[part]})) for key in FACTS} for part in known}
@@ -120,13 +125,15 @@ def summary(flags: argparse.Namespace, training: Training, settings: Settings) -
     }
 
 
-def show(figures: dict[str, Any]) -> None:
+def show(figures: dict[str, Any], others: int = 0) -> None:
     for link, one in figures["throughput"].items():
         print(f"{link}: {one['alone_ms']} ms a step without communication, fit t, r = {one['fit_ms']} ms")
     for method, row in figures["accuracy"].items():
         tests = " ".join(f"{found:.2f}" for found in row["test"])
         lr_and_period = f"lr {row['lr']:g}, mean period {row['mean_period']}"
         print(f"{method:12} {row['mean']:.2f} % (spread {row['spread']:.2f}; {tests}), {lr_and_period}")
+    if others:
+        print(f"{others} trainings with other settings are in the same files, and not among these.")
     for one in figures["verdicts"].values():
         print(told(one))
 
@@ -186,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.accuracy:
         measure_accuracy(flags, plan_of(flags, training, settings, start + flags.seconds))
     figures = summary(flags, training, settings)
-    show(figures)
+    show(figures, others=len(lines(flags)["accuracy"]) - len(figures["runs"]))
     if figures["throughput"] or figures["runs"]:
         publish(NAME, figures)
         shutil.copy(FOLDER / f"{NAME}.json", flags.out)

@@ -45,6 +45,12 @@ def test_methods_are_synchronous_for_as_long_as_they_must():
     assert begins["adacomm"] == begins["diloco"] == 101  # the first update at the highest learning rate
 
 
+def test_all_forms_of_local_sgd_can_share_a_synchronous_start():
+    shared = Settings(begin_share=0.2)
+    begins = [begin_step(method, updates=1000, warmup=100, settings=shared) for method in ("k4", "adacomm", "post_local")]
+    assert begins == [200, 200, 500]
+
+
 def test_methods_are_chosen_by_name_and_have_labels():
     assert choose("k4,adacomm", METHODS) == ["k4", "adacomm"] and choose(None, METHODS) == list(METHODS)
     with pytest.raises(ConfigError, match="'adacom'.*Did you mean `adacomm`"):
@@ -53,7 +59,9 @@ def test_methods_are_chosen_by_name_and_have_labels():
     assert first_period("accelerate_16", USUAL) == 16
 
 
-@pytest.mark.parametrize("wrong", [{"init_k": 0}, {"max_k": True}, {"outer_momentum": 1.0}, {"formula": "papers"}])
+@pytest.mark.parametrize(
+    "wrong", [{"init_k": 0}, {"begin_share": 1.0}, {"max_k": True}, {"outer_momentum": 1.0}, {"formula": "papers"}]
+)
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Settings(**wrong)
@@ -98,6 +106,7 @@ def test_the_fit_finds_the_update_and_the_averaging():
 
 def row(method, step_ms, **more):
     facts = {"device": "a CPU", "torch": "2.13", "commit": "abc", "hosts": 2, "rate_mbit": 100.0, "run": 1}
+    facts["settings"] = asdict(USUAL)
     figures = {"step_ms": step_ms, "samples_per_s": 2 * 192 / step_ms * 1e3, "steps": 32, "link_bytes_per_step": 42_000_000}
     return {"part": "throughput", "model": "mlp", "method": method, "batch": 192, **figures, **facts, **more}
 
@@ -106,6 +115,7 @@ def rows():
     fixed = [row(f"k{k}", 100 + 400 / k) for k in (1, 2, 4, 8, 16)]
     peer = {"part": "throughput", "model": "mlp", "method": "accelerate_4", "batch": 192, "why_not": "it is not installed"}
     facts = {"device": "a CPU", "torch": "2.13", "commit": "abc", "hosts": 2, "rate_mbit": 100.0, "run": 1}
+    facts["settings"] = asdict(USUAL)
     alone = [row("alone", step) for step in (90.0, 95.0, 200.0)]
     return [*alone, row("synchronous", 480.0), *fixed, row("adacomm", 150.0, periods=[8, 8, 7]), {**peer, **facts}]
 
@@ -250,6 +260,15 @@ def test_the_page_shows_both_parts_and_why_a_peer_was_not_run(tmp_path):
     assert "8, 8, 7" in text and "8 x 3, 16 x 2" in text and "\n- A note.\n" in text and "none was tuned" in text
     lines_of_table = [line for line in text.splitlines() if line.startswith("| final ")]
     assert len(lines_of_table) == 9
+
+
+def test_what_was_trained_is_published_without_its_flags_being_written_again(tmp_path):
+    file, longer = tmp_path / "a.jsonl", Training(epochs=30)
+    file.write_text(json.dumps(runs()[0]) + "\n" + json.dumps(run("k4", 1, 93.0, training=longer)) + "\n")
+    flags = flags_of(["--out", str(tmp_path / "none"), "--earlier", str(file)])
+    assert [line["accuracy"] for line in summary(flags, Training(), USUAL)["runs"]] == [93.0]
+    flags.accuracy = True
+    assert [line["method"] for line in summary(flags, Training(), USUAL)["runs"]] == ["synchronous"]
 
 
 def test_the_page_is_made_of_either_part_alone(tmp_path):
