@@ -27,7 +27,7 @@ from localsgd_training import Training, planned, train
 from results import surroundings
 
 TUNING_SEED = 0
-SMOKE_IMAGES = 256
+SMOKE_IMAGES = 128
 TRAIN_IMAGES = {"tune": 45_000, "final": 50_000}
 
 

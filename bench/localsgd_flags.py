@@ -18,7 +18,7 @@ from localsgd_training import Training
 
 PAGE = Path(__file__).parents[1] / "docs" / "localsgd.md"
 MODELS = ("mlp", "resnet9")
-SMOKE_TRAINING = Training(epochs=1, ranks=2, local_batch=16, width=2)
+SMOKE_TRAINING = Training(epochs=1, ranks=2, local_batch=8, width=2)
 SMOKE_SETTINGS = Settings(init_k=2, post_local_k=2, diloco_k=2)
 SWITCHES = {
     "throughput": "measure steps between hosts at the given rates (needs root)",

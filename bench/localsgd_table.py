@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_accuracy(flags, plan_of(flags, training, settings, start + flags.seconds))
     figures = summary(flags, training, settings)
     show(figures, others=len(lines(flags)["accuracy"]) - len(figures["runs"]))
-    if figures["throughput"] or figures["runs"]:
+    if figures["accuracy"] or (figures["throughput"] and not flags.tune):
         publish(NAME, figures)
         shutil.copy(FOLDER / f"{NAME}.json", flags.out)
 
