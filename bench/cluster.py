@@ -1,6 +1,7 @@
 """Run a training script on a cluster of hosts on this machine, at the speed of a real network. Needs root.
 
     python bench/cluster.py --hosts 2 --rate 1000 examples/plain_torch.py --epochs 2
+    python bench/cluster.py --rate 1000              without a script: what Local SGD keeps of the throughput (localsgd_speed.py)
 
 Each host is a network namespace with a link of `--rate` Mbit/s to one switch (bench/netns.py), and runs
 `fleetrun --ips ... SCRIPT`. The first host is shown; at its end, what each link has sent. The exit code is the worst of all.
@@ -30,6 +31,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 EXIT_FAILED, EXIT_USAGE, EXIT_TIMEOUT, EXIT_CTRL_C, EXIT_TERMINATED = 1, 2, 124, 130, 143
 POLL_SECONDS = 0.02
 PROBE_SECONDS, UNLIMITED_MBIT = 0.5, 10_000
+DEFAULT_RATE_MBIT, DEFAULT_ROUNDS = 1000.0, 7
+"""Of the bench that runs without a script."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +198,14 @@ def flags_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(flags: argparse.Namespace) -> int:
-    if not flags.command:
-        raise ConfigError("no script was given. Write `python bench/cluster.py --hosts 2 --rate 1000 train.py`.")
     reason = why_not()
     if reason is not None:
         raise LaunchError(reason)
+    if not flags.command:
+        from localsgd_speed import measure  # here: it runs its own workers through this file
+
+        measure(rate_mbit=flags.rate or DEFAULT_RATE_MBIT, rounds=DEFAULT_ROUNDS)
+        return 0
     script, *args = flags.command
     with cluster(hosts=flags.hosts, rate_mbit=flags.rate) as hosts:
         show_hosts(hosts, flags.rate)

@@ -99,6 +99,7 @@ class Pipeline:
 
     def step(self, *, recycle: bool = False) -> Report:
         """End a micro-step; a no-op inside a window. `recycle`: nobody will look at the gradients afterwards."""
+        self.refuse_inside_averaged()
         self.window.refuse_broken()
         if not self.window.closed and (self.buckets.touched() if self.window.entered else self.buckets.has_new()):
             self._take_bare_gradients()
@@ -111,6 +112,7 @@ class Pipeline:
 
     def flush(self) -> Report:
         """Close a window early. Every rank must call it, at the same place."""
+        self.refuse_inside_averaged()
         self.window.refuse_broken()
         if not self.window.closed and self.buckets.has_new():
             self._take_bare_gradients()
@@ -237,6 +239,10 @@ class Pipeline:
             self.stages.average.average_now(self._step(self.index), self._news())
             self._checks.finite.remember()
 
+    def refuse_inside_averaged(self) -> None:
+        if self.stages.average is not None:
+            self.stages.average.refuse_inside()
+
     def mean_shown(self) -> AbstractContextManager[None]:
         """The mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
         stage = self.stages.average
@@ -283,8 +289,7 @@ class Pipeline:
 
     def _check_call(self, loss: Any, weight: float | None) -> None:
         require_loss(loss)
-        if self.stages.average is not None:
-            self.stages.average.refuse_training()
+        self.refuse_inside_averaged()
         self.window.refuse_broken()
         self.window.refuse_closed()
         self.weighing.require(weight, self.window)

@@ -26,6 +26,7 @@ STAGES = ("backward", "reduce", "average")
 def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
     """A tree of live tensors: copy what must not change. No collective."""
     pipeline = optimizer.pipeline
+    pipeline.refuse_inside_averaged()
     window = pipeline.window
     if window.entered or window.closed or window.broken or pipeline.buckets.has_new():
         raise CheckpointError(

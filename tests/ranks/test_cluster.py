@@ -158,12 +158,6 @@ def test_without_the_tools_the_sentence_names_them(monkeypatch: pytest.MonkeyPat
         run_on_cluster("train.py", hosts=2, rate_mbit=None, timeout=10)
 
 
-def test_without_a_script_the_command_says_what_to_write() -> None:
-    out, err = (job := command("--hosts", "2")).communicate()
-    assert (job.returncode, out) == (2, "")
-    assert err == "cluster: no script was given. Write `python bench/cluster.py --hosts 2 --rate 1000 train.py`.\n"
-
-
 # Ends
 
 

@@ -76,7 +76,7 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping, enlarging, saving, _ = blocks("python")
+    printing, looping, enlarging, averaging, saving, _ = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
@@ -88,6 +88,12 @@ def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path)
     assert "0.weight   8x3x3x3  yes      yes      not excluded" in described and "1.bias     8        no       no" in described
     assert ratios.startswith("TrustRatios(min ") and ratios.endswith("2 tensors)")
     assert noise == "None" or float(noise) > 0
+    (tmp_path / "averaging.py").write_text(averaging, encoding="utf-8")
+    averaged = run_python("-m", "fleetx.launch", "--nproc_per_node", "2", "averaging.py", folder=tmp_path)
+    assert averaged.returncode == 0, averaged.stdout + averaged.stderr
+    # Update 40 is two after the round of 38; both workers' waits are told.
+    assert re.search(r"^4 True \{0: [\d.e-]+, 1: [\d.e-]+\}$", averaged.stdout, flags=re.MULTILINE), averaged.stdout
+    assert load_file(tmp_path / "model.safetensors")["3.weight"].shape == (4, 32)
     for _ in range(2):  # the second finds the checkpoint of the first, and has nothing left to do
         saved = run_python("-c", saving, folder=tmp_path)
         assert saved.returncode == 0, saved.stderr

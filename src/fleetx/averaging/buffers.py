@@ -97,12 +97,15 @@ class Buffers:
     # --- averaged() ---------------------------------------------------------------------------------------------
 
     def own(self) -> list[Tensor]:
-        """Copies of the floating ones, to be put back to the bit."""
-        return [buffer.clone() for buffer in self._present()]
+        """Copies of them all, to be put back to the bit: a forward in training mode counts too."""
+        return [buffer.clone() for buffer in self._all()]
 
     def put_back(self, own: list[Tensor]) -> None:
         if own:
-            torch._foreach_copy_(self._present(), own)
+            torch._foreach_copy_(self._all(), own)
+
+    def _all(self) -> list[Tensor]:
+        return [*self._present(), *(buffer_of(owner) for owner in self._integers)]
 
     def show_mean(self, comm: Comm) -> None:
         if self._floats:

@@ -105,9 +105,12 @@ class Averaging:
         """Right after a round among all."""
         return self._wire.overlap_steps == 0
 
-    def refuse_training(self) -> None:
+    def refuse_inside(self) -> None:
         if self._showing_mean:
-            raise FleetError("inside `with optimizer.averaged():` the weights are not this rank's own. Train outside of it.")
+            raise FleetError(
+                "inside `with optimizer.averaged():` the weights are the mean of all ranks', and each rank's own come back at "
+                "its end: a step would be lost, and a checkpoint wrong. Train and save outside of it."
+            )
 
     # --- the life of a period ---------------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class Averaging:
     @torch.no_grad()
     def average_now(self, step: Step, news: News) -> None:
         """A whole round among all, whatever the schedule says, which stays as it is. Every rank calls it."""
-        self.refuse_training()
+        self.refuse_inside()
         if not self._begun:
             return
         if self._flying is not None:
@@ -254,7 +257,7 @@ class Averaging:
     @contextlib.contextmanager
     def mean_shown(self) -> Iterator[None]:
         """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards. Every rank enters it."""
-        self.refuse_training()
+        self.refuse_inside()
         if not self._begun or self._comm.size == 1:
             yield
             return

@@ -80,7 +80,7 @@ class Values:
     # --- averaged() ---------------------------------------------------------------------------------------------
 
     def own(self) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Copies of this rank's weights and floating buffers, to be put back to the bit."""
+        """Copies of this rank's weights and buffers, to be put back to the bit."""
         weights = [[param.clone() for param in piece.params] for piece in self._pieces]
         return weights, self._buffers.own() if self._buffers is not None else []
 
