@@ -14,6 +14,7 @@ import torch
 import cifar10
 from fleetx.errors import ConfigError
 from localsgd_methods import Settings
+from localsgd_throughput import TURNS
 from localsgd_training import Training
 
 PAGE = Path(__file__).parents[1] / "docs" / "localsgd.md"
@@ -45,8 +46,7 @@ def flags_of(arguments: Sequence[str] | None, about: str | None = None) -> argpa
     several("--models", MODELS, "networks of --throughput", str, "MODEL")
     several("--rates", (1000.0, 100.0), "of the links, in Mbit/s", float, "MBIT")
     value("--hosts", 2, "between which --throughput trains, one rank on each", type=int)
-    value("--row-seconds", 10.0, "about so long each row of --throughput is timed", type=float)
-    value("--turns", 1, "how often all rows are measured; of each the one with the median step counts", type=int)
+    value("--turns", TURNS, "of --throughput; in each, every method makes one block of whole periods", type=int)
     several("--seeds", (1, 2, 3), "of the final runs", int, "SEED")
     several("--lrs", (1.0, 0.5, 2.0), "of --tune, in each method's given learning rate", float, "FACTOR")
     value("--seconds", math.inf, "no run of --accuracy begins that would end later", shown="no limit", type=float)
@@ -67,10 +67,10 @@ def flags_of(arguments: Sequence[str] | None, about: str | None = None) -> argpa
 
 
 def checked(flags: argparse.Namespace) -> argparse.Namespace:
-    if not flags.seconds >= 0 or not 0 < flags.row_seconds < math.inf:
-        raise ConfigError(f"--seconds {flags.seconds} --row-seconds {flags.row_seconds}: no negative time, and a row takes some.")
-    if flags.turns < 1:
-        raise ConfigError(f"--turns is {flags.turns}; it must be at least 1.")
+    if not flags.seconds >= 0:
+        raise ConfigError(f"--seconds is {flags.seconds}; it must be a number of at least 0.")
+    if flags.turns < 2:
+        raise ConfigError(f"--turns is {flags.turns}; post-local SGD has two parts: write at least 2.")
     if flags.hosts < 2:
         raise ConfigError(f"--hosts is {flags.hosts}; one alone has nobody to talk to: write at least 2.")
     for model in flags.models:

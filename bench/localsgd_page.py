@@ -46,12 +46,11 @@ Fleet's own table, of ResNet-50 on ImageNet with 4 x 8 V100, has k = 16 at +14 %
 
 THROUGHPUT = """\
 - **Links** ({device}, torch {torch}, commit {commit}): each host is a network namespace with a link of the given rate to one
-  switch (`bench/cluster.py`), one rank with one thread on each. All methods of a table ran one after the other in the same
-  processes, with the same network, batch and SGD with momentum.
-- **A step** is the share of a whole period, which ends with its exchange: the median over several periods. Of ADACOMM, whose
+  switch (`bench/cluster.py`), one rank with one thread on each. All methods of a table ran in the same processes, in turns:
+  in each turn every method made a block of whole periods. Network, batch and SGD with momentum are the same for all.
+- **A step** is the share of a whole period, which ends with its exchange: the median over all periods. Of ADACOMM, whose
   periods vary, it is the mean over a training in miniature, with a learning rate that falls in a line; of post-local SGD the
-  mean of its two parts, each measured. "Of no communication" compares with the same training without any exchange, the median
-  of three measurements, at the start, in the middle and at the end.
+  mean of its two parts, each measured. "Of no communication" compares with the same training without any exchange.
 - **Bytes** are those that the link of one rank has sent in a step, less headers."""
 
 ACCURACY = """\

@@ -31,37 +31,23 @@ def link_of(record: Record) -> str:
 
 
 def throughput(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """By link: every method's row, what they have in common, and the fit."""
+    """By link: every method's last row, what they have in common, and the fit."""
     tables: dict[str, dict[str, Any]] = {}
     for link in sorted({link_of(r) for r in records}, key=lambda name: (name.split(",")[0], -float(name.split()[-2]))):
         own = [record for record in records if link_of(record) == link]
-        rows = {method: middle_row([r for r in own if r["method"] == method]) for method in METHODS if _has(own, method)}
-        last_run = own[-1]["run"]
-        alone = [r["step_ms"] for r in own if r["method"] == ALONE and r["run"] == last_run]
+        last = {record["method"]: dict(record) for record in own}
+        rows = {method: last[method] for method in METHODS if method in last}
         fixed = {k: rows[name]["step_ms"] for name, k in FIXED.items() if name in rows and "step_ms" in rows[name]}
         fitted = fit(fixed)
         tables[link] = {
             "rows": rows,
             "batch": own[-1]["batch"],
             "ranks": own[-1]["hosts"],
-            "alone_ms": round(statistics.median(alone), 3) if alone else None,
-            "alone_range_ms": [min(alone), max(alone)] if alone else None,
+            "alone_ms": last[ALONE]["step_ms"] if ALONE in last else None,
             "fit_ms": None if fitted is None else [round(one, 3) for one in fitted],
             "fit_error": None if fitted is None else worst_error(fixed, fitted),
         }
     return tables
-
-
-def middle_row(records: Sequence[Record]) -> dict[str, Any]:
-    """Of one method: the row with the median step of its last run, the slower one of two."""
-    last = [record for record in records if record["run"] == records[-1]["run"]]
-    if "why_not" in last[-1]:
-        return dict(last[-1])
-    return dict(sorted(last, key=lambda record: record["step_ms"])[len(last) // 2])
-
-
-def _has(records: Sequence[Record], method: str) -> bool:
-    return any(record["method"] == method for record in records)
 
 
 def worst_error(steps: Mapping[int, float], fitted: tuple[float, float]) -> float:

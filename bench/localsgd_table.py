@@ -8,7 +8,7 @@
     python bench/localsgd_table.py --smoke          both in seconds, on any machine; nothing is kept
 
 Each row or run appends a line to a file in --out at once. A training that is there already, or in --earlier, is not repeated;
-of rows those of the last call count. `--seconds` limits the trainings. The methods are in bench/localsgd_methods.py. The last
+of rows the last counts. `--seconds` limits the trainings. The methods are in bench/localsgd_methods.py. The last
 line is one JSON object with everything, kept in bench/results/localsgd_table.json; the explanation is in docs/localsgd.md.
 """
 
@@ -57,7 +57,6 @@ def measure_throughput(flags: argparse.Namespace, settings: Settings, width: int
         "methods": choose(flags.methods, METHODS),
         "settings": asdict(settings),
         "width": width,
-        "row_seconds": flags.row_seconds,
         "turns": flags.turns,
         "out": str(throughput_file(flags.out).resolve()),
     }
@@ -154,7 +153,7 @@ def smoke(flags: argparse.Namespace, training: Training, settings: Settings) -> 
         rows = {
             "model": "tiny",
             "settings": asdict(settings),
-            "row_seconds": 0.01,
+            "turns": 2,
             "out": str(throughput_file(flags.out)),
             "facts": facts,
         }

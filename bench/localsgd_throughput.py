@@ -1,16 +1,16 @@
-"""One rank of the throughput part of bench/localsgd_table.py: all methods one after the other, timed over whole periods.
+"""One rank of the throughput part of bench/localsgd_table.py: all methods in turns, block by block, over whole periods.
 
     python bench/cluster.py --hosts 2 --rate 1000 bench/localsgd_throughput.py '{"model": "mlp", "out": "rows.jsonl"}'
 
-Every time is that of a whole period, which ends when all ranks have met; a step is a period's share, the median of several.
-ADACOMM's periods vary: it goes through a training in miniature, with the learning rate falling in a line, and its step is the
-mean over all of it. Post-local SGD has two parts, synchronous and local, timed apart; its step is their mean by their shares.
+A shared machine is not always equally fast: so every method makes one block in each turn, in an order that moves on. A block is
+of whole periods, and ends when all ranks have met. A step is a period's share of its time, the median of all. ADACOMM's
+periods vary: it goes through a training in miniature, with the learning rate falling in a line, and its step is the mean over
+all of it. Post-local SGD is synchronous in the first half of the turns; its step is the mean of both parts by their shares.
 Rank 0 appends a line of JSON for each row.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
@@ -24,176 +24,218 @@ from typing import Any
 
 from count_bytes import payload_bytes
 from fleetx import fleet
-from localsgd_contest import LR, Case, Contestant, NotHere, cases, contestant
+from localsgd_contest import LR, Contestant, NotHere, cases, contestant
 from localsgd_methods import ADACOMM, ALONE, METHODS, POST_LOCAL, Settings, first_period
 
-LEAST_PERIODS, MOST_STEPS = {1: 3, 2: 3, 4: 3}, 96
-"""At least so many periods of this length, of longer ones 2."""
-MINIATURE_STEPS, MINIATURE_BEGIN = 40, 2
-POST_LOCAL_BEGIN = 5
+PERIODS_IN_BLOCK = {1: 4, 2: 2}
+"""Of longer ones one."""
 WARM_STEPS, LONG = 2, 4
-
-
-class Link:
-    """What this rank has put on the wire, by the link's own counter; None where no link is known."""
-
-    def __init__(self) -> None:
-        self.interface = os.environ.get("GLOO_SOCKET_IFNAME")
-
-    def sent(self) -> int | None:
-        return None if self.interface is None else payload_bytes(self.interface)
+MINIATURE_STEPS, MINIATURE_BEGIN = 40, 2
+DENSE_BLOCK = 3
+TURNS = 4
 
 
 class Clock:
-    """Steps of one contestant, timed, with what they sent."""
+    """Steps of one contestant, timed, with what this rank put on the wire in them: by the reports, and by its link."""
 
-    def __init__(self, contestant: Contestant, link: Link) -> None:
-        self.contestant, self.link = contestant, link
-        self.made = 0
-        self.counted_bytes = 0
-        self.counts = False
+    def __init__(self, contestant: Contestant) -> None:
+        self.contestant = contestant
+        self.interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        self.made, self.counted_bytes, self.counts = 0, 0, False
         self.rounds_at: list[int] = []
 
-    def steps(self, count: int, lr: Callable[[int], float] = lambda step: LR) -> float:
-        """Seconds of so many steps."""
+    def step(self, lr: float = LR) -> float:
+        """Its seconds."""
         start = time.perf_counter()
-        for _ in range(count):
-            self.made += 1
-            report = self.contestant.step(lr(self.made))
-            if report is not None:
-                self.counts = True
-                self.counted_bytes += report.bytes_sent
-                if report.averaged:
-                    self.rounds_at.append(self.made)
-        return time.perf_counter() - start
+        report = self.contestant.step(lr)
+        seconds = time.perf_counter() - start
+        self.made += 1
+        if report is not None:
+            self.counts = True
+            self.counted_bytes += report.bytes_sent
+            if report.averaged:
+                self.rounds_at.append(self.made)
+        return seconds
 
-    def metered(self, timed: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-        """What `timed` returns, and the bytes of one of its steps."""
+    def steps(self, count: int) -> float:
+        return sum(self.step() for _ in range(count))
+
+    def sent(self) -> int | None:
+        """By the link's own counter; None where no link is known."""
+        return None if self.interface is None else payload_bytes(self.interface)
+
+
+class Part:
+    """What several blocks of one kind have in common: seconds of each whole period, and the bytes of a step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.shares: list[float] = []
+        self.seconds, self.steps, self.link_bytes, self.counted_bytes = 0.0, 0, 0, 0
+
+    def block(self, period: int, count: int) -> None:
+        def periods() -> None:
+            for _ in range(count):
+                self.note(self.clock.steps(period), period)
+
+        self.metered(periods)
+
+    def note(self, seconds: float, period: int) -> None:
+        self.shares.append(seconds / period)
+        self.seconds += seconds
+        self.steps += period
+
+    def metered(self, timed: Callable[[], None]) -> None:
         fleet.util.barrier()
-        steps, counted, sent = self.made, self.counted_bytes, self.link.sent()
-        result = timed()
+        counted, sent = self.clock.counted_bytes, self.clock.sent()
+        timed()
         fleet.util.barrier()  # who is past it has all that the others sent
-        made, now = self.made - steps, self.link.sent()
-        link = None if sent is None or now is None else round((now - sent) / made)
-        return result, {
-            "steps": made,
-            "link_bytes_per_step": link,
-            "counted_bytes_per_step": round((self.counted_bytes - counted) / made) if self.counts else None,
-        }
+        self.counted_bytes += self.clock.counted_bytes - counted
+        self.link_bytes += (self.clock.sent() or 0) - (sent or 0)
+
+    def bytes_per_step(self) -> tuple[float | None, float | None]:
+        """By the link, and by the reports."""
+        link = None if self.clock.interface is None else self.link_bytes / self.steps
+        return link, self.counted_bytes / self.steps if self.clock.counts else None
 
 
-def periods_wanted(first: float, period: int, row_seconds: float) -> int:
-    """How many periods as long as the first fit in the time of a row, within bounds."""
-    most = max(1, MOST_STEPS // period)
-    return max(LEAST_PERIODS.get(period, 2), min(most, int(row_seconds / max(first, 1e-9))))
+class FixedRow:
+    """One period for ever; that of synchronous training is 1."""
+
+    def __init__(self, clock: Clock, period: int) -> None:
+        self.clock, self.period, self.part = clock, period, Part(clock)
+
+    def warm(self) -> None:
+        first = self.clock.contestant.first_round
+        # A long period is mostly computation, and warm after one update; on a slow link each averaging saved is seconds.
+        self.clock.steps(first + (self.period if self.period <= LONG else 0))
+
+    def block(self, turn: int) -> None:
+        self.part.block(self.period, PERIODS_IN_BLOCK.get(self.period, 1))
+
+    def figures(self) -> dict[str, Any]:
+        shares = self.part.shares
+        step, bounds = statistics.median(shares), [ms(min(shares)), ms(max(shares))]
+        return {"step_ms": ms(step), "range_ms": bounds, **told_bytes(*self.part.bytes_per_step()), "steps": self.part.steps}
 
 
-def whole_periods(clock: Clock, period: int, row_seconds: float) -> list[float]:
-    """Seconds of each. Rank 0 says how many, so that all stop at the same one."""
-    first = clock.steps(period)
-    wanted = fleet.util.all_gather(periods_wanted(first, period, row_seconds))[0]
-    return [first, *(clock.steps(period) for _ in range(wanted - 1))]
+class PostLocalRow:
+    def __init__(self, clock: Clock, settings: Settings, turns: int) -> None:
+        self.clock, self.period, self.share = clock, settings.post_local_k, settings.post_local_share
+        self.dense_turns = turns // 2
+        self.dense, self.local = Part(clock), Part(clock)
+
+    def warm(self) -> None:
+        self.clock.steps(WARM_STEPS)
+
+    def block(self, turn: int) -> None:
+        if turn < self.dense_turns:
+            self.dense.block(1, DENSE_BLOCK)
+        else:
+            self.local.block(self.period, 1)
+
+    def figures(self) -> dict[str, Any]:
+        early, late = (statistics.median(part.shares) for part in (self.dense, self.local))
+        sent = [self._mixed(*pair) for pair in zip(self.dense.bytes_per_step(), self.local.bytes_per_step(), strict=True)]
+        steps = self.dense.steps + self.local.steps
+        return {"step_ms": ms(self._mixed(early, late)), "parts_ms": [ms(early), ms(late)], **told_bytes(*sent), "steps": steps}
+
+    def _mixed(self, early: float | None, late: float | None) -> Any:
+        return None if early is None or late is None else self.share * early + (1 - self.share) * late
 
 
-def fixed_row(clock: Clock, period: int, row_seconds: float) -> dict[str, Any]:
-    first = clock.contestant.first_round
-    # A long period is mostly computation, and warm after one update; on a slow link each averaging saved is seconds.
-    clock.steps(first + (period if period <= LONG else 0))
-    seconds, figures = clock.metered(lambda: whole_periods(clock, period, row_seconds))
-    shares = [one / period for one in seconds]
-    return {"step_ms": ms(statistics.median(shares)), "range_ms": [ms(min(shares)), ms(max(shares))], **figures}
+class AdaptiveRow:
+    """From the last synchronous update on: each block goes on to the averaging that ends its last period."""
+
+    def __init__(self, clock: Clock, turns: int) -> None:
+        self.clock, self.turns, self.part = clock, turns, Part(clock)
+
+    def warm(self) -> None:
+        self.clock.steps(MINIATURE_BEGIN)
+
+    def block(self, turn: int) -> None:
+        target = MINIATURE_BEGIN + (turn + 1) * (MINIATURE_STEPS - MINIATURE_BEGIN) / self.turns
+        if self.clock.made < target:
+            self.part.metered(lambda: self._periods(target))
+
+    def _periods(self, target: float) -> None:
+        while self.clock.made < target:
+            before, rounds, seconds = self.clock.made, len(self.clock.rounds_at), 0.0
+            while len(self.clock.rounds_at) == rounds:
+                seconds += self.clock.step(falling(self.clock.made + 1))
+            self.part.note(seconds, self.clock.made - before)
+
+    def figures(self) -> dict[str, Any]:
+        periods = [after - before for before, after in itertools.pairwise([MINIATURE_BEGIN, *self.clock.rounds_at])]
+        mean = self.part.seconds / self.part.steps
+        return {"step_ms": ms(mean), "periods": periods, **told_bytes(*self.part.bytes_per_step()), "steps": self.part.steps}
 
 
-def alone_row(clock: Clock, row_seconds: float) -> dict[str, Any]:
-    clock.steps(WARM_STEPS)
-    seconds, figures = clock.metered(lambda: whole_periods(clock, 1, row_seconds / 3))
-    return {"step_ms": ms(statistics.median(seconds)), "range_ms": [ms(min(seconds)), ms(max(seconds))], **figures}
-
-
-def post_local_row(clock: Clock, settings: Settings, row_seconds: float) -> dict[str, Any]:
-    clock.steps(WARM_STEPS)
-    dense, first = clock.metered(lambda: [clock.steps(1) for _ in range(POST_LOCAL_BEGIN - WARM_STEPS)])
-    period = settings.post_local_k
-    local, second = clock.metered(lambda: whole_periods(clock, period, row_seconds / 2))
-    early, late = statistics.median(dense), statistics.median(one / period for one in local)
-    share = settings.post_local_share
-
-    def mixed(name: str) -> int | None:
-        return None if first[name] is None else round(share * first[name] + (1 - share) * second[name])
-
-    names = ("link_bytes_per_step", "counted_bytes_per_step")
-    return {
-        "step_ms": ms(share * early + (1 - share) * late),
-        "parts_ms": [ms(early), ms(late)],
-        "steps": first["steps"] + second["steps"],
-        **{name: mixed(name) for name in names},
-    }
+Row = FixedRow | PostLocalRow | AdaptiveRow
 
 
 def falling(step: int) -> float:
     """The learning rate of a training in miniature: in a line, to a last step that still learns a little."""
-    return LR * min(1.0, (MINIATURE_STEPS + 1 - step) / (MINIATURE_STEPS + 1 - MINIATURE_BEGIN))
-
-
-def adaptive_row(clock: Clock) -> dict[str, Any]:
-    """Timed from the last synchronous update to the last averaging: each period with the averaging that ends it."""
-    clock.steps(MINIATURE_BEGIN, falling)
-    seconds: list[float] = []
-    _, figures = clock.metered(lambda: seconds.extend(clock.steps(1, falling) for _ in range(MINIATURE_BEGIN, MINIATURE_STEPS)))
-    timed = clock.rounds_at[-1] - MINIATURE_BEGIN
-    figures = {name: None if value is None else round(value * figures["steps"] / timed) for name, value in figures.items()}
-    periods = [after - before for before, after in itertools.pairwise([MINIATURE_BEGIN, *clock.rounds_at])]
-    return {"step_ms": ms(sum(seconds[:timed]) / timed), "periods": periods, **figures, "steps": timed}
+    left = max(1, MINIATURE_STEPS + 1 - step)
+    return LR * min(1.0, left / (MINIATURE_STEPS + 1 - MINIATURE_BEGIN))
 
 
 def ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def row(method: str, case: Case, settings: Settings, link: Link, row_seconds: float) -> dict[str, Any]:
-    begin = {ADACOMM: MINIATURE_BEGIN, POST_LOCAL: POST_LOCAL_BEGIN}.get(method, 1)
-    try:
-        made = contestant(method, case, settings, begin)
-    except NotHere as error:
-        return {"why_not": str(error)}
-    clock = Clock(made, link)
-    try:
-        if method == ADACOMM:
-            figures = adaptive_row(clock)
-        elif method == POST_LOCAL:
-            figures = post_local_row(clock, settings, row_seconds)
-        elif method == ALONE:
-            figures = alone_row(clock, row_seconds)
-        else:
-            figures = fixed_row(clock, first_period(method, settings), row_seconds)
-    finally:
-        made.close()
-    ranks = fleet.worker_num()
-    return {**figures, "samples_per_s": round(ranks * case.batch / figures["step_ms"] * 1e3, 2), "ranks": ranks}
+def told_bytes(link: float | None, counted: float | None) -> dict[str, int | None]:
+    both = {"link_bytes_per_step": link, "counted_bytes_per_step": counted}
+    return {name: None if value is None else round(value) for name, value in both.items()}
 
 
-def order(methods: Sequence[str]) -> list[str]:
-    """Training without communication in front, in the middle and at the end: a shared machine is not always equally fast."""
-    middle = len(methods) // 2
-    return [ALONE, *methods[:middle], ALONE, *methods[middle:], ALONE]
+def begin_of(method: str, turns: int) -> int:
+    return {ADACOMM: MINIATURE_BEGIN, POST_LOCAL: WARM_STEPS + DENSE_BLOCK * (turns // 2)}.get(method, 1)
+
+
+def row_of(method: str, clock: Clock, settings: Settings, turns: int) -> Row:
+    if method == ADACOMM:
+        return AdaptiveRow(clock, turns)
+    if method == POST_LOCAL:
+        return PostLocalRow(clock, settings, turns)
+    return FixedRow(clock, first_period(method, settings))
+
+
+def order(methods: Sequence[str], turn: int) -> list[str]:
+    """Each turn begins with another method."""
+    first = turn * len(methods) // TURNS % len(methods)
+    return [*methods[first:], *methods[:first]]
 
 
 def measure(plan: Mapping[str, Any]) -> None:
     """Every row of a plan, on every rank; `facts` go into each line."""
-    settings, facts = Settings(**plan.get("settings", {})), plan.get("facts", {})
+    settings, turns = Settings(**plan.get("settings", {})), plan.get("turns", TURNS)
     case = cases(plan.get("width", 32))[plan["model"]]
-    for method in order(plan.get("methods", METHODS)) * plan.get("turns", 1):
-        began = time.perf_counter()
-        figures = row(method, case, settings, Link(), plan.get("row_seconds", 10.0))
-        gc.collect()  # a model of the row before is in cycles with its hooks
-        record = {"part": "throughput", "model": plan["model"], "method": method, "batch": case.batch, **figures, **facts}
-        record["settings"] = asdict(settings)
-        if fleet.is_first_worker():
-            record["row_seconds"] = round(time.perf_counter() - began, 1)
-            with Path(plan["out"]).open("a") as lines:
-                lines.write(json.dumps(record, allow_nan=False) + "\n")
-            print(told(record), flush=True)
-        fleet.util.barrier()
+    rows: dict[str, Row] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for method in (methods := [ALONE, *plan.get("methods", METHODS)]):
+        try:
+            made = contestant(method, case, settings, begin_of(method, turns))
+        except NotHere as error:
+            figures[method] = {"why_not": str(error)}
+            continue
+        rows[method] = row_of(method, Clock(made), settings, turns)
+        rows[method].warm()
+    for turn in range(turns):
+        for method in order(list(rows), turn):
+            rows[method].block(turn)
+        fleet.util.print_on_rank(f"{plan['model']}: turn {turn + 1} of {turns} is over", 0)
+    ranks = fleet.worker_num()
+    for method, one in rows.items():
+        found = one.figures()
+        figures[method] = {**found, "samples_per_s": round(ranks * case.batch / found["step_ms"] * 1e3, 2), "ranks": ranks}
+        one.clock.contestant.close()
+    common = {"part": "throughput", "model": plan["model"], "batch": case.batch, "turns": turns, "settings": asdict(settings)}
+    if fleet.is_first_worker():
+        records = [{**common, "method": method, **figures[method], **plan.get("facts", {})} for method in methods]
+        with Path(plan["out"]).open("a") as lines:
+            lines.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+        print("\n".join(map(told, records)), flush=True)
 
 
 def told(record: Mapping[str, Any]) -> str:
@@ -203,10 +245,8 @@ def told(record: Mapping[str, Any]) -> str:
     sent = record["link_bytes_per_step"]
     wire = "" if sent is None else f", {sent / 1e6:6.2f} MB a step"
     periods = f", periods {record['periods']}" if "periods" in record else ""
-    return (
-        f"{head} {record['step_ms']:8.1f} ms a step, {record['samples_per_s']:8.1f} samples/s{wire}"
-        f"{periods} ({record['steps']} steps, row of {record['row_seconds']} s)"
-    )
+    timed = f"{record['step_ms']:8.1f} ms a step, {record['samples_per_s']:8.1f} samples/s"
+    return f"{head} {timed}{wire}{periods} ({record['steps']} steps)"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,20 +8,33 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fleetx import fleet
 from fleetx.errors import ConfigError
+from fleetx.report import Report
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
 
 from localsgd_accuracy import Job, Plan, final_jobs, is_done, tuning_jobs  # noqa: E402
+from localsgd_contest import Contestant  # noqa: E402
 from localsgd_flags import flags_of, made  # noqa: E402
 from localsgd_methods import METHODS, OURS, TRAINED, Settings, begin_step, choose, first_period, label, strategy  # noqa: E402
 from localsgd_page import page  # noqa: E402
 from localsgd_summary import accuracy, fit, throughput, training_ms, verdicts, whole_trainings  # noqa: E402
 from localsgd_table import lines, published, summary  # noqa: E402
-from localsgd_throughput import MINIATURE_BEGIN, MINIATURE_STEPS, falling, order, periods_wanted  # noqa: E402
+from localsgd_throughput import (  # noqa: E402
+    MINIATURE_BEGIN,
+    MINIATURE_STEPS,
+    AdaptiveRow,
+    Clock,
+    FixedRow,
+    PostLocalRow,
+    begin_of,
+    falling,
+    order,
+)
 from localsgd_training import Diary, Training, planned  # noqa: E402
 
 USUAL = Settings()
@@ -76,7 +89,7 @@ def test_a_training_out_of_range_is_refused(wrong):
 def test_flags_make_settings_and_refuse_what_cannot_be_measured():
     flags = flags_of(["--init-k", "4", "--epochs", "3"])
     assert made(flags, USUAL) == Settings(init_k=4) and made(flags, Training()).epochs == 3
-    for wrong in (["--hosts", "1"], ["--models", "vgg"], ["--tune"], ["--seconds", "nan"], ["--lrs", "0"], ["--turns", "0"]):
+    for wrong in (["--hosts", "1"], ["--models", "vgg"], ["--tune"], ["--seconds", "nan"], ["--lrs", "0"], ["--turns", "1"]):
         with pytest.raises(ConfigError, match=wrong[0]):
             flags_of(wrong)
 
@@ -84,14 +97,57 @@ def test_flags_make_settings_and_refuse_what_cannot_be_measured():
 # Throughput
 
 
-def test_a_row_has_whole_periods_and_at_least_two():
-    assert periods_wanted(5.0, 16, 10.0) == 2 and periods_wanted(100.0, 16, 10.0) == 2
-    assert periods_wanted(4.0, 1, 10.0) == 3  # a slow link
-    assert periods_wanted(0.001, 16, 10.0) == 6 and periods_wanted(0.001, 1, 10.0) == 96
+def test_each_turn_begins_with_another_method():
+    assert [order(["a", "b", "c", "d"], turn)[0] for turn in range(5)] == ["a", "b", "c", "d", "a"]
+    assert sorted(order(["a", "b", "c"], 3)) == ["a", "b", "c"]
 
 
-def test_training_without_communication_is_measured_three_times():
-    assert order(["a", "b"]) == ["alone", "a", "alone", "b", "alone"]
+class Recorder:
+    """Counts steps, and averages after the 3rd, 5th and 9th, as ADACOMM might, then every fourth."""
+
+    def __init__(self):
+        self.rates = []
+        self.contestant = Contestant(self.step, 1)
+
+    def step(self, lr):
+        self.rates.append(lr)
+        made = len(self.rates)
+        averaged = made in (3, 5, 9) or (made > 9 and made % 4 == 1)
+        return Report(due=True, updated=True, skipped=False, bytes_sent=100 * averaged, averaged=averaged)
+
+
+def test_a_row_of_a_fixed_period_is_timed_over_whole_periods_after_the_first_round(alone):
+    recorder = Recorder()
+    row = FixedRow(Clock(recorder.contestant), 4)
+    row.warm()
+    assert len(recorder.rates) == 5  # one synchronous update, one period
+    for turn in range(3):
+        row.block(turn)
+    figures = row.figures()
+    assert len(recorder.rates) == 17 and figures["steps"] == 12 and figures["counted_bytes_per_step"] == 25
+    assert figures["range_ms"][0] <= figures["step_ms"] <= figures["range_ms"][1] and figures["link_bytes_per_step"] is None
+
+
+def test_blocks_of_adacomm_end_with_an_averaging_and_lose_no_period(alone):
+    recorder = Recorder()
+    row = AdaptiveRow(Clock(recorder.contestant), 2)
+    row.warm()
+    for turn, updates in ((0, 21), (1, 41)):  # the first averagings from the 21st and the 40th update on
+        row.block(turn)
+        assert len(recorder.rates) == updates
+    figures = row.figures()
+    assert figures["periods"] == [1, 2, 4, *[4] * 8] and figures["steps"] == 39 and recorder.rates[-1] > 0
+
+
+def test_post_local_sgd_is_synchronous_in_the_first_half_of_the_turns(alone):
+    recorder = Recorder()
+    row = PostLocalRow(Clock(recorder.contestant), Settings(post_local_k=8), 4)
+    row.warm()
+    for turn in range(4):
+        row.block(turn)
+    assert row.dense.steps == 6 and row.local.steps == 16 and begin_of("post_local", 4) == 8 == 2 + row.dense.steps
+    figures = row.figures()
+    assert figures["step_ms"] == pytest.approx(sum(figures["parts_ms"]) / 2, rel=0, abs=0.001)
 
 
 def test_the_learning_rate_of_the_miniature_falls_in_a_line_after_its_synchronous_updates():
@@ -116,13 +172,11 @@ def rows():
     peer = {"part": "throughput", "model": "mlp", "method": "accelerate_4", "batch": 192, "why_not": "it is not installed"}
     facts = {"device": "a CPU", "torch": "2.13", "commit": "abc", "hosts": 2, "rate_mbit": 100.0, "run": 1}
     facts["settings"] = asdict(USUAL)
-    alone = [row("alone", step) for step in (90.0, 95.0, 200.0)]
-    return [*alone, row("synchronous", 480.0), *fixed, row("adacomm", 150.0, periods=[8, 8, 7]), {**peer, **facts}]
+    return [row("alone", 95.0), row("synchronous", 480.0), *fixed, row("adacomm", 150.0, periods=[8, 8, 7]), {**peer, **facts}]
 
 
-def test_of_several_turns_the_median_row_counts_and_of_an_earlier_call_none():
-    again = [row("k4", step, run=2) for step in (210.0, 190.0, 205.0)]
-    (table,) = throughput([*rows(), *again]).values()
+def test_of_a_row_measured_twice_the_last_counts():
+    (table,) = throughput([*rows(), row("k4", 205.0)]).values()
     assert table["rows"]["k4"]["step_ms"] == 205.0 and table["rows"]["k8"]["step_ms"] == 150.0
     (table,) = throughput(rows()).values()
     assert table["alone_ms"] == 95.0 and table["fit_ms"] == [100.0, 400.0] and table["fit_error"] == 0
@@ -163,10 +217,6 @@ def test_twelve_epochs_are_1171_updates_and_the_warm_up_is_a_tenth_of_them():
 
 
 def test_a_diary_tells_the_periods_that_a_run_went_through():
-    import torch
-
-    from fleetx.report import Report
-
     diary = Diary(20, torch.device("cpu"))
     for update in range(20):
         report = Report(due=True, updated=True, skipped=False, bytes_sent=10, averaged=update + 1 in (6, 10, 14, 20))
