@@ -18,7 +18,7 @@ strategy.localsgd_configs = {
 }
 
 parser = own_flags()
-configs = X.parse_train_configs(defaults={"lr": 0.01, "data": "digits", "strategy": strategy}, parser=parser)
+configs = X.parse_train_configs(defaults={"lr": 0.002, "data": "digits", "strategy": strategy}, parser=parser)
 steps = parser.parse_args(configs.rest).steps
 fleet.init()
 
