@@ -18,8 +18,10 @@ from ..comm import Comm, Pending
 from ..layout import bucket_runs
 from .outer import OuterRule, outer_move
 
-PIECE_BYTES = 32 * 2**20
-"""While one piece travels the next is made ready. Smaller ones would be latency, larger ones would wait for each other."""
+PIECES_WANTED = 6
+SMALLEST_PIECE_BYTES, LARGEST_PIECE_BYTES = 4 * 2**20, 32 * 2**20
+"""While one piece travels the next is made ready, and the one before is settled: what training waits for beside the link is the
+first one's start and the last one's end. Smaller ones would be latency."""
 STRETCH = 2**17
 """Elements: a few arrays of them fit in a core's cache."""
 Master: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -158,4 +160,6 @@ def _rows(dtype: torch.dtype) -> Tensor:
 
 
 def pieces_of(params: Mapping[str, nn.Parameter], rule: OuterRule, wire_dtype: torch.dtype) -> list[Piece]:
-    return [Piece(run, rule, wire_dtype) for run in bucket_runs(list(params.items()), bucket_bytes=PIECE_BYTES)]
+    total = sum(param.nbytes for param in params.values())
+    piece_bytes = min(max(total // PIECES_WANTED, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
+    return [Piece(run, rule, wire_dtype) for run in bucket_runs(list(params.items()), bucket_bytes=piece_bytes)]
