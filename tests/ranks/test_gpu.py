@@ -42,8 +42,19 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "lars": True, "amp": True, "amp_configs": {"dtype": "float16"}, "clip_norm": True,
         "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2},
     },
+    "localsgd": {"localsgd": True, "localsgd_configs": {"k_steps": 3}},
+    "localsgd_overlap": {"localsgd": True, "localsgd_configs": {"k_steps": 4, "overlap_steps": 2, "outer_momentum": 0.5}},
+    "localsgd_fp16": {
+        "localsgd": True, "localsgd_configs": {"k_steps": 3, "wire_dtype": "bfloat16", "average_state": True},
+        "amp": True, "amp_configs": {"dtype": "float16"},
+    },
+    "adaptive_localsgd": {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 2}},
+    "localsgd_lamb": {"localsgd": True, "localsgd_configs": {"k_steps": 3}, "lamb": True},
 }  # fmt: skip
-TOLERANCE = {"plain": 1e-4, "bf16_wire": 1e-2, "sync_bn": 1e-4, "unused": 1e-4, "lars": 1e-3, "lamb": 1e-2}
+TOLERANCE = {
+    "plain": 1e-4, "bf16_wire": 1e-2, "sync_bn": 1e-4, "unused": 1e-4, "lars": 1e-3, "lamb": 1e-2,
+    "localsgd": 1e-4, "localsgd_overlap": 1e-4, "adaptive_localsgd": 1e-3, "localsgd_lamb": 1e-2,
+}  # fmt: skip
 """LAMB as Adam: where a gradient is rounding noise, so is the direction of a full step."""
 
 
@@ -60,7 +71,8 @@ def _train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
         x, y = (t.to(fleet.device()) for t in learnable_images(2 * micro + rank))
         report = ours.minimize(F.cross_entropy(model(x), y))
         losses.append(report.loss)
-    state = torch.cat([t.detach().double().cpu().flatten() for t in model.state_dict().values()])
+    with ours.averaged():  # the ranks' own, where they do not train alone
+        state = torch.cat([t.detach().double().cpu().flatten() for t in model.state_dict().values()])
     return {"state": state, "losses": losses, "device": str(next(model.parameters()).device), "skipped": report.skipped}
 
 
