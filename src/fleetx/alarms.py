@@ -36,8 +36,12 @@ class AlarmReader:
             torch.cuda.current_stream(sums.device).synchronize()
             *alarms, value = host.tolist()
             return Alarms(*alarms), value
-        found = self._buckets.own_alarms() if sums is None else Alarms(*sums.tolist())
-        return found, None if norm is None else float(norm)
+        if sums is not None:
+            return Alarms(*sums.tolist()), None if norm is None else float(norm)
+        own = self._buckets.own_alarms()
+        if norm is not None and isinstance(own.bad_losses, Tensor):  # 0 or NaN on the device: one number, one wait
+            norm, own = norm + own.bad_losses, own._replace(bad_losses=0.0)
+        return own, None if norm is None else float(norm)
 
     def _to_host(self, sums: Tensor, norm: Tensor | None) -> Tensor:
         if self._host is None:

@@ -110,6 +110,7 @@ class Checks:
         """A checkpoint was loaded: what is under way is of the weights before."""
         self.alarms.forget()
         self.ranks.forget()
+        self.unheard.forget()
 
     def _heed(self, alarms: Alarms) -> None:
         """Every rank has the same sums, and does the same."""

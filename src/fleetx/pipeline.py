@@ -126,6 +126,8 @@ class Pipeline:
         if self.window.closed:
             self.index += 1
             self._checks.finite.settle_buffers(finite=self._finite, alone=self._alone)
+            if self._alone:  # others may have kept theirs, and wait for this rank if a round is due
+                self._average()
         if self.window.closed or self.window.broken:
             self.window = Window()
         if self.window.micro_steps == 0:
@@ -198,7 +200,7 @@ class Pipeline:
         self.stages.backward.settle(finite=finite)
         averaged = self._average()
         report = self._report(due=True, updated=finite, loss_scale=scale, averaged=averaged)
-        self.weighing.learn(self.window, alone=self.stages.reduce.is_local())
+        self.weighing.learn(self.window, alone=self._alone)
         self.window = Window()
         self.buckets.finish_window(recycle=recycle)
         progress.at_step(self.index + 1)
@@ -234,7 +236,11 @@ class Pipeline:
         return self.comm.size > 1 and self.stages.reduce.is_local()
 
     def average_now(self) -> None:
-        """Every rank calls it. Between windows: gradients of one half filled are of the weights before."""
+        """Every rank calls it, between windows: gradients of one half filled are of the weights, and the scale, before."""
+        if self.window.micro_steps:
+            raise FleetError(
+                "optimizer.average() inside a merge window. Call optimizer.flush() first, or wait until it is closed."
+            )
         if self.stages.average is not None:
             self.stages.average.average_now(self._step(self.index), self._news())
             self._checks.finite.remember()
@@ -298,13 +304,11 @@ class Pipeline:
 
     def counters(self) -> dict[str, Any]:
         """What the pipeline itself remembers; equal on all ranks, except where they train alone."""
-        unheard = self._checks.unheard.state_dict()
-        return {"index": self.index, "skipped": self.skipped, **self.weighing.counters(), "unheard": unheard}
+        return {"index": self.index, "skipped": self.skipped, **self.weighing.counters()}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         self._checks.forget()
         self.index, self.skipped = int(counters["index"]), int(counters["skipped"])
-        self._checks.unheard.load_state_dict(counters.get("unheard"))
         self.weighing.load_counters(counters)
 
     def common_buffers(self) -> dict[str, Tensor] | None:
@@ -312,9 +316,12 @@ class Pipeline:
         tail = self.buckets.tail
         return self._checks.finite.good() if tail is None else tail.common()
 
-    def load_common_buffers(self, common: Mapping[str, Tensor] | None) -> None:
+    def good_buffers(self) -> dict[str, Tensor] | None:
+        """Of a rank that trains alone: its own floating buffers after its last update."""
+        return self._checks.finite.good() if self.trains_alone else None
+
+    def load_common_buffers(self, common: Mapping[str, Tensor] | None, good: Mapping[str, Tensor] | None) -> None:
         """None: they are what the buffers hold now."""
         if self.buckets.tail is not None:
             self.buckets.tail.resume(common)
-        # Of a rank that trains alone its own buffers are the last good ones.
-        self._checks.finite.resume(None if self.stages.reduce.is_local() else common)
+        self._checks.finite.resume(good if self.trains_alone else common)

@@ -15,6 +15,8 @@ from .comm import Comm, sharding_of
 from .errors import ConfigError
 from .pairs import owner_of
 
+OUTSIDE = "(outside the model"
+"""How the name of a trained parameter begins that no module has."""
 BROADCAST_BYTES = 64 * 2**20
 
 
@@ -48,7 +50,7 @@ def named_trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Para
     named = {plain_name(name): p for name, p in model.named_parameters() if id(p) in wanted}
     inside = {id(p) for p in named.values()}
     outside = [p for i, p in wanted.items() if i not in inside]
-    named.update({f"(outside the model {i})": p for i, p in enumerate(outside)})
+    named.update({f"{OUTSIDE} {i})": p for i, p in enumerate(outside)})
     if not inside:
         raise ConfigError(
             "the optimizer holds no trainable parameter of this model. Build it on model.parameters(), "

@@ -1,6 +1,7 @@
 """All that a pair's training state is, beyond the model: taken between two micro-steps, put back to the bit.
 
 inner       the torch optimizer's own state dict, and the name of each parameter it counts by number
+outside     trained parameters that no module has
 window      the micro-steps of a half-filled window: gradients summed so far, losses, weights
 stages      what each part of the strategy remembers (loss scale, residuals, ...)
 common      the floating buffers after the last update, from which the ranks' changes are averaged; a skip goes back to them
@@ -13,11 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .errors import CheckpointError
 from .optimizer import FleetOptimizer
 from .optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
 from .pipeline import Pipeline
+from .placement import OUTSIDE
 from .window import Window
 
 STAGES = ("backward", "reduce", "average")
@@ -46,12 +49,15 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
         },
         "stages": {name: _stage_state(pipeline, name) for name in STAGES},
         "common": pipeline.common_buffers(),
+        "good": pipeline.good_buffers(),
+        "outside": {name: param.detach() for name, param in _outside(pipeline).items()},
         "noise_scale": pipeline.meter.state_dict(),
     }
 
 
 def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:
     """Raise if this state is another pair's; nothing is changed."""
+    optimizer.pipeline.refuse_inside_averaged()
     mine, saved = parameter_names(optimizer), state["names"]
     if sorted(mine) != sorted(saved):
         only_saved, only_mine = sorted(set(saved) - set(mine)), sorted(set(mine) - set(saved))
@@ -68,11 +74,28 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
         )
     for name in STAGES:
         theirs, ours = state["stages"].get(name) or {}, _stage_state(optimizer.pipeline, name)
-        if theirs and set(theirs) != set(ours):
+        if theirs and name == "average":
+            _check_average(optimizer.pipeline, theirs)
+        elif theirs and set(theirs) != set(ours):
             raise CheckpointError(
                 f"the checkpoint holds the state of another {name} stage ({', '.join(sorted(theirs))}) than this strategy's "
                 f"({', '.join(sorted(ours)) or 'none'}). Resume with the strategy that saved it."
             )
+
+
+def _check_average(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:
+    if pipeline.stages.average is None:
+        raise CheckpointError(
+            "it was saved under Local SGD, and this strategy has none. Resume with the strategy that saved it; or write the "
+            "average there, by fleet.save_model(path, model, optimizer), and start from that file."
+        )
+    pipeline.stages.average.check_state_dict(saved)
+
+
+def _outside(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Trained parameters that belong to no module, and are in no model's state dict."""
+    named = {name: param for bucket in pipeline.buckets for name, param in zip(bucket.names, bucket.params, strict=True)}
+    return {name: param for name, param in named.items() if name.startswith(OUTSIDE)}
 
 
 @torch.no_grad()
@@ -96,7 +119,10 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
             stage.load_state_dict(saved)
         elif stage is pipeline.stages.average and pipeline.stages.average is not None:
             pipeline.stages.average.forget()
-    pipeline.load_common_buffers(state["common"])
+    pipeline.load_common_buffers(state["common"], state.get("good"))
+    for name, param in _outside(pipeline).items():
+        if name in state.get("outside", {}):
+            param.copy_(state["outside"][name])
     pipeline.meter.load_state_dict(state.get("noise_scale"), device)
 
 

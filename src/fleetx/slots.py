@@ -137,10 +137,9 @@ class Average(Protocol):
 
     @property
     def period(self) -> int | None: ...
-    @property
-    def keeps_ranks_equal(self) -> bool:
-        """Right after a round among all ranks."""
 
+    keeps_ranks_equal: bool
+    """Whether the last round has left the same weights on all of its ranks."""
     waits: dict[int, float] | None
 
     def attach(self, *, update: Optimizer, heed: Callable[[list[Any]], None]) -> None: ...
@@ -152,6 +151,7 @@ class Average(Protocol):
     def refuse_inside(self) -> None:
         """Raise while the mean of all ranks is shown in place of a rank's own weights."""
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def forget(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -8,7 +8,7 @@ Floating buffers (BatchNorm statistics) are averaged; integers come from rank 0,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias, final
 
 import torch
@@ -59,6 +59,13 @@ def buffer_of(owner: Owner) -> Tensor:
     return buffer
 
 
+def reshaped(name: str, now: Sequence[int], before: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"buffer `{name}` has the shape {tuple(now)}, and had {tuple(before)} in fleet.distribute(...): buffers travel with "
+        "gradients and weights, at a fixed place. Keep its shape, or make it a plain attribute of its module."
+    )
+
+
 class SortedBuffers(NamedTuple):
     floats: dict[str, Owner]
     integers: dict[str, Owner]
@@ -99,7 +106,7 @@ class Tail:
     @torch.no_grad()
     def pack(self, out: Tensor, *, alarms: Alarms, used: list[bool] | None) -> None:
         """Write this rank's share; `out` is then summed over ranks."""
-        self._warn_of_changed_tables()
+        self.warn_of_changed_tables()
         _write_alarms(out, alarms)
         start = ALARMS + self.flags
         if used is not None:
@@ -122,11 +129,7 @@ class Tail:
         except RuntimeError:
             for name, buffer, view in zip(self._names, buffers, self._now_views, strict=True):
                 if buffer.shape != view.shape:
-                    raise ConfigError(
-                        f"buffer `{name}` has the shape {tuple(buffer.shape)}, and had {tuple(view.shape)} in "
-                        "fleet.distribute(...): buffers travel with the gradients, at a fixed place. Keep its shape, or make it "
-                        "a plain attribute of its module."
-                    ) from None
+                    raise reshaped(name, buffer.shape, view.shape) from None
             raise
 
     @torch.no_grad()
@@ -159,7 +162,7 @@ class Tail:
         for name, (module, key, _) in self._watched.items():  # loading a checkpoint is no change by the training
             self._watched[name] = (module, key, _mark(buffer_of((module, key))))
 
-    def _warn_of_changed_tables(self) -> None:
+    def warn_of_changed_tables(self) -> None:
         for name, (module, key, seen) in list(self._watched.items()):
             buffer = module._buffers[key]
             if buffer is not None and _mark(buffer) != seen:

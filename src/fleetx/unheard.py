@@ -5,7 +5,7 @@ One rank that raised by itself would leave the others waiting in the next averag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -30,8 +30,13 @@ class Unheard:
     def note_missing(self, names: Sequence[str]) -> None:
         self.missing = self.missing or list(names)
 
+    def forget(self) -> None:
+        self.failed_at, self.why, self.missing = 0, "", []
+
     def heed(self, rows: Sequence[Any], comm: Comm) -> None:
-        """Every rank is here with the same rows, and so all of them gather, or none does."""
+        """Every rank is here with the same rows, and so all of them gather, or none does.
+
+        A checkpoint holds nothing of this: the run that saved it has heard, or was ended otherwise."""
         if any(row.missing for row in rows):
             raise ConfigError(missing_gradients_message(comm.gather_json(self.missing)))
         if any(row.failed_at for row in rows):
@@ -42,12 +47,3 @@ class Unheard:
                 f"{'; '.join(told)}. All ranks stop at this averaging, before it changes a weight. Look at the data and the "
                 'learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"failed_at": self.failed_at, "why": self.why, "missing": list(self.missing)}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """None: of a checkpoint before there was anything to hear."""
-        held = state or {}
-        self.failed_at, self.why = int(held.get("failed_at", 0)), str(held.get("why", ""))
-        self.missing = list(held.get("missing", []))

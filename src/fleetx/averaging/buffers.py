@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Comm, Pending
-from ..tail import apply_change, average_of_change, buffer_of, sort_buffers
+from ..tail import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
 
 
 @final
@@ -22,6 +22,7 @@ class Buffers:
         found = sort_buffers(model)
         self._floats, self._integers = found.floats, list(found.integers.values())
         present = [buffer_of(owner) for owner in self._floats.values()]
+        self._shapes = [buffer.shape for buffer in present]
         wide = any(buffer.dtype == torch.float64 for buffer in present)
         dtype = torch.float64 if wide else torch.float32
         self.common = torch.zeros(sum(buffer.numel() for buffer in present), dtype=dtype, device=device)
@@ -46,8 +47,12 @@ class Buffers:
         return [part.view(buffer.shape) for part, buffer in zip(parts, present, strict=True)]
 
     def _read(self, flat: Tensor) -> None:
-        if self._floats:
-            torch._foreach_copy_(self._views(flat), self._present())
+        if not self._floats:
+            return
+        for name, buffer, shape in zip(self._floats, self._present(), self._shapes, strict=True):
+            if buffer.shape != shape:
+                raise reshaped(name, buffer.shape, shape)
+        torch._foreach_copy_(self._views(flat), self._present())
 
     def _write(self, flat: Tensor) -> None:
         if self._floats:
@@ -74,9 +79,9 @@ class Buffers:
         if not inside:
             self.common.copy_(average)
         if self._sent is not None:
-            now = torch.empty_like(average)
+            now, change = torch.empty_like(average), average - self._sent
             self._read(now)
-            average = now.add_(average - self._sent)
+            average = torch.where(change.isfinite(), now + change, average)  # from an infinity there is no change to speak of
         self._write(average)
         self._settle_integers()
         self._sent = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Pending, two_level
-from ..errors import ConfigError, FleetError, FleetWarning
+from ..errors import CheckpointError, ConfigError, FleetError, FleetWarning
 from ..slots import News, Site, Step
 from .outer import OuterRule
 from .period import Period
@@ -69,18 +70,21 @@ class Averaging:
         self.needs_loss = period.needs_loss
         self._values = Values(site, rule, wire.dtype, average_state=average_state)
         self._inside = two_level(site.comm).inside if wire.across_nodes_every > 1 else site.comm
-        self._heed: Callable[[list[Row]], None] = lambda rows: None
+        self._heed: Callable[[], Callable[[list[Row]], None] | None] = lambda: None
         self._begun = False
         self._next = 0
         """The update after which the next round is launched."""
         self._rounds = 0
         self._flying: Round | None = None
         self._loss: Tensor | None = None
-        self._weight, self._weighted = 0.0, False
-        """Sum of the weights since the last round, and whether this run gives any."""
+        self._weight = self._weight_inside = 0.0
+        """Sums of the weights since the last round among all, and since the last of any kind."""
+        self._weighted = False
         self._waited = -1.0
         self.waits: dict[int, float] | None = None
         """Seconds in which each rank waited for the others, in the round before the last."""
+        self.keeps_ranks_equal = False
+        """Whether the last round has left the same weights on all of its ranks."""
         self._showing_mean = False
         self._warned = False
 
@@ -88,7 +92,7 @@ class Averaging:
 
     def attach(self, *, update: torch.optim.Optimizer, heed: Callable[[list[Row]], None]) -> None:
         """`update`: the optimizer that really moves the parameters. `heed` acts on the ranks' news, and may raise on all."""
-        self._heed = heed
+        self._heed = weakref.WeakMethod(heed)  # a cycle would keep a discarded pair alive until somebody collects it
         self._values.moved_by(update)
 
     @property
@@ -99,11 +103,6 @@ class Averaging:
     @property
     def period(self) -> int | None:
         return self.period_rule.now if self._begun else None
-
-    @property
-    def keeps_ranks_equal(self) -> bool:
-        """Right after a round among all."""
-        return self._wire.overlap_steps == 0
 
     def refuse_inside(self) -> None:
         if self._showing_mean:
@@ -135,6 +134,7 @@ class Averaging:
     def _note(self, news: News) -> None:
         self._weighted = news.weight is not None
         self._weight += news.weight or 0.0
+        self._weight_inside += news.weight or 0.0
         if not self.needs_loss or news.loss is None:
             return
         loss = news.loss.double()
@@ -151,7 +151,8 @@ class Averaging:
             pending.wait()
             rows = rows_of(gathered)
             self.period_rule.begin(_mean_loss(rows), rows[0].lr)
-        self._next, self._weight = step.index + self.period_rule.now, 0.0
+        self._next = step.index + self.period_rule.now
+        self._weight = self._weight_inside = 0.0
 
     def _launch(self, step: Step, news: News, *, on_demand: bool = False) -> None:
         self._rounds += not on_demand
@@ -160,13 +161,17 @@ class Averaging:
         if comm.size == 1 and not among_all:  # a node of one rank has nobody to meet
             return self._advance(step.index)
         settle_at = step.index + (self._wire.overlap_steps if among_all and not on_demand else 0)
-        self._flying = flying = Round(step.index, settle_at, comm, *tell(self._row(step, news), comm), [])
+        row = self._row(step, news)._replace(weight=self._weight if among_all else self._weight_inside)
+        flying = Round(step.index, settle_at, comm, *tell(row, comm), [])
         # Where nothing goes on meanwhile, or shares or layouts must be known first, the news is awaited here: a request to
         # stop or an error of one rank is then heard by all before anything is sent.
         if settle_at == step.index or self._weighted or self._values.has_state:
             self._hear(flying)
         self._send(flying)
-        self._weight = 0.0
+        self._flying = flying
+        self._weight_inside = 0.0
+        if among_all:
+            self._weight = 0.0
         return None
 
     def _send(self, flying: Round) -> None:
@@ -174,8 +179,6 @@ class Averaging:
         rows = flying.rows() if flying.told is None else []
         share = share_of(rows, comm.rank) if rows else 1 / comm.size
         flying.with_state = among_all and self._values.has_state and len({row.layout for row in rows}) == 1
-        if among_all and self._values.has_state and not flying.with_state:
-            self._warn_of_layouts(flying)
         trains_on = flying.settle_at > flying.launched_at
         flying.pending = self._values.launch(share, comm, trains_on=trains_on, among_all=among_all, with_state=flying.with_state)
         if not among_all:
@@ -187,11 +190,14 @@ class Averaging:
         assert flying is not None
         self._hear(flying)
         self._flying, among_all = None, flying.comm is self._comm
+        self.keeps_ranks_equal = flying.settle_at == flying.launched_at
         self._values.settle(flying.pending, among_all=among_all, with_state=flying.with_state)
         if not on_demand:
             if among_all:
                 self._renew_period(flying)
             self._advance(index, launched_at=flying.launched_at)
+        if among_all and self._values.has_state and not flying.with_state:
+            self._warn_of_layouts(flying)  # after the last collective: a warning may have been made an error
         return among_all
 
     def _hear(self, flying: Round) -> None:
@@ -205,7 +211,9 @@ class Averaging:
             self._waited, before = time.perf_counter() - start, self._waited
             rows = flying.rows()
             self.waits = {rank: row.waited for rank, row in enumerate(rows)} if before >= 0 else None
-            self._heed(rows)
+            heed = self._heed()
+            if heed is not None:
+                heed(rows)
 
     def _renew_period(self, flying: Round) -> None:
         rows = flying.rows()
@@ -224,7 +232,6 @@ class Averaging:
             failed_at=float(news.failed_at),
             missing=float(news.missing),
             scale=news.scale,
-            weight=self._weight,
             loss=0.0 if self._loss is None else float(self._loss),
             lr=0.0 if step.lr is None or not self.needs_loss else float(step.lr),
             waited=self._waited,
@@ -283,7 +290,7 @@ class Averaging:
             "rounds": self._rounds,
             "period": self.period_rule.state_dict(),
             "loss": self._loss,
-            "weight": self._weight,
+            "weights": [self._weight, self._weight_inside],
             "values": self._values.state_dict() if self._begun else None,
             "flying": self._flying_state(),
         }
@@ -311,29 +318,51 @@ class Averaging:
         self._begun, self._next, self._rounds = bool(state["begun"]), int(state["next"]), int(state["rounds"])
         self.period_rule.load_state_dict(state["period"])
         self._loss = None if state["loss"] is None else state["loss"].to(self._device)
-        self._weight, self._flying, self._waited, self.waits = float(state["weight"]), None, -1.0, None
+        self._weight, self._weight_inside = map(float, state["weights"])
+        self._flying, self._waited, self.waits = None, -1.0, None
         if self._begun:
             self._values.load_state_dict(state["values"])
         flying = state["flying"]
         if flying is not None:
-            rows, told = flying["rows"].to(self._comm.control_device), None if flying["heard"] else _done()
+            rows, told = _without_alarms(flying["rows"]).to(self._comm.control_device), None if flying["heard"] else _done()
             pending = self._values.load_flying(flying)
             self._flying = Round(int(flying["launched_at"]), int(flying["settle_at"]), self._comm, rows, told, pending)
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if this state is of another kind of period; nothing is changed."""
+        if set(state["period"]) != set(self.period_rule.state_dict()):
+            raise CheckpointError(
+                "one of the two runs has a fixed period (localsgd) and the other an adaptive one (adaptive_localsgd). "
+                "Resume with the strategy that saved it."
+            )
+
     def forget(self) -> None:
         """A checkpoint of a run without averaging was loaded: the coming update is dense, and begins anew."""
-        self._begun, self._flying, self._weight, self._loss = False, None, 0.0, None
+        self._begun, self._flying, self._loss = False, None, None
+        self._weight = self._weight_inside = 0.0
 
 
 def _done() -> Pending:
     return Pending(None)
 
 
+def _without_alarms(rows: Tensor) -> Tensor:
+    """Requests to stop and failures were those of the run that saved; it has heard of them, or was ended otherwise."""
+    return torch.tensor([Row(*row)._replace(stops=0.0, failed_at=0.0, missing=0.0) for row in rows.tolist()], dtype=rows.dtype)
+
+
 def _mean_loss(rows: list[Row]) -> float:
     return sum(row.loss for row in rows) / len(rows)
 
 
-def refuse_late_moments(part: str, *, average_state: bool, overlap_steps: int) -> None:
+def refuse_unfit_pairs(
+    part: str, *, average_state: bool, overlap_steps: int, outer_momentum: float, outer_nesterov: bool
+) -> None:
+    """Settings that mean nothing together."""
+    if outer_nesterov and outer_momentum == 0:
+        raise ConfigError(
+            f"{part}: outer_nesterov is a form of outer_momentum, which is 0. Write an outer_momentum, such as 0.9."
+        )
     if average_state and overlap_steps:
         raise ConfigError(
             f"{part}: average_state with overlap_steps {overlap_steps} would put moments of earlier weights on top of what was "

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from ..comm import Comm, Pending
 from .pieces import wide_type
 
+STEP = "step"
+"""A count of updates. Other single numbers (a product of past factors) mean nothing without their rank's own count: they stay."""
 MASTER = "master"
 """A parameter's float32 copy: averaged as the parameter, not as state."""
 
@@ -29,15 +31,19 @@ class Moments:
         self._counts: Tensor | None = None
 
     def _found(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Tensors of the state, and single numbers of it, in one order on every rank."""
+        """Tensors of the state, and its counts of steps, in one order on every rank."""
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Tensor] = {}
         for name, param in self._params.items():
             held = self.optimizer.state.get(param, {})
             for key in sorted(map(str, held)):
                 value = held[key]
-                if isinstance(value, Tensor) and value.is_floating_point() and key != MASTER:
-                    (tensors if value.dim() else numbers)[f"{name}/{key}"] = value
+                if not isinstance(value, Tensor) or not value.is_floating_point() or key == MASTER:
+                    continue
+                if value.dim():
+                    tensors[f"{name}/{key}"] = value
+                elif key == STEP:
+                    numbers[f"{name}/{key}"] = value
         return tensors, numbers
 
     def mark(self) -> float:
@@ -54,8 +60,7 @@ class Moments:
             self._flat = torch.cat([t.detach().reshape(-1).to(wide) for t in tensors.values()]).mul_(share)
             pending.append(comm.all_reduce(self._flat))
         if numbers:
-            device = next(iter(numbers.values())).device
-            self._counts = torch.stack([t.detach().double().to(device) for t in numbers.values()])
+            self._counts = torch.stack([t.detach().double().to(comm.control_device) for t in numbers.values()])
             pending.append(comm.all_reduce(self._counts, "max"))
         return pending
 

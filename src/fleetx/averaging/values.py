@@ -53,6 +53,8 @@ class Values:
         """All ranks have the same values now: from these on changes are counted."""
         for piece in self._pieces:
             piece.read(piece.anchor, self._master)
+            if piece.velocity is not None:
+                piece.velocity.zero_()
         if self._buffers is not None:
             self._buffers.begin()
 
@@ -122,15 +124,15 @@ class Values:
         return {name: t for piece in self._pieces for name, t in piece.by_name(part(piece)).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What the run that saved did not have begins anew: one rank alone has no anchor, and all have what it saved."""
+        self.begin()
         for piece in self._pieces:
-            piece.put(piece.anchor, state["anchor"])
             piece.trains_on = False
-            if piece.velocity is not None:
-                if state["velocity"] is None:  # saved before there was outer momentum, which begins at rest
-                    piece.velocity.zero_()
-                else:
-                    piece.put(piece.velocity, state["velocity"])
-        if self._buffers is not None:
+            if state["anchor"]:
+                piece.put(piece.anchor, state["anchor"])
+            if piece.velocity is not None and state["velocity"]:
+                piece.put(piece.velocity, state["velocity"])
+        if self._buffers is not None and state["buffers"] is not None:
             self._buffers.load_state_dict(state["buffers"])
 
     def load_flying(self, state: Mapping[str, Any]) -> list[Pending]:

@@ -88,19 +88,25 @@ def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetO
             "give the one that fleet.distribute(...) returned, or none."
         )
     comm = world.current().comm
+    _refuse_own_weights(model, optimizer, comm)
     if optimizer is None:
-        owners = [owner_of(param) for param in model.parameters()]
-        alone = any(owner is not None and owner.trains_alone for owner in owners)
-        if any(comm.gather_json(alone)):  # asked of all: whether a discarded pair still lives may differ between ranks
-            raise ConfigError(
-                "under Local SGD each rank has weights of its own, and save_model writes their average. "
-                "Give it the optimizer too: fleet.save_model(path, model, optimizer)."
-            )
         on_first(comm, lambda: write_model(model, Path(path)))
         return
     optimizer.flush()
     with optimizer.averaged():
         on_first(comm, lambda: write_model(model, Path(path)))
+
+
+def _refuse_own_weights(model: nn.Module, optimizer: FleetOptimizer | None, comm: Comm) -> None:
+    """Rank 0 would write its own where an average is wanted."""
+    mine = None if optimizer is None else optimizer.pipeline
+    owners = [owner_of(param) for param in model.parameters()]
+    alone = any(owner is not None and owner is not mine and owner.trains_alone for owner in owners)
+    if any(comm.gather_json(alone)):  # asked of all: whether a discarded pair still lives may differ between ranks
+        raise ConfigError(
+            "under Local SGD each rank has weights of its own, and save_model writes their average. "
+            "Give it the optimizer that trains this model: fleet.save_model(path, model, optimizer), one model at a time."
+        )
 
 
 def _check_save(directory: object, step: object, keep: object, objects: dict[str, Any]) -> None:

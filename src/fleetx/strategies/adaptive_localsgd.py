@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..averaging.engine import Averaging, Wire, refuse_late_moments
+from ..averaging.engine import Averaging, Wire, refuse_unfit_pairs
 from ..averaging.outer import OuterRule
 from ..averaging.period import AdaptivePeriod
 from ..averaging.reduce import DenseAtFirst
@@ -45,7 +45,13 @@ class AdaptiveLocalSGD(Part):
                 f'adaptive_localsgd_configs["overlap_steps"] is {self.overlap_steps}, and no period is longer than '
                 f"{self.max_k_steps} updates (max_k_steps). Write at most {self.max_k_steps}."
             )
-        refuse_late_moments(self.name, average_state=self.average_state, overlap_steps=self.overlap_steps)
+        refuse_unfit_pairs(
+            self.name,
+            average_state=self.average_state,
+            overlap_steps=self.overlap_steps,
+            outer_momentum=self.outer_momentum,
+            outer_nesterov=self.outer_nesterov,
+        )
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         speaks = site.comm.rank == 0

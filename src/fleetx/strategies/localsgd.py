@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..averaging.engine import Averaging, Wire, refuse_late_moments
+from ..averaging.engine import Averaging, Wire, refuse_unfit_pairs
 from ..averaging.outer import OuterRule
 from ..averaging.period import FixedPeriod
 from ..averaging.reduce import DenseAtFirst
@@ -45,7 +45,13 @@ class LocalSGD(Part):
                 f'localsgd_configs["overlap_steps"] is {self.overlap_steps}, and a new averaging begins after every '
                 f"{self.k_steps} updates (k_steps). Write at most {self.k_steps}."
             )
-        refuse_late_moments(self.name, average_state=self.average_state, overlap_steps=self.overlap_steps)
+        refuse_unfit_pairs(
+            self.name,
+            average_state=self.average_state,
+            overlap_steps=self.overlap_steps,
+            outer_momentum=self.outer_momentum,
+            outer_nesterov=self.outer_nesterov,
+        )
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         averaging = Averaging(
