@@ -16,8 +16,8 @@ class Pair(Protocol):
     param_ids: set[int]
 
     @property
-    def trains_alone(self) -> bool:
-        """Its weights may differ from rank to rank."""
+    def averages(self) -> bool:
+        """Its weights may differ from rank to rank, now or later in the run."""
 
 
 _alive: weakref.WeakSet[Pair] = weakref.WeakSet()

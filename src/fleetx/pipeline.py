@@ -126,12 +126,13 @@ class Pipeline:
         if self.window.closed:
             self.index += 1
             self._checks.finite.settle_buffers(finite=self._finite, alone=self._alone)
-            if self._alone:  # others may have kept theirs, and wait for this rank if a round is due
-                self._average()
+        dropped = self._news() if self.window.closed and self._alone else None
         if self.window.closed or self.window.broken:
             self.window = Window()
         if self.window.micro_steps == 0:
             self.buckets.zero(set_to_none=set_to_none)
+        if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
+            self._average(dropped)
 
     def _keep(self) -> None:
         """A micro-step inside a window is over."""
@@ -198,7 +199,12 @@ class Pipeline:
         self._checks.finite.settle_buffers(finite=finite, alone=self._alone)
         scale = self.stages.backward.scale()
         self.stages.backward.settle(finite=finite)
-        averaged = self._average()
+        try:
+            averaged = self._average(self._news())
+        except BaseException:  # the update is made: whoever catches this and goes on must not make it twice
+            self.window = Window()
+            self.buckets.finish_window(recycle=recycle)
+            raise
         report = self._report(due=True, updated=finite, loss_scale=scale, averaged=averaged)
         self.weighing.learn(self.window, alone=self._alone)
         self.window = Window()
@@ -208,10 +214,10 @@ class Pipeline:
             self._checks.ranks.after_update(self.index)
         return report
 
-    def _average(self) -> bool:
+    def _average(self, news: News) -> bool:
         """AVERAGE, where there is such a stage. Whether the weights are a new average over all ranks."""
         stage = self.stages.average
-        if stage is None or not stage(self._step(self.index), self._news()):
+        if stage is None or not stage(self._step(self.index), news):
             return False
         self._checks.after_round(self.index, equal=stage.keeps_ranks_equal)
         return True
@@ -235,6 +241,11 @@ class Pipeline:
     def trains_alone(self) -> bool:
         return self.comm.size > 1 and self.stages.reduce.is_local()
 
+    @property
+    def averages(self) -> bool:
+        """Now, or after its dense updates."""
+        return self.comm.size > 1 and self.stages.average is not None
+
     def average_now(self) -> None:
         """Every rank calls it, between windows: gradients of one half filled are of the weights, and the scale, before."""
         if self.window.micro_steps:
@@ -252,7 +263,7 @@ class Pipeline:
     def mean_shown(self) -> AbstractContextManager[None]:
         """The mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
         stage = self.stages.average
-        return contextlib.nullcontext() if stage is None else stage.mean_shown()
+        return contextlib.nullcontext() if stage is None else stage.mean_shown(self.index)
 
     def _clip(self, *, recycle: bool) -> None:
         """CLIP; and an update that would take each gradient's norm is given it, where it is known."""

@@ -37,10 +37,12 @@ class Unheard:
         """Every rank is here with the same rows, and so all of them gather, or none does.
 
         A checkpoint holds nothing of this: the run that saved it has heard, or was ended otherwise."""
+        missing, why = self.missing, self.why
+        self.forget()  # from now on everybody knows
         if any(row.missing for row in rows):
-            raise ConfigError(missing_gradients_message(comm.gather_json(self.missing)))
+            raise ConfigError(missing_gradients_message(comm.gather_json(missing)))
         if any(row.failed_at for row in rows):
-            whys = comm.gather_json(self.why)
+            whys = comm.gather_json(why)
             told = [f"update {int(row.failed_at)} of rank {r}: {whys[r]}" for r, row in enumerate(rows) if row.failed_at]
             raise FleetError(
                 f"a loss or gradient was not finite while each rank trained alone, and these updates were not made: "

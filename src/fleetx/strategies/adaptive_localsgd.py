@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from ..averaging.engine import Averaging, Wire, refuse_unfit_pairs
-from ..averaging.outer import OuterRule
+from ..averaging.build import averaging_stages, require_fit
 from ..averaging.period import AdaptivePeriod
-from ..averaging.reduce import DenseAtFirst
-from ..errors import ConfigError
 from ..keys import boolean, choice, integer, key, number
 from ..slots import Part, Risk, Site, Slot
 
@@ -40,30 +35,12 @@ class AdaptiveLocalSGD(Part):
         return frozenset({Slot.REDUCE, Slot.AVERAGE})
 
     def check(self, site: Site) -> None:
-        if self.overlap_steps > self.max_k_steps:
-            raise ConfigError(
-                f'adaptive_localsgd_configs["overlap_steps"] is {self.overlap_steps}, and no period is longer than '
-                f"{self.max_k_steps} updates (max_k_steps). Write at most {self.max_k_steps}."
-            )
-        refuse_unfit_pairs(
-            self.name,
-            average_state=self.average_state,
-            overlap_steps=self.overlap_steps,
-            outer_momentum=self.outer_momentum,
-            outer_nesterov=self.outer_nesterov,
-        )
+        require_fit(self, longest_period=self.max_k_steps, key="max_k_steps")
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         speaks = site.comm.rank == 0
-        averaging = Averaging(
-            site,
-            begin_step=self.begin_step,
-            period=AdaptivePeriod(self.init_k_steps, most=self.max_k_steps, formula=self.formula, speaks=speaks),
-            rule=OuterRule(self.outer_lr, self.outer_momentum, self.outer_nesterov),
-            wire=Wire(getattr(torch, self.wire_dtype), self.overlap_steps, self.across_nodes_every),
-            average_state=self.average_state,
-        )
-        return {Slot.REDUCE: DenseAtFirst(site.comm, averaging), Slot.AVERAGE: averaging}
+        period = AdaptivePeriod(self.init_k_steps, most=self.max_k_steps, formula=self.formula, speaks=speaks)
+        return averaging_stages(self, site, period)
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:
