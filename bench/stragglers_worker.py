@@ -16,7 +16,7 @@ from torch import nn
 
 from fleetx import fleet
 
-STEP_SECONDS = 0.06
+STEP_SECONDS = 0.1
 PAUSE_STEPS, PAUSE_CHANCE = 2, 0.1
 STRATEGIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
