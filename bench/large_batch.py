@@ -38,10 +38,9 @@ from large_batch_recipe import GRID, Recipe, Trial, choose_cells, read_trials
 from large_batch_summary import shown, summarise, verdicts
 from large_batch_summary import told as verdict_told
 from large_batch_train import Split, Trainer, whole_micro_steps
-from results import FOLDER, publish, surroundings
+from results import FOLDER, publish, published, surroundings, write_page
 
 NAME = "large_batch"
-FIGURES = f"bench/results/{NAME}.json"
 SMOKE_IMAGES = 256
 SMOKE_TRIALS = (
     Trial("sgd", 64, 0.1, 5e-4),
@@ -183,25 +182,11 @@ def show(figures: dict[str, Any]) -> None:
         print(verdict_told(one))
 
 
-def published(file: Path) -> dict[str, Any]:
-    """The figures of an earlier call, for the page."""
-    try:
-        figures = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--table {file} cannot be read as JSON: {error}. Give it the published figures: {FIGURES}.") from error
-    if not isinstance(figures, dict) or figures.get("bench") != NAME:
-        raise ConfigError(f"--table {file} holds no figures of this bench. Give it what the bench published: {FIGURES}.")
-    return figures
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     start = time.monotonic()
     flags = flags_of(arguments, __doc__)
     if flags.table:
-        text = page(published(flags.table))
-        flags.page.parent.mkdir(parents=True, exist_ok=True)
-        flags.page.write_text(text)
-        return
+        return write_page(flags.page, page(published(flags.table, NAME)))
     if flags.processes < 1 or not flags.seconds >= 0:
         raise ConfigError(f"--processes {flags.processes} --seconds {flags.seconds}: at least 1 process, and no negative time.")
     recipe = recipe_of(flags)

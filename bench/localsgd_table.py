@@ -38,10 +38,9 @@ from localsgd_page import page
 from localsgd_summary import accuracy, throughput, told, verdicts, whole_trainings
 from localsgd_training import Training
 from netns import cluster, why_not
-from results import FOLDER, publish, surroundings
+from results import FOLDER, publish, published, surroundings, write_page
 
 NAME = "localsgd_table"
-FIGURES = f"bench/results/{NAME}.json"
 WORKER = Path(__file__).with_name("localsgd_throughput.py")
 RUN_SECONDS = 3600.0
 FACTS = ("device", "torch", "commit")
@@ -163,25 +162,11 @@ def smoke(flags: argparse.Namespace, training: Training, settings: Settings) -> 
         page(figures)
 
 
-def published(file: Path) -> dict[str, Any]:
-    """The figures of an earlier call, for the page."""
-    try:
-        figures = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--table {file} cannot be read as JSON: {error}. Give it the published figures: {FIGURES}.") from error
-    if not isinstance(figures, dict) or figures.get("bench") != NAME:
-        raise ConfigError(f"--table {file} holds no figures of this bench. Give it what the bench published: {FIGURES}.")
-    return figures
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     start = time.monotonic()
     flags = flags_of(arguments, __doc__)
     if flags.table:
-        text = page(published(flags.table))
-        flags.page.parent.mkdir(parents=True, exist_ok=True)
-        flags.page.write_text(text)
-        return
+        return write_page(flags.page, page(published(flags.table, NAME)))
     training = made(flags, SMOKE_TRAINING if flags.smoke else Training())
     settings = made(flags, SMOKE_SETTINGS if flags.smoke else Settings())
     if flags.smoke:

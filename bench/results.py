@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fleetx.errors import ConfigError
+
 FOLDER = Path(__file__).parent / "results"
 
 
@@ -21,6 +23,23 @@ def publish(name: str, figures: dict[str, Any]) -> None:
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record))
+
+
+def published(file: Path, name: str) -> dict[str, Any]:
+    """The figures that an earlier call of the bench `name` has published, for its page."""
+    wanted = f"Give it what the bench published: bench/results/{name}.json."
+    try:
+        figures = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--table {file} cannot be read as JSON: {error}. {wanted}") from error
+    if not isinstance(figures, dict) or figures.get("bench") != name:
+        raise ConfigError(f"--table {file} holds no figures of this bench. {wanted}")
+    return figures
+
+
+def write_page(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def surroundings() -> dict[str, Any]:

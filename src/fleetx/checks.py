@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
 from . import stopping
 from .alarms import AlarmReader
+from .averaging.told import Row
 from .comm import Comm
 from .errors import FleetError
 from .first_look import FirstLook
@@ -70,12 +71,7 @@ class Checks:
             self.unheard.note_missing(self.unused.missing)
         return value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
 
-    def fail_alone(self, step: int, losses: list[Tensor]) -> None:
-        """This rank's update is not made, and it must stop when the others can hear of it."""
-        told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
-        self.unheard.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
-
-    def heed_round(self, rows: Sequence[Any]) -> None:
+    def heed_round(self, rows: Sequence[Row]) -> None:
         """The ranks have met: everybody knows what each had to tell, and does the same."""
         stopping.heed(agreed=any(row.stops for row in rows))
         self.unheard.heed(rows, self.comm)
@@ -88,10 +84,10 @@ class Checks:
 
     def stop(self, step: int, losses: list[Tensor], *, alone: bool) -> None:
         """Now, or, since the others know of nothing, when the ranks meet."""
-        if alone:
-            self.fail_alone(step, losses)
-        else:
+        if not alone:
             self.finite.refuse(step, losses)
+        told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
+        self.unheard.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
 
     def must_stop(self, backward: Backward) -> bool:
         """An overflow is what a loss scale expects, while it can shrink; elsewhere it is an accident."""

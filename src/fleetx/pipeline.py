@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import pairs, progress, stopping
+from .averaging.told import Row
 from .bucket import Bucket
 from .buckets import Buckets
 from .calls import require_loss
@@ -61,8 +62,6 @@ class Pipeline:
         self._grad_norm: Tensor | None = None
         self._reported_bytes = comm.bytes_sent
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
-        self._alone = False
-        """Of the window just closed: it was not reduced, and this rank decides for itself."""
         if stages.average is not None:
             stages.average.attach(update=stages.update, heed=self._heed_round)
         pairs.enlist(self)
@@ -125,8 +124,8 @@ class Pipeline:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
         if self.window.closed:
             self.index += 1
-            self._checks.finite.settle_buffers(finite=self._finite, alone=self._alone)
-        dropped = self._news() if self.window.closed and self._alone else None
+            self._checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
+        dropped = self._news() if self.window.closed and self.buckets.alone else None
         if self.window.closed or self.window.broken:
             self.window = Window()
         if self.window.micro_steps == 0:
@@ -147,9 +146,8 @@ class Pipeline:
         self._checks.before_reduce(self.window)
         self.meter.begin_reduce()
         alarms = self._checks.alarms_of(self.window)
-        self._alone = self.trains_alone
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
-        self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self._alone)
+        self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)
 
     def _start(self, bucket: Bucket) -> Pending:
         if self.meter.measures(self.index + 1):
@@ -164,7 +162,7 @@ class Pipeline:
         looks, measures = self._checks.looks_at_norm(self.stages.backward), self.meter.measures(self.index + 1)
         self._grad_norm = self._norms.measure() if looks or measures else None
         norm = self._grad_norm if looks else None
-        self._finite = self._checks.judge_alone(norm) if self._alone else self._checks.judge(norm, first=self.index == 0)
+        self._finite = self._checks.judge_alone(norm) if self.buckets.alone else self._checks.judge(norm, first=self.index == 0)
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
@@ -189,14 +187,14 @@ class Pipeline:
             self._grad_norm = self._norms.measure()
         finite = self._finite
         if not finite and self._checks.must_stop(self.stages.backward):
-            self._checks.stop(self.index + 1, self.window.losses, alone=self._alone)
+            self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
         self.index += 1
         if finite:
             self._clip(recycle=recycle)
             self.stages.update.step()
         else:
             self._skip()
-        self._checks.finite.settle_buffers(finite=finite, alone=self._alone)
+        self._checks.finite.settle_buffers(finite=finite, alone=self.buckets.alone)
         scale = self.stages.backward.scale()
         self.stages.backward.settle(finite=finite)
         try:
@@ -206,11 +204,11 @@ class Pipeline:
             self.buckets.finish_window(recycle=recycle)
             raise
         report = self._report(due=True, updated=finite, loss_scale=scale, averaged=averaged)
-        self.weighing.learn(self.window, alone=self._alone)
+        self.weighing.learn(self.window, alone=self.buckets.alone)
         self.window = Window()
         self.buckets.finish_window(recycle=recycle)
         progress.at_step(self.index + 1)
-        if not self._alone:
+        if not self.buckets.alone:
             self._checks.ranks.after_update(self.index)
         return report
 
@@ -233,7 +231,7 @@ class Pipeline:
             missing=len(unheard.missing),
         )
 
-    def _heed_round(self, rows: list[Any]) -> None:
+    def _heed_round(self, rows: list[Row]) -> None:
         self._checks.heed_round(rows)
         self.stages.backward.adopt_scale(min(row.scale for row in rows))
 
@@ -277,7 +275,7 @@ class Pipeline:
 
     def _skip(self) -> None:
         self.skipped += 1
-        self._checks.finite.note_skip(self.index, alone=self._alone)
+        self._checks.finite.note_skip(self.index, alone=self.buckets.alone)
         # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
         self.stages.update._opt_called = True  # type: ignore[attr-defined]
 

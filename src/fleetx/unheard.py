@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
+from .averaging.told import Row
 from .comm import Comm
 from .errors import ConfigError, FleetError
 from .unused import missing_gradients_message
@@ -33,12 +34,13 @@ class Unheard:
     def forget(self) -> None:
         self.failed_at, self.why, self.missing = 0, "", []
 
-    def heed(self, rows: Sequence[Any], comm: Comm) -> None:
+    def heed(self, rows: Sequence[Row], comm: Comm) -> None:
         """Every rank is here with the same rows, and so all of them gather, or none does.
 
         A checkpoint holds nothing of this: the run that saved it has heard, or was ended otherwise."""
         missing, why = self.missing, self.why
-        self.forget()  # from now on everybody knows
+        if rows[comm.rank].missing or rows[comm.rank].failed_at:
+            self.forget()  # everybody knows of it now; what happened after the rows were sent is told in the next round
         if any(row.missing for row in rows):
             raise ConfigError(missing_gradients_message(comm.gather_json(missing)))
         if any(row.failed_at for row in rows):

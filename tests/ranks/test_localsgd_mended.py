@@ -530,3 +530,15 @@ def test_a_failure_is_told_once_and_no_update_is_made_twice_afterwards() -> None
             2
         ]
     assert ranks[0][1] == ranks[1][1]
+
+
+def _failed_in_flight(rank: int) -> list[str]:
+    """Rounds are launched after updates 4 and 7, and settled after 6 and 9; rank 1 fails at update 5, in between."""
+    model, optimizer = pair(Slope(), local(k_steps=3, overlap_steps=2))
+    slopes = [float("nan") if (rank, update) == (1, 5) else 1.0 + rank for update in range(1, 10)]
+    return [raised(lambda slope=slope: optimizer.minimize(model(slope))) for slope in slopes]
+
+
+def test_a_failure_while_a_round_is_under_way_is_told_in_the_next() -> None:
+    for told in run_ranks(_failed_in_flight, 2):
+        assert told[:8] == [FINE] * 8 and "update 5 of rank 1" in told[8]

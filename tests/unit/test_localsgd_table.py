@@ -23,7 +23,7 @@ from localsgd_flags import flags_of, made  # noqa: E402
 from localsgd_methods import METHODS, OURS, TRAINED, Settings, begin_step, choose, first_period, label, strategy  # noqa: E402
 from localsgd_page import page  # noqa: E402
 from localsgd_summary import accuracy, fit, throughput, training_ms, verdicts, whole_trainings  # noqa: E402
-from localsgd_table import lines, published, summary  # noqa: E402
+from localsgd_table import lines, summary  # noqa: E402
 from localsgd_throughput import (  # noqa: E402
     MINIATURE_BEGIN,
     MINIATURE_STEPS,
@@ -36,6 +36,7 @@ from localsgd_throughput import (  # noqa: E402
     order,
 )
 from localsgd_training import Diary, Training, planned  # noqa: E402
+from results import published  # noqa: E402
 
 USUAL = Settings()
 
@@ -332,7 +333,7 @@ def test_the_page_is_made_of_either_part_alone(tmp_path):
 def test_figures_of_another_bench_are_refused(tmp_path):
     (tmp_path / "other.json").write_text('{"bench": "overhead"}')
     with pytest.raises(ConfigError, match="no figures of this bench"):
-        published(tmp_path / "other.json")
+        published(tmp_path / "other.json", "localsgd_table")
 
 
 def test_the_bench_runs_from_end_to_end_in_small():
