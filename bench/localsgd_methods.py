@@ -39,8 +39,8 @@ class Settings:
     begin_share: float = field(
         default=0.0, metadata=doc("share of the run in which every form of Local SGD is synchronous at first; 0: one update")
     )
-    init_k: int = field(default=8, metadata=doc("first period of ADACOMM"))
-    max_k: int = field(default=16, metadata=doc("longest period of ADACOMM"))
+    init_k: int = field(default=6, metadata=doc("first period of ADACOMM"))
+    max_k: int = field(default=32, metadata=doc("longest period of ADACOMM"))
     formula: str = field(default="paper", metadata=doc("paper or fleet: where init_k stands in ADACOMM's formula"))
     post_local_k: int = field(default=16, metadata=doc("period of post-local SGD"))
     post_local_share: float = field(default=0.5, metadata=doc("share of the run in which post-local SGD is synchronous"))

@@ -33,14 +33,14 @@ CHECK_BATCH = 1000
 class Training:
     """What all methods share. Each field is a flag of the bench."""
 
-    epochs: int = field(default=12, metadata=doc("passes over the training images"))
+    epochs: int = field(default=40, metadata=doc("passes over the training images"))
     ranks: int = field(default=4, metadata=doc("processes, all on one device"))
-    local_batch: int = field(default=128, metadata=doc("images of one rank in one update, and in a BatchNorm's statistics"))
+    local_batch: int = field(default=256, metadata=doc("images of one rank in one update, and in a BatchNorm's statistics"))
     width: int = field(default=32, metadata=doc("channels of ResNet-9's first layer"))
     lr: float = field(default=0.8, metadata=doc("highest learning rate of SGD with Nesterov momentum"))
     momentum: float = field(default=0.9, metadata=doc("of SGD, kept by each rank for itself"))
     weight_decay: float = field(default=5e-4, metadata=doc("of weights; norm layers are without"))
-    warmup_share: float = field(default=0.1, metadata=doc("share of the run in which the learning rate rises in a line"))
+    warmup_share: float = field(default=0.05, metadata=doc("share of the run in which the learning rate rises in a line"))
     decay: str = field(default="linear", metadata=doc("how it falls to 0 then: " + ", ".join(DECAYS)))
     label_smoothing: float = field(default=0.1, metadata=doc("share of the target that goes to all classes alike"))
     hole: int = field(default=0, metadata=doc("side in pixels of a square blanked out in each training image; 0: none"))
