@@ -35,6 +35,16 @@ class Owner(Protocol):
     def late_gradient(self, name: str) -> FleetError: ...
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """In which what is kept of gradients or weights is added up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's memory as one row."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
 def view_like(piece: Tensor, param: Tensor) -> Tensor:
     """A view with the parameter's own strides (channels_last stays so), or contiguous where those leave gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense(param):

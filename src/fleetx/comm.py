@@ -244,6 +244,59 @@ def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel
     return TwoLevel(inside=comm.subgroup(by_node), across=comm.subgroup(across))
 
 
+@final
+class BetweenNodes(Comm):
+    """The nodes, each as one rank: the first rank of a node speaks with those of the others, and its node hears from it.
+
+    All ranks of a node must call alike; what they give is the same on all of them."""
+
+    def __init__(self, levels: TwoLevel) -> None:
+        self._inside, self._across = levels.inside, levels.across
+        self.rank, self.size = levels.across.rank, levels.across.size
+        self.control_device = levels.inside.control_device
+
+    def _count(self) -> None:
+        self.bytes_sent += self._inside.bytes_sent + self._across.bytes_sent
+        self._inside.bytes_sent = self._across.bytes_sent = 0.0
+
+    def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
+        # The others of the node are in the broadcast meanwhile, where they wait for the one that speaks.
+        if self._inside.rank == 0:
+            self._across.all_reduce(tensor, mode).wait()
+        pending = self._inside.broadcast(tensor)
+        self._count()
+        return pending
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        if self._inside.rank == 0:
+            gathered, pending = self._across.all_gather(tensor)
+            pending.wait()
+        else:
+            gathered = tensor.new_empty((self.size, *tensor.shape))
+        pending = self._inside.broadcast(gathered)
+        self._count()
+        return gathered, pending
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        if self._inside.rank == 0:
+            self._across.broadcast(tensor, source).wait()
+        pending = self._inside.broadcast(tensor)
+        self._count()
+        return pending
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1, device=self.control_device)).wait()
+
+    def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
+        raise ConfigError("nodes have no groups of their own; make them of ranks.")
+
+
+def between_nodes(comm: Comm) -> TwoLevel:
+    """`inside` a node its ranks, `across` the nodes as one rank each."""
+    levels = two_level(comm)
+    return TwoLevel(inside=levels.inside, across=BetweenNodes(levels))
+
+
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

@@ -157,7 +157,7 @@ class Pipeline:
     def _close(self) -> None:
         self.buckets.close()
         self.window.closed = True
-        used = self._checks.unused.after_reduce()
+        used = self.stages.reduce.used(self._checks.unused.after_reduce())
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
         looks, measures = self._checks.looks_at_norm(self.stages.backward), self.meter.measures(self.index + 1)
         self._grad_norm = self._norms.measure() if looks or measures else None
@@ -300,6 +300,7 @@ class Pipeline:
             _weights=tuple(self.window.weights),
             _grad_norm=self._grad_norm if due else None,
             _noise=self.meter.means if due else None,
+            _kept=self.stages.reduce.kept() if due else None,
         )
 
     def _check_call(self, loss: Any, weight: float | None) -> None:

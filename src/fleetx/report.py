@@ -13,6 +13,7 @@ from .noise_scale import noise_scale_of
 
 if TYPE_CHECKING:
     from .optim.trust_ratios import TrustRatios
+    from .slots import Kept
 
 
 def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | None:
@@ -50,6 +51,7 @@ class Report:
     _weights: tuple[float, ...] = field(default=(), repr=False)
     _grad_norm: Tensor | None = field(default=None, repr=False)
     _noise: Tensor | None = field(default=None, repr=False)
+    _kept: Kept | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float | None:
@@ -61,6 +63,19 @@ class Report:
     def grad_norm(self) -> float | None:
         """Global norm of the reduced gradients before clipping; None where nothing needed it."""
         return None if self._grad_norm is None else float(self._grad_norm)
+
+    @property
+    def density(self) -> float | None:
+        """Numbers that this update put on the wire, in those of a dense reduce (DGC, PowerSGD); None elsewhere.
+
+        Of a sparse entry the number counts, and not its place."""
+        return None if self._kept is None else self._kept.density
+
+    @property
+    def residual_norm(self) -> float | None:
+        """Norm of the gradients that this rank has not sent yet, as shares of the mean (DGC, PowerSGD). Computed when it is
+        read, which must be before the next update; None later, and where nothing is kept."""
+        return None if self._kept is None else self._kept.residual_norm()
 
     @property
     def noise_scale(self) -> float | None:

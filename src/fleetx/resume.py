@@ -76,11 +76,13 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
         theirs, ours = state["stages"].get(name) or {}, _stage_state(optimizer.pipeline, name)
         if theirs and name == "average":
             _check_average(optimizer.pipeline, theirs)
-        elif theirs and set(theirs) != set(ours):
+        elif theirs and set(theirs) - {"summed_over"} != set(ours):
             raise CheckpointError(
                 f"the checkpoint holds the state of another {name} stage ({', '.join(sorted(theirs))}) than this strategy's "
                 f"({', '.join(sorted(ours)) or 'none'}). Resume with the strategy that saved it."
             )
+        elif theirs and name == "reduce":
+            optimizer.pipeline.stages.reduce.check_state_dict(theirs)
 
 
 def _check_average(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:

@@ -99,6 +99,16 @@ class Backward(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a compressor has done to an update's gradients."""
+
+    density: float
+    """Numbers on the wire, in those of a dense reduce."""
+    residual_norm: Callable[[], float | None]
+    """Of all that this rank has not sent yet; None once a later update has changed it."""
+
+
 class Reduce(Protocol):
     """How one bucket of true gradients becomes the same mean on all ranks."""
 
@@ -108,8 +118,18 @@ class Reduce(Protocol):
     def is_local(self) -> bool:
         """Whether the coming update is made by each rank alone: nothing is reduced, and nothing may be decided together."""
 
+    def attach(self, buckets: Sequence[Bucket]) -> None:
+        """Once, before the first update: all buckets there will be, in the order in which they are started."""
+
     def start(self, bucket: Bucket, step: Step) -> Pending: ...
+    def used(self, used: list[bool] | None) -> list[bool] | None:
+        """Of parameters that some rank used: those that have a gradient now, in the order of buckets. None: all have."""
+
+    def kept(self) -> Kept | None:
+        """What the report of the update just reduced can tell; None where all is sent."""
+
     def state_dict(self) -> dict[str, Any]: ...
+    def check_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 

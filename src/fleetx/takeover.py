@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
+from .compression.handover import SGDHandedOver
 from .errors import ConfigError
 from .hooks import refuse_before_step
 from .optim.layerwise import Layerwise
@@ -142,7 +143,7 @@ def way_to_run(optimizer: Optimizer) -> dict[str, Any]:
     return {"foreach": foreach, "fused": False if fused is False else None}
 
 
-def take_over(inner: Optimizer, update: Layerwise, settings: Mapping[str, Any]) -> None:
+def take_over(inner: Optimizer, update: Layerwise | SGDHandedOver, settings: Mapping[str, Any]) -> None:
     """`update` gets the group dicts, the state and the hooks of `inner`, which from now on only holds them.
 
     A key that a group has of its own counts more than the strategy's."""
@@ -166,7 +167,7 @@ def _take_back(inner: Optimizer) -> None:
             group.pop(name, None)
 
 
-def _refuse_use(inner: Optimizer, update: Layerwise) -> None:
+def _refuse_use(inner: Optimizer, update: Optimizer) -> None:
     """Stepping or loading the optimizer that was given would go past the one in its place."""
     held, standing_in = weakref.ref(inner), weakref.ref(update)
 

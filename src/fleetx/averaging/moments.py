@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..bucket import wide_type
 from ..comm import Comm, Pending
-from .pieces import wide_type
 
 STEP = "step"
 """A count of updates. Other single numbers (a product of past factors) mean nothing without their rank's own count: they stay."""

@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from ..bucket import view_like
+from ..bucket import in_memory_order, view_like, wide_type
 from ..comm import Comm, Pending
 from ..layout import bucket_runs
 from .outer import OuterRule, outer_move
@@ -26,16 +26,6 @@ STRETCH = 2**17
 """Elements: a few arrays of them fit in a core's cache."""
 Master: TypeAlias = Callable[[Tensor], Tensor | None]
 """The float32 copy of a parameter that its optimizer keeps, if any."""
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a parameter's averages are kept and added up."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's memory as one row."""
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 @final

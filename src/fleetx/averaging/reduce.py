@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from ..bucket import Bucket
 from ..comm import Comm, Pending
 from ..slots import Step
-from ..strategies.allreduce import DenseAllReduce
+from ..strategies.allreduce import DenseAllReduce, KeepsNothing
 from .engine import Averaging
 
 
 @final
-class DenseAtFirst:
+class DenseAtFirst(KeepsNothing):
     carries_tail = True
 
     def __init__(self, comm: Comm, averaging: Averaging) -> None:
@@ -24,9 +23,3 @@ class DenseAtFirst:
 
     def start(self, bucket: Bucket, step: Step) -> Pending:
         return Pending(None) if self.is_local() else self._dense.start(bucket, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return None

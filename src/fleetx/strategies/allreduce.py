@@ -5,18 +5,47 @@ This file holds the stages; the parts that put them in are fp16_allreduce.py and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from ..bucket import Bucket
 from ..comm import Comm, Pending
-from ..slots import Step
+from ..slots import Kept, Step
+
+
+class KeepsNothing(abc.ABC):
+    """What all reducers share that send whole gradients."""
+
+    def is_local(self) -> bool:
+        return False
+
+    def attach(self, buckets: Sequence[Bucket]) -> None:
+        return None
+
+    @abc.abstractmethod
+    def start(self, bucket: Bucket, step: Step) -> Pending: ...
+
+    def used(self, used: list[bool] | None) -> list[bool] | None:
+        return used
+
+    def kept(self) -> Kept | None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
 
 
 @final
-class DenseAllReduce:
+class DenseAllReduce(KeepsNothing):
     """Sum in place; buckets come pre-divided, so the sum is the mean. Starts as soon as a bucket is complete."""
 
     carries_tail = True
@@ -24,30 +53,18 @@ class DenseAllReduce:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
-    def is_local(self) -> bool:
-        return False
-
     def start(self, bucket: Bucket, step: Step) -> Pending:
         return self.comm.all_reduce(bucket.wire)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return None
-
 
 @final
-class NarrowAllReduce:
+class NarrowAllReduce(KeepsNothing):
     """Half the bytes: cast the pre-divided gradients, sum, cast back. Float64 gradients are narrowed too."""
 
     carries_tail = False  # a running variance or a byte of a counter must not pass through 16 bits
 
     def __init__(self, comm: Comm, wire_dtype: torch.dtype) -> None:
         self.comm, self.wire_dtype = comm, wire_dtype
-
-    def is_local(self) -> bool:
-        return False
 
     def start(self, bucket: Bucket, step: Step) -> Pending:
         narrow = bucket.flat.to(self.wire_dtype)
@@ -56,9 +73,3 @@ class NarrowAllReduce:
             bucket.flat.copy_(narrow)
 
         return self.comm.all_reduce(narrow).then(widen)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return None

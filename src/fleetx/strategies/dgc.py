@@ -6,15 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..keys import integer, key, number, numbers, optional
-from ..slots import Part, Risk, Site, Slot, not_available
+import torch
+from torch.optim import Optimizer
+
+from ..compression.handover import SGDHandedOver
+from ..compression.sparse import Ramp, SparseReduce
+from ..errors import ConfigError
+from ..keys import boolean, integer, key, number, numbers, optional
+from ..slots import Part, Risk, Site, Slot
+from ..takeover import require_inner, take_over
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Part):
     name: ClassVar[str] = "dgc"
     risk_class: ClassVar[Risk] = Risk.LOSSY
-    available: ClassVar[bool] = False
+    inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.SGD,)
     why: ClassVar[str] = "DGC applies momentum and clips before sending."
 
     rampup_begin_step: int = key(0, integer(0), "updates that stay dense at the start")
@@ -24,12 +31,34 @@ class DGC(Part):
     )
     min_numel: int = key(16384, integer(1), "tensors with fewer elements stay dense")
     clip_norm: float | None = key(None, optional(number(above=0.0)), "local clipping threshold, scaled by N**-0.5")
+    two_level: bool = key(False, boolean(), "dense inside a node, sparse between nodes")
 
     def claims(self) -> frozenset[Slot]:
         return frozenset({Slot.REDUCE, Slot.MOMENTUM, Slot.CLIP})
 
+    def check(self, site: Site) -> None:
+        require_inner(self, site.optimizer, write="torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)")
+        for place, group in enumerate(site.optimizer.param_groups):
+            for name in ("dampening", "maximize", "differentiable"):
+                if group.get(name):
+                    raise ConfigError(
+                        f"strategy.dgc takes over SGD's momentum, weight_decay and nesterov, and knows no {name}; group {place} "
+                        f"of the optimizer has {name}={group[name]!r}. Leave it out."
+                    )
+
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        raise not_available(self.name)
+        assert isinstance(site.optimizer, torch.optim.SGD)
+        update = SGDHandedOver(site.optimizer)
+        take_over(site.optimizer, update, {})
+        reduce = SparseReduce(
+            site,
+            update,
+            ramp=Ramp(self.rampup_begin_step, self.rampup_step, tuple(self.sparsity)),
+            min_numel=self.min_numel,
+            clip_norm=self.clip_norm,
+            two_level=self.two_level,
+        )
+        return {Slot.REDUCE: reduce, Slot.UPDATE: update}
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

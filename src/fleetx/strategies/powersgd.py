@@ -6,26 +6,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..keys import integer, key, number
-from ..slots import Part, Risk, Site, Slot, not_available
+from ..compression.lowrank import LowRankReduce
+from ..keys import boolean, integer, key, number
+from ..slots import Part, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Part):
     name: ClassVar[str] = "powersgd"
     risk_class: ClassVar[Risk] = Risk.LOSSY
-    available: ClassVar[bool] = False
     why: ClassVar[str] = "PowerSGD sends low-rank factors in place of the gradients."
 
     rank: int = key(4, integer(1), "rank of the factors: more is closer to the gradient, and more bytes")
     begin_step: int = key(10, integer(0), "updates that stay dense at the start")
-    min_compression: float = key(2.0, number(1.0), "tensors that would shrink by less than this stay dense")
+    min_compression: float = key(2.0, number(above=0.0), "tensors that would shrink by less than this stay dense")
+    two_level: bool = key(False, boolean(), "dense inside a node, low-rank factors between nodes")
 
     def claims(self) -> frozenset[Slot]:
         return frozenset({Slot.REDUCE})
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        raise not_available(self.name)
+        reduce = LowRankReduce(
+            site,
+            rank=self.rank,
+            dense_updates=self.begin_step,
+            min_compression=self.min_compression,
+            two_level=self.two_level,
+        )
+        return {Slot.REDUCE: reduce}
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""PowerSGD: a gradient matrix travels as two thin factors, what they miss is kept (Vogels et al. 2019, arXiv 1905.13727).
+
+M = gradient + error                of each rank, its share of the mean
+P = sum over ranks of M Q           Q is the right factor of the update before: one step of power iteration
+P = an orthonormal basis of it
+Q = sum over ranks of M' P
+the gradient of all ranks is P Q';  each keeps error = M - P (its own M' P)'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..bucket import wide_type
+from ..slots import Site, Step
+from .stage import Compressor, Piece
+
+SEED = 1905_13727
+"""Of the first right factors: the same on all ranks, and nothing of the user's random numbers is used up."""
+
+
+def matrix_shape(param: Tensor) -> tuple[int, int]:
+    """Rows and columns: the first dimension against all others."""
+    rows = param.shape[0] if param.dim() > 1 else 1
+    return rows, param.numel() // max(rows, 1)
+
+
+def is_worth_it(param: Tensor, *, rank: int, min_compression: float) -> bool:
+    rows, columns = matrix_shape(param)
+    return (rows + columns) * rank * min_compression < rows * columns
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """A basis of the columns' span. Householder's way: of columns that are 0, or depend on others, it makes some others."""
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    return basis
+
+
+def unit_columns(matrix: Tensor) -> Tensor:
+    """Columns of length 1, or 0: a product with them stays in the range of its type."""
+    norms = torch.linalg.vector_norm(matrix, dim=0, keepdim=True)
+    return matrix / torch.where(norms > 0, norms, 1.0)
+
+
+@final
+class LowRankReduce(Compressor):
+    def __init__(self, site: Site, *, rank: int, dense_updates: int, min_compression: float, two_level: bool) -> None:
+        super().__init__(site, two_level=two_level)
+        self._dense_updates = dense_updates
+        self._rank, self._min_compression = rank, min_compression
+        self._errors: list[Tensor] = []
+        """One row for each tensor."""
+        self._rights: list[Tensor] = []
+        """Q of each tensor, from the update before."""
+        self._matrices: list[Tensor] = []
+        """M, during an update."""
+
+    def _is_dense(self, index: int) -> bool:
+        return index <= self._dense_updates
+
+    def _takes(self, param: Tensor) -> bool:
+        return is_worth_it(param, rank=self._rank, min_compression=self._min_compression)
+
+    def _laid_out(self) -> None:
+        return None
+
+    def _density(self) -> float:
+        numbers = sum(sum(matrix_shape(piece.param)) * self._rank_of(piece) for piece in self._pieces)
+        small = sum(row.numel() for row in self._small)
+        return (numbers + small) / sum(bucket.wire.numel() for bucket in self._buckets)
+
+    def _residuals(self) -> list[Tensor]:
+        return self._errors
+
+    def _rank_of(self, piece: Piece) -> int:
+        return min(self._rank, *matrix_shape(piece.param))
+
+    # --- one update -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, step: Step) -> list[Tensor]:
+        if not self._rights:
+            self._make_room()
+        self._matrices = []
+        for piece, error in zip(self._pieces, self._errors, strict=True):
+            # In the gradient's own memory: what is kept does not change before all ranks are known to be finite.
+            matrix = piece.grad.add_(error) if piece.grad.dtype == error.dtype else piece.grad.to(error.dtype).add_(error)
+            self._matrices.append(matrix.view(matrix_shape(piece.param)))
+        return [matrix @ right for matrix, right in zip(self._matrices, self._rights, strict=True)]
+
+    def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
+        if not bool(torch.stack([left.isfinite().all() for left in sums]).all()):
+            return False  # finite entries whose products are not: the same sums on all ranks, and the same answer
+        lefts = [orthonormal(left) for left in sums]
+        own = [matrix.T @ left for matrix, left in zip(self._matrices, lefts, strict=True)]
+        rights = self._summed(own)
+        for piece, matrix, left, mine, right, error in zip(
+            self._pieces, self._matrices, lefts, own, rights, self._errors, strict=True
+        ):
+            torch.addmm(matrix, left, mine.T, alpha=-1, out=error.view(matrix.shape))
+            gradient = piece.grad.view(matrix.shape)
+            if gradient.dtype == left.dtype:
+                torch.mm(left, right.T, out=gradient)
+            else:
+                gradient.copy_(left @ right.T)
+        self._rights = [unit_columns(right) for right in rights]
+        self._matrices = []
+        return True
+
+    def _summed(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """In one collective for each type."""
+        sums = list(own)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in own):
+            places = [i for i, tensor in enumerate(own) if tensor.dtype == dtype]
+            joint = torch.cat([own[i].reshape(-1) for i in places])
+            self._among.all_reduce(joint).wait()
+            for i, part in zip(places, joint.split([own[i].numel() for i in places]), strict=True):
+                sums[i] = part.view(own[i].shape)
+        return sums
+
+    def _make_room(self) -> None:
+        random = torch.Generator().manual_seed(SEED)
+        self._errors, self._rights = [], []
+        for piece in self._pieces:
+            wide, device = wide_type(piece.grad.dtype), piece.grad.device
+            self._errors.append(torch.zeros(piece.grad.numel(), dtype=wide, device=device))
+            columns = matrix_shape(piece.param)[1]
+            right = torch.randn(columns, self._rank_of(piece), generator=random, dtype=torch.float32)
+            self._rights.append(unit_columns(right.to(device, wide)))
+
+    # --- resume ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        rights = {piece.name: right for piece, right in zip(self._pieces, self._rights, strict=True)} if self._rights else {}
+        errors = self._by_name(self._errors) if self._rights else {}
+        return {"among": self._among.size, "rights": rights, "shares": {"error": errors}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._changes += 1
+        self._errors, self._rights = [], []
+        if not state["rights"]:
+            return
+        self._make_room()
+        self._put(self._errors, state["shares"]["error"], self._share_factor(state))
+        for piece, right in zip(self._pieces, self._rights, strict=True):
+            right.copy_(state["rights"][piece.name])

@@ -1,0 +1,224 @@
+"""REDUCE by a compressor: at the update boundary, on true gradients, with what is not sent kept for later.
+
+    dense updates   as without a compressor, bit for bit
+    afterwards      1  one all-reduce: was anything not finite anywhere? and with it small tensors, buffers, alarms
+                    2  not finite: all ranks hand on NaN where it was, and nothing that is kept has changed
+                    3  finite: each tensor is compressed, exchanged, and put back; what was not sent is kept
+
+With two levels the ranks of a node first sum their gradients, dense; nodes then take the place of ranks.
+All that is kept is in units of this rank's share of the mean, so that shares add up over ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..bucket import Bucket, view_like
+from ..comm import Comm, Pending, between_nodes
+from ..errors import CheckpointError
+from ..norms import joined, norms_of
+from ..slots import Kept, Site, Step
+from ..strategies.allreduce import DenseAllReduce
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One parameter's gradient, as a row of its bucket's memory."""
+
+    name: str
+    param: nn.Parameter
+    grad: Tensor
+    bucket: Bucket
+    offset: int
+    """Where the row begins in the bucket."""
+
+    def shaped(self, row: Tensor) -> Tensor:
+        """A row in the same order of memory, as the parameter is shaped."""
+        return view_like(row, self.param)
+
+
+def pieces_of(bucket: Bucket) -> list[Piece]:
+    rows = bucket.flat.split([p.numel() for p in bucket.params])
+    offsets = [int(row.storage_offset()) for row in rows]
+    return [
+        Piece(name, param, row, bucket, offset)
+        for name, param, row, offset in zip(bucket.names, bucket.params, rows, offsets, strict=True)
+    ]
+
+
+class Compressor(abc.ABC):
+    """One final subclass for each way to compress."""
+
+    carries_tail = True
+
+    def __init__(self, site: Site, *, two_level: bool) -> None:
+        self._comm = site.comm
+        self._dense = DenseAllReduce(site.comm)
+        levels = between_nodes(site.comm) if two_level else None
+        self._inside: Comm | None = None if levels is None else levels.inside
+        self._among: Comm = site.comm if levels is None else levels.across
+        """Those who exchange what is compressed: ranks, or nodes."""
+        self._buckets: list[Bucket] = []
+        self._pieces: list[Piece] = []
+        self._small: list[Tensor] = []
+        """Rows that travel dense: tensors too small to be worth it, and the tail of the last bucket."""
+        self._changes = 0
+        """How often what is kept has changed: a report of an earlier update knows by it that its time is over."""
+        self._compressed_last = False
+
+    # --- what a subclass gives ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _is_dense(self, index: int) -> bool:
+        """Whether an update, counted from 1, is not compressed at all."""
+
+    @abc.abstractmethod
+    def _takes(self, param: Tensor) -> bool:
+        """Whether this tensor is worth compressing."""
+
+    @abc.abstractmethod
+    def _laid_out(self) -> None:
+        """`self._pieces` are known: make room for what is kept."""
+
+    @abc.abstractmethod
+    def _prepare(self, step: Step) -> list[Tensor]:
+        """What is to be summed along with the small tensors. May change gradients; nothing that is kept."""
+
+    @abc.abstractmethod
+    def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
+        """All is finite, and `sums` is what `_prepare` gave, summed. Every rank is here. False: it is not, after all,
+        on all ranks alike, and nothing that is kept has changed."""
+
+    @abc.abstractmethod
+    def _density(self) -> float:
+        """Numbers that the last update put on the wire, in those of a dense one."""
+
+    @abc.abstractmethod
+    def _residuals(self) -> list[Tensor]: ...
+
+    # --- one update -----------------------------------------------------------------------------------------------
+
+    def is_local(self) -> bool:
+        return False
+
+    def attach(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = list(buckets)
+        everything = [piece for bucket in buckets for piece in pieces_of(bucket)]
+        self._pieces = [piece for piece in everything if self._takes(piece.param)]
+        self._small = [piece.grad for piece in everything if not self._takes(piece.param)]
+        self._small += [bucket.tail for bucket in buckets if bucket.tail.numel()]
+        self._laid_out()
+
+    def compresses(self, index: int) -> bool:
+        return bool(self._pieces) and not self._is_dense(index)
+
+    def start(self, bucket: Bucket, step: Step) -> Pending:
+        self._compressed_last = self.compresses(step.index)
+        if not self._compressed_last:
+            return self._dense.start(bucket, step)
+        pending = Pending(None) if self._inside is None else self._inside.all_reduce(bucket.wire)
+        # Pendings are waited for in the order of their buckets, so with the last one all gradients are here. Not in a hook
+        # of backward: what follows waits for the other ranks.
+        return pending.then(lambda: self._reduce(step)) if bucket is self._buckets[-1] else pending
+
+    @torch.no_grad()
+    def _reduce(self, step: Step) -> None:
+        sums = self._prepare(step)
+        finite = self._sum(self._small, sums)
+        if finite:
+            finite = self._exchange(step, sums)
+        if finite:
+            self._changes += 1
+        else:
+            self._show_what_is_not_finite()
+        if self._inside is not None:
+            self._comm.bytes_sent += self._inside.bytes_sent + self._among.bytes_sent
+            self._inside.bytes_sent = self._among.bytes_sent = 0.0
+
+    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Sum all of them over ranks in place, one collective for each type. Whether every rank's gradients are finite."""
+        norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
+        trouble = torch.where(norm.isfinite(), 0.0, 1.0).to(self._buckets[0].flat.dtype).reshape(1)
+        rows = [trouble, *small, *others]
+        for dtype in dict.fromkeys(row.dtype for row in rows):  # the same order on all ranks: models are equal
+            same = [row for row in rows if row.dtype == dtype]
+            joint = torch.cat([row.reshape(-1) for row in same])
+            self._among.all_reduce(joint).wait()
+            parts = joint.split([row.numel() for row in same])
+            torch._foreach_copy_(same, [part.view(row.shape) for part, row in zip(parts, same, strict=True)])
+        return not bool(trouble > 0)
+
+    def _show_what_is_not_finite(self) -> None:
+        """NaN in each parameter's gradient where some rank has no finite one, 0 elsewhere: equal on all ranks, which then
+        skip or stop, as the strategy says, by what they see."""
+        views = [view for bucket in self._buckets for view in bucket.views]
+        bad = torch.stack([~norm.isfinite() for norm in norms_of(views)]).float()
+        self._among.all_reduce(bad).wait()
+        if not bool((bad > 0).any()):  # each is finite, and together they are beyond the range of their type
+            bad += 1
+        for view, mark in zip(views, bad.tolist(), strict=True):
+            view.fill_(float("nan") if mark else 0.0)
+
+    # --- what others ask ------------------------------------------------------------------------------------------
+
+    def used(self, used: list[bool] | None) -> list[bool] | None:
+        """A parameter that no rank used still gets what was kept back for it."""
+        if used is None or not self._compressed_last:
+            return used
+        ids = {id(piece.param) for piece in self._pieces}
+        params = [param for bucket in self._buckets for param in bucket.params]
+        return [given or id(param) in ids for given, param in zip(used, params, strict=True)]
+
+    def kept(self) -> Kept:
+        at = self._changes
+        density = self._density() if self._compressed_last else 1.0
+        return Kept(density, lambda: self._residual_norm() if self._changes == at else None)
+
+    def _residual_norm(self) -> float:
+        rows = self._residuals()
+        return float(joined(norms_of(rows))) if rows else 0.0
+
+    # --- resume ---------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Under `shares` what adds up over ranks; by name, so that another layout can load it."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def _by_name(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {piece.name: piece.shaped(row) for piece, row in zip(self._pieces, rows, strict=True)}
+
+    def _put(self, rows: Sequence[Tensor], named: Mapping[str, Tensor], factor: float) -> None:
+        for piece, row in zip(self._pieces, rows, strict=True):
+            piece.shaped(row).copy_(named[piece.name].to(row.device))
+            if factor != 1.0:
+                row.mul_(factor)
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise if something is kept for other tensors than this run compresses; nothing is changed."""
+        mine = {piece.name for piece in self._pieces}
+        for what, named in state["shares"].items():
+            if named and set(named) != mine:
+                odd = sorted(set(named) ^ mine)
+                others = " and others" if len(odd) > 3 else ""
+                raise CheckpointError(
+                    f"the checkpoint keeps {what} for {len(named)} compressed tensors, and this run compresses {len(mine)}; "
+                    f"they differ in {', '.join(odd[:3])}{others}. Resume with the settings that saved it."
+                )
+
+    def _share_factor(self, state: Mapping[str, Any]) -> float:
+        """Saved by other ranks than load it: `shares` then are sums over all ranks that saved. Equal parts for all who are here.
+
+        `among`: how many shares there were; with two levels all ranks of a node have the same."""
+        if "summed_over" not in state:
+            return 1.0
+        return float(state["among"]) / float(state["summed_over"]) / self._among.size
