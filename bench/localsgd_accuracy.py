@@ -1,17 +1,18 @@
-"""The accuracy part of bench/localsgd_table.py: gloo ranks that share one device make all runs, one after the other.
+"""The trainings of bench/localsgd_table.py and bench/compression_table.py: gloo ranks that share one device, run after run.
 
 Rank 0 decides whether another run ends in time, and appends a line to the file of runs as soon as one is done.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ import torch.multiprocessing as mp
 
 import cifar10
 from fleetx import fleet
+from fleetx.errors import ConfigError
 from large_batch import coloured_noise, on_device
-from large_batch_jobs import in_time
-from localsgd_methods import Settings, label
-from localsgd_training import Training, planned, train
+from large_batch_jobs import in_time, read_records
+from localsgd_training import Settings, Training, planned, train
 from results import surroundings
 
 TUNING_SEED = 0
 SMOKE_IMAGES = 128
 TRAIN_IMAGES = {"tune": 45_000, "final": 50_000}
+PARTS = ("throughput", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,24 @@ class Plan:
         if self.archive is not None:
             return TRAIN_IMAGES[phase]
         return SMOKE_IMAGES * 9 // 10 if phase == "tune" else SMOKE_IMAGES
+
+
+def plan_of(flags: argparse.Namespace, training: Training, settings: Settings, deadline: float) -> Plan:
+    """Without jobs yet."""
+    archive, out = None if flags.smoke else flags.data, flags.out / "accuracy.jsonl"
+    return Plan((), training, settings, flags.device, archive, flags.cache, out, deadline, free_port())
+
+
+def lines(flags: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """All that is known, by part."""
+    found: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    for file in [*flags.earlier, *sorted(flags.out.glob("*.jsonl"))]:
+        for record in read_records(file):
+            if record.get("part") not in found:
+                raise ConfigError(f"{file} holds a line that is of no part of this bench: {json.dumps(record)[:200]}")
+            if record not in found[record["part"]]:
+                found[record["part"]].append(record)
+    return found
 
 
 def is_done(job: Job, plan: Plan, records: Sequence[Mapping[str, Any]]) -> bool:
@@ -126,7 +146,7 @@ def make_runs(plan: Plan) -> None:
         seconds.append(figures["seconds"])
         if fleet.is_first_worker():
             identity = job.identity(plan.training, plan.settings, plan.images(job.phase))
-            record = {**identity, **figures, "label": label(job.method, plan.settings), **facts}
+            record = {**identity, **figures, "label": plan.settings.label_of(job.method), **facts}
             with plan.out.open("a") as lines:
                 lines.write(json.dumps(record, allow_nan=False) + "\n")
             print(told(record), flush=True)
@@ -158,6 +178,15 @@ def make(plan: Plan) -> None:
     if plan.archive is not None:
         cifar10.load(plan.archive, plan.cache, os.cpu_count() or 1)
     mp.spawn(rank, args=(plan,), nprocs=plan.training.ranks)
+
+
+def make_missing(jobs: Sequence[Job], plan: Plan, known: Sequence[Mapping[str, Any]]) -> None:
+    """The jobs that no known line stands for, until the deadline."""
+    here = surroundings()["device"]
+    alike = tuple(r["seconds"] for r in known if r["training"] == asdict(plan.training) and r["device"] == here)
+    left = tuple(job for job in jobs if not is_done(job, plan, known))
+    if time.monotonic() < plan.deadline:
+        make(replace(plan, jobs=left, known_seconds=alike))
 
 
 def told(record: Mapping[str, Any]) -> str:

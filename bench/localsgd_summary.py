@@ -56,10 +56,10 @@ def worst_error(steps: Mapping[int, float], fitted: tuple[float, float]) -> floa
     return round(max(abs((t + r / k) / step - 1) for k, step in steps.items()), 4)
 
 
-def accuracy(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+def accuracy(records: Sequence[Record], methods: Sequence[str] = TRAINED) -> dict[str, dict[str, Any]]:
     """By method: the final runs with its last settings, over their seeds."""
     rows = {}
-    for method in TRAINED:
+    for method in methods:
         own = [record for record in records if record["method"] == method and record["phase"] == "final"]
         if not own:
             continue

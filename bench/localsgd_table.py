@@ -30,15 +30,16 @@ import torch.multiprocessing as mp
 import localsgd_accuracy as trainings
 import localsgd_throughput
 from cluster import run_on_hosts
-from fleetx.errors import ConfigError, FleetError, LaunchError
-from large_batch_jobs import read_records
-from localsgd_flags import SMOKE_SETTINGS, SMOKE_TRAINING, flags_of, made
+from fleetx.errors import FleetError, LaunchError
+from localsgd_accuracy import lines, plan_of
+from localsgd_flags import SMOKE_SETTINGS, SMOKE_TRAINING, flags_of
 from localsgd_methods import METHODS, TRAINED, Settings, choose
 from localsgd_page import page
 from localsgd_summary import accuracy, throughput, told, verdicts, whole_trainings
 from localsgd_training import Training
 from netns import cluster, why_not
 from results import FOLDER, publish, published, surroundings, write_page
+from table_flags import made
 
 NAME = "localsgd_table"
 WORKER = Path(__file__).with_name("localsgd_throughput.py")
@@ -75,36 +76,13 @@ def throughput_file(out: Path) -> Path:
     return out / "throughput.jsonl"
 
 
-def plan_of(flags: argparse.Namespace, training: Training, settings: Settings, deadline: float) -> trainings.Plan:
-    archive = None if flags.smoke else flags.data
-    out = flags.out / "accuracy.jsonl"
-    return trainings.Plan((), training, settings, flags.device, archive, flags.cache, out, deadline, trainings.free_port())
-
-
 def measure_accuracy(flags: argparse.Namespace, plan: trainings.Plan) -> None:
     methods, known = choose(flags.methods, TRAINED), lines(flags)["accuracy"]
     if flags.tune:
         jobs = trainings.tuning_jobs(methods, plan.training, plan.settings, flags.lrs)
     else:
         jobs = trainings.final_jobs(methods, plan, known, flags.seeds)
-    jobs = [job for job in jobs if not trainings.is_done(job, plan, known)]
-    here = surroundings()["device"]
-    alike = [r["seconds"] for r in known if r["training"] == asdict(plan.training) and r["device"] == here]
-    if time.monotonic() < plan.deadline:
-        trainings.make(replace(plan, jobs=tuple(jobs), known_seconds=tuple(alike)))
-
-
-def lines(flags: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """All that is known, by part."""
-    files = [*flags.earlier, *sorted(flags.out.glob("*.jsonl"))]
-    found: dict[str, list[dict[str, Any]]] = {"throughput": [], "accuracy": []}
-    for file in files:
-        for record in read_records(file):
-            if record.get("part") not in found:
-                raise ConfigError(f"{file} holds a line that is of no part of this bench: {json.dumps(record)[:200]}")
-            if record not in found[record["part"]]:
-                found[record["part"]].append(record)
-    return found
+    trainings.make_missing(jobs, plan, known)
 
 
 def summary(flags: argparse.Namespace, training: Training, settings: Settings) -> dict[str, Any]:

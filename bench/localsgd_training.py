@@ -1,4 +1,6 @@
-"""One full training of the accuracy part of bench/localsgd_table.py, on every rank: ResNet-9 on CIFAR-10, then its accuracy.
+"""One full training of a table of methods, on every rank: ResNet-9 on CIFAR-10, then its accuracy.
+
+The tables are bench/localsgd_table.py and bench/compression_table.py; each has its methods and their settings.
 
 Of a run's samples, drawn from its seed, update u takes the next ranks * batch; each rank takes its own part of them. So all
 methods see the same images in the same order, on the same ranks. The learning rate is a function of the update's index.
@@ -11,7 +13,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,26 @@ from fleetx.errors import ConfigError, FleetError
 from image_draws import Draws, draw, micro_batch, normalise
 from large_batch_recipe import DECAYS, Trial, lr_at
 from large_batch_train import CHANCE, Split, finite, make_optimizer
-from localsgd_methods import DILOCO, Settings, begin_step, doc, strategy
+from localsgd_methods import doc
 from resnet9 import ResNet9
 
 LAST_SHARE = 0.1
 CHECK_BATCH = 1000
+BEGINS = ("begin_step", "rampup_begin_step")
+
+
+class Settings(Protocol):
+    """The methods of a table. All see the same training; these say in what they differ."""
+
+    def strategy_of(self, method: str, *, updates: int, warmup: int) -> dict[str, Any]:
+        """As `DistributedStrategy` takes it, for a run of so many updates of which the first are the warm-up."""
+        ...
+
+    def label_of(self, method: str) -> str: ...
+
+    def lr_share_of(self, method: str) -> float:
+        """Its highest learning rate, in that of the training."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,21 +85,20 @@ class Training:
         return self.epochs * images // (self.ranks * self.local_batch)
 
     def method_lr(self, method: str, settings: Settings) -> float:
-        """An outer momentum of 0.9 makes the way of a period up to ten times as long: DiLoCo learns at less."""
-        return round(self.lr * settings.diloco_lr, 9) if method == DILOCO else self.lr
+        return round(self.lr * settings.lr_share_of(method), 9)
 
 
 def planned(method: str, training: Training, settings: Settings, images: int) -> tuple[dict[str, Any], int]:
     """The strategy of a run, and its updates."""
     updates = training.updates(images)
     warmup = round(updates * training.warmup_share)
-    begin = begin_step(method, updates=updates, warmup=warmup, settings=settings)
-    return strategy(method, settings, begin), updates
+    return settings.strategy_of(method, updates=updates, warmup=warmup), updates
 
 
 def begin_of(chosen: dict[str, Any]) -> int | None:
-    """The last synchronous update of a strategy; None: all are."""
-    return next((value["begin_step"] for name, value in chosen.items() if name.endswith("_configs")), None)
+    """The last synchronous and dense update of a strategy; None: all are."""
+    configs = [value for name, value in chosen.items() if name.endswith("_configs")]
+    return next((config[name] for config in configs for name in BEGINS if name in config), None)
 
 
 class Diary:

@@ -19,7 +19,7 @@ sys.path.append(str(BENCH))  # the benches are scripts: they import each other b
 
 from localsgd_accuracy import Job, Plan, final_jobs, is_done, tuning_jobs  # noqa: E402
 from localsgd_contest import Contestant  # noqa: E402
-from localsgd_flags import flags_of, made  # noqa: E402
+from localsgd_flags import flags_of  # noqa: E402
 from localsgd_methods import METHODS, OURS, TRAINED, Settings, begin_step, choose, first_period, label, strategy  # noqa: E402
 from localsgd_page import page  # noqa: E402
 from localsgd_summary import accuracy, fit, throughput, training_ms, verdicts, whole_trainings  # noqa: E402
@@ -37,6 +37,7 @@ from localsgd_throughput import (  # noqa: E402
 )
 from localsgd_training import Diary, Training, planned  # noqa: E402
 from results import published  # noqa: E402
+from table_flags import made  # noqa: E402
 
 USUAL = Settings()
 
