@@ -51,10 +51,10 @@ def refuse_without_kernels(
     devices: Iterable[torch.device], *, carry_norms: bool, foreach: bool | None, fused: bool | None
 ) -> None:
     """What is asked of the kernels where they cannot run. Parameters on the meta device are on their way to another."""
-    from .kernels import _runs_on
+    from .kernels import runs_here
 
     nowhere = [device for device in devices if device.type != "meta"]
-    possible = not nowhere or any(map(_runs_on, nowhere))
+    possible = not nowhere or any(map(runs_here, nowhere))
     if carry_norms and (foreach or fused is False or not possible):
         raise ConfigError("carry_norms=True saves the kernels a pass, and they do not run here. Leave it out.")
     if fused and not possible:

@@ -33,8 +33,8 @@ def choose_kernels(optimizer: Layerwise, *, required: bool) -> Any:
 
 def _why_not(optimizer: Layerwise) -> str | None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not all(_runs_on(param.device) for param in params):
-        elsewhere = next(param.device for param in params if not _runs_on(param.device))
+    if not all(runs_here(param.device) for param in params):
+        elsewhere = next(param.device for param in params if not runs_here(param.device))
         return f"the kernels run on CUDA devices, and some parameters are on {elsewhere}"
     if not has_triton():
         _say_once()
@@ -53,7 +53,7 @@ def _why_not(optimizer: Layerwise) -> str | None:
     return None
 
 
-def _runs_on(device: torch.device) -> bool:
+def runs_here(device: torch.device) -> bool:
     """Triton can interpret kernels on a CPU, very slowly: for tests."""
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 

@@ -1,0 +1,150 @@
+"""DGC's kernels for CUDA, in Triton: three launches for all tensors of a model.
+
+gather      u, v after this gradient; places of entries that reach a bound, in any order
+choose      one program for each tensor: exactly the k largest of those, which are then sent and no longer kept
+add         what a rank has sent, into the gradients
+
+The bound of a tensor comes from its last update: it makes this fast, and cannot make it wrong. Where fewer than k entries reach
+it, or more than there is room for, `choose` says so and leaves the tensor as it is.
+
+A row of the table describes one tensor: addresses first, then sizes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROW_WORDS = 10
+GRAD, U, V, WEIGHT, BUCKET, NUMEL, FIRST, ROOM, OUT, COUNT = map(tl.constexpr, range(ROW_WORDS))
+"""Addresses of the four rows and of the bucket; entries; first candidate and room for them; first entry sent, and how many."""
+ROW = tl.constexpr(ROW_WORDS)
+RULE_WORDS = 3
+RULE = tl.constexpr(RULE_WORDS)
+MOMENTUM, DECAY, NESTEROV = map(tl.constexpr, range(RULE_WORDS))
+TENSOR_SHIFT, CHUNK_MASK = tl.constexpr(32), tl.constexpr(0xFFFFFFFF)
+HIGHEST_BIT = tl.constexpr(1 << 30)
+"""Of the size of a float32, and of a place."""
+LOWER, HIGHER, NEVER_ABOVE = tl.constexpr(0.93), tl.constexpr(0.3), tl.constexpr(0.995)
+FEW, MANY = tl.constexpr(1.25), tl.constexpr(3.0)
+"""The next bound is a share of the smallest entry sent. With fewer candidates than wanted the share falls, with more it rises."""
+
+
+@triton.jit
+def gather(items, rows, rules, bounds, counts, candidates, CHUNK: tl.constexpr, DECAYS: tl.constexpr):
+    word = tl.load(items + tl.program_id(0))
+    tensor, chunk = (word >> TENSOR_SHIFT).to(tl.int32), word & CHUNK_MASK
+    row, rule = rows + tensor * ROW, rules + tensor * RULE
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = place < tl.load(row + NUMEL)
+    momentum = tl.load(rule + MOMENTUM)
+    u_at = tl.load(row + U).to(tl.pointer_type(tl.float32)) + place
+    v_at = tl.load(row + V).to(tl.pointer_type(tl.float32)) + place
+    grad = tl.load(tl.load(row + GRAD).to(tl.pointer_type(tl.float32)) + place, mask=inside, other=0.0)
+    if DECAYS:
+        weight = tl.load(tl.load(row + WEIGHT).to(tl.pointer_type(tl.float32)) + place, mask=inside, other=0.0)
+        grad += tl.load(rule + DECAY) * weight
+    u = momentum * tl.load(u_at, mask=inside, other=0.0) + grad
+    v = tl.load(v_at, mask=inside, other=0.0) + tl.where(tl.load(rule + NESTEROV) > 0, grad + momentum * u, u)
+    tl.store(u_at, u, mask=inside)
+    tl.store(v_at, v, mask=inside)
+    reaches = inside & (tl.abs(v) >= tl.load(bounds + tensor))
+    slot = tl.atomic_add(counts + tensor + tl.zeros([CHUNK], tl.int32), 1, mask=reaches)
+    fits = reaches & (slot < tl.load(row + ROOM))
+    tl.store(candidates + tl.load(row + FIRST) + slot, place.to(tl.int32), mask=fits)
+
+
+@triton.jit
+def at_least(sizes, count, bound, BLOCK: tl.constexpr):
+    """How many candidates have at least this size."""
+    begin, found = count * 0, count * 0
+    while begin < count:
+        i = begin + tl.arange(0, BLOCK)
+        found += tl.sum((tl.load(sizes + i, mask=i < count, other=-1) >= bound).to(tl.int32))
+        begin += BLOCK
+    return found
+
+
+@triton.jit
+def equal_before(sizes, places, count, size, place, BLOCK: tl.constexpr):
+    """How many candidates of this size lie before this place."""
+    begin, found = count * 0, count * 0
+    while begin < count:
+        i = begin + tl.arange(0, BLOCK)
+        mine = (tl.load(sizes + i, mask=i < count, other=-1) == size) & (tl.load(places + i, mask=i < count, other=0) < place)
+        found += tl.sum(mine.to(tl.int32))
+        begin += BLOCK
+    return found
+
+
+@triton.jit
+def choose(rows, bounds, shares, counts, candidates, sizes, values_out, places_out, done, BLOCK: tl.constexpr):
+    tensor = tl.program_id(0)
+    row = rows + tensor * ROW
+    wanted, room = tl.load(row + COUNT).to(tl.int32), tl.load(row + ROOM).to(tl.int32)
+    found = tl.load(counts + tensor)
+    tl.store(counts + tensor, 0)
+    fits = (found >= wanted) & (found <= room)
+    tl.store(done + tensor, fits.to(tl.int32))
+    if fits:
+        u = tl.load(row + U).to(tl.pointer_type(tl.float32))
+        v = tl.load(row + V).to(tl.pointer_type(tl.float32))
+        first = tl.load(row + FIRST)
+        places, mine = candidates + first, sizes + first
+        begin = found * 0
+        while begin < found:
+            i = begin + tl.arange(0, BLOCK)
+            size = tl.abs(tl.load(v + tl.load(places + i, mask=i < found, other=0), mask=i < found, other=0.0))
+            tl.store(mine + i, size.to(tl.int32, bitcast=True), mask=i < found)
+            begin += BLOCK
+        tl.debug_barrier()
+        # Sizes are ordered as their bits are: the smallest that is sent, bit by bit from the highest.
+        smallest = wanted * 0
+        bit = wanted * 0 + HIGHEST_BIT
+        while bit > 0:
+            if at_least(mine, found, smallest | bit, BLOCK) >= wanted:
+                smallest = smallest | bit
+            bit = bit >> 1
+        above = at_least(mine, found, smallest + 1, BLOCK)
+        last = wanted * 0 + 0x7FFFFFFF
+        if at_least(mine, found, smallest, BLOCK) > wanted:  # of equal ones, the first: up to which place?
+            last = wanted * 0
+            bit = wanted * 0 + HIGHEST_BIT
+            while bit > 0:
+                if equal_before(mine, places, found, smallest, last | bit, BLOCK) < wanted - above:
+                    last = last | bit
+                bit = bit >> 1
+        offset = ((tl.load(row + GRAD) - tl.load(row + BUCKET)) // 4).to(tl.int32)
+        out = tl.load(row + OUT)
+        begin = found * 0
+        while begin < found:
+            i = begin + tl.arange(0, BLOCK)
+            size = tl.load(mine + i, mask=i < found, other=-1)
+            place = tl.load(places + i, mask=i < found, other=0)
+            sent = (size > smallest) | ((size == smallest) & (place <= last))
+            slot = out + tl.cumsum(sent.to(tl.int32), 0) - 1
+            tl.store(values_out + slot, tl.load(v + place, mask=sent, other=0.0), mask=sent)
+            tl.store(places_out + slot, place + offset, mask=sent)
+            tl.store(v + place, tl.zeros([BLOCK], tl.float32), mask=sent)
+            tl.store(u + place, tl.zeros([BLOCK], tl.float32), mask=sent)
+            out += tl.sum(sent.to(tl.int32))
+            begin += BLOCK
+        share = tl.load(shares + tensor)
+        share = tl.where(found > MANY * wanted, share + HIGHER * (NEVER_ABOVE - share), share)
+        share = tl.where(found < FEW * wanted, share * LOWER, share)
+        tl.store(shares + tensor, share)
+        tl.store(bounds + tensor, share * smallest.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def add(items, rows, wire, entries, CHUNK: tl.constexpr):
+    """`wire`: values, as bits, and behind them places in the bucket. Within one rank no place comes twice."""
+    word = tl.load(items + tl.program_id(0))
+    row = rows + (word >> TENSOR_SHIFT).to(tl.int32) * ROW
+    i = (word & CHUNK_MASK) * CHUNK + tl.arange(0, CHUNK)
+    inside = i < tl.load(row + COUNT)
+    at = wire + tl.load(row + OUT) + i
+    value = tl.load(at, mask=inside, other=0).to(tl.float32, bitcast=True)
+    place = tl.load(at + entries, mask=inside, other=0)
+    target = tl.load(row + BUCKET).to(tl.pointer_type(tl.float32)) + place
+    tl.store(target, tl.load(target, mask=inside, other=0.0) + value, mask=inside)
