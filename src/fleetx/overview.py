@@ -74,7 +74,8 @@ def slot_table(parts: Sequence[Part]) -> str:
     ]
     rows += [("no slot", _described(part)) for part in parts if not part.claims()]
     lines = [f"{slot:<10}{filled_by}" for slot, filled_by in [("slot", "filled by"), *rows]]
-    return "\n".join(lines + conflict_lines(parts) + _not_available(parts))
+    notes = [f"{part.name}: {note}" for part in parts for note in part.notes()]
+    return "\n".join(lines + notes + conflict_lines(parts) + _not_available(parts))
 
 
 def conflict_lines(parts: Sequence[Part]) -> list[str]:

@@ -216,6 +216,10 @@ class Part(abc.ABC):
     def build(self, site: Site) -> Mapping[Slot, Any]:
         """Stages for the claimed slots. MODULE and FORWARD are applied to the model here and need no stage."""
 
+    def notes(self) -> list[str]:
+        """Sentences for `strategy.explain()`: what these settings cost and gain, with the numbers filled in."""
+        return []
+
     @classmethod
     def neutral(cls) -> dict[str, Any] | None:
         """The settings at which this part must equal plain synchronous training, if there are any."""

@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..keys import boolean, integer, key, number, numbers, optional
 from ..slots import Part, Risk, Site, Slot
 from ..takeover import require_inner, take_over
+from ..wire_cost import ENTRY_BYTES, break_even_ranks, times_less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,22 @@ class DGC(Part):
             two_level=self.two_level,
         )
         return {Slot.REDUCE: reduce, Slot.UPDATE: update}
+
+    def notes(self) -> list[str]:
+        last, first = self.sparsity[-1], next((one for one in self.sparsity if one), 0.0)
+        if not last:
+            return ["a sparsity of 0 keeps nothing back: every update is dense."]
+        who = "nodes" if self.two_level else "ranks"
+        even, gains = break_even_ranks(last), [f"{times_less(last, n):,.3g} times less among {n}" for n in (2, 8, 32)]
+        found = [
+            f"{1 - last:.4g} of the entries of each large tensor are sent, {ENTRY_BYTES} bytes each, to all other {who}: "
+            f"{', '.join(gains)} than a dense all-reduce sends. From {even:,.0f} {who} on (1 / density) it sends more."
+        ]
+        if first != last:
+            found.append(
+                f"its first sparse updates, at {first:g}, send more than dense ones from {break_even_ranks(first):,.3g} {who} on."
+            )
+        return found
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from ..compression.lowrank import LowRankReduce
 from ..keys import boolean, integer, key, number
 from ..slots import Part, Risk, Site, Slot
+from ..wire_cost import low_rank_times_less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,13 @@ class PowerSGD(Part):
             two_level=self.two_level,
         )
         return {Slot.REDUCE: reduce}
+
+    def notes(self) -> list[str]:
+        gains = [f"{low_rank_times_less(n, n, self.rank):,.3g} times less of {n} x {n}" for n in (256, 1024, 4096)]
+        return [
+            f"of a matrix two factors of rank {self.rank} are sent, whatever the number of ranks: {', '.join(gains)}. Smaller "
+            "gains than min_compression, and tensors of one dimension, stay dense."
+        ]
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:
