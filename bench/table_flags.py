@@ -34,8 +34,8 @@ class Parser(argparse.ArgumentParser):
     def switch(self, name: str, meaning: str) -> None:
         self.value(f"--{name}", False, meaning, shown="off", action="store_true")
 
-    def trainings(self, out: Path, page: Path) -> None:
-        """Which runs are made, where, until when, and what becomes of their lines."""
+    def trainings(self, out: Path, page: Path, *, table: Path | None = None) -> None:
+        """Which runs are made, where, until when, and what becomes of their lines. `table` is what --table alone means."""
         self.several("--seeds", (1, 2, 3), "of the final runs", int, "SEED")
         self.value("--seconds", math.inf, "no training begins that would end later", shown="no limit", type=float)
         self.value("--device", "cuda" if torch.cuda.is_available() else "cpu", "of the trainings")
@@ -43,7 +43,9 @@ class Parser(argparse.ArgumentParser):
         self.value("--cache", cifar10.CACHE, "folder for the decoded images", type=Path, metavar="FOLDER")
         self.value("--out", out, "folder of the measured lines", type=Path, metavar="FOLDER")
         self.several("--earlier", (), "files of lines measured before", Path, "FILE")
-        self.value("--table", None, "makes the page of these published figures, and measures nothing", shown="none", type=Path)
+        bare: dict[str, Any] = {} if table is None else {"nargs": "?", "const": table}
+        meaning = "makes the page of these published figures, and measures nothing"
+        self.value("--table", None, meaning, shown="none", type=Path, metavar="FILE", **bare)
         self.value("--page", page, "where --table writes the page", type=Path, metavar="FILE")
         self.value("--note", None, "a sentence for the page", shown="none")
 
