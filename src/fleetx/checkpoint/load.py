@@ -25,7 +25,7 @@ from . import folder
 from .encode import Json, decode
 from .manifest import NAME as MANIFEST
 from .manifest import Damaged, Manifest, read_manifest, verify
-from .objects import VALUE, check_all, put_all
+from .objects import TRAINING, VALUE, check_all, put_all
 from .rng import restore_random_states, seed_anew
 from .save import share_name
 from .snapshot import RANDOM
@@ -54,7 +54,7 @@ def find(directory: Path, comm: Comm) -> Found | None:
     damage: list[str] = []
     for name in _names(directory, comm):
         path = directory / name
-        ranks = comm.gather_json(_inspect(path, comm.rank))
+        ranks = comm.gather_json(_inspect(path, comm))
         _refuse_unshared(path, ranks)
         problems = list(dict.fromkeys(problem for problem, _ in ranks if problem is not None))
         if not problems:
@@ -85,13 +85,22 @@ def _names(directory: Path, comm: Comm) -> list[str]:
     return [str(name) for name in ranks[0][0]]
 
 
-def files_for(manifest: Manifest, rank: int) -> list[str]:
-    """What this rank reads. Of another number of ranks, what rank 0 left tells what cannot be shared out anew."""
-    stems = [share_name(None), share_name(rank if rank < manifest.world_size else 0)]
-    return [name for name in manifest.files if name.split(".")[0] in stems]
+def adds_up(entry: str) -> bool:
+    """What a compressor has kept back: each rank's share of one sum, which another number of ranks can share as well."""
+    return "/stages/reduce/shares/" in entry
 
 
-def _inspect(path: Path, rank: int) -> tuple[str | None, str]:
+def files_for(manifest: Manifest, rank: int, size: int) -> list[str]:
+    """What this one of `size` ranks reads: what is common, then its own. Of another number of ranks, what all of them left:
+    some of it adds up, and the rest tells what cannot be shared out anew. Later files count more."""
+    mine = [share_name(None), share_name(rank if rank < manifest.world_size else 0)]
+    stems = mine if manifest.world_size == size else [mine[0], *map(share_name, range(manifest.world_size)), mine[1]]
+    by_stem = {stem: [name for name in sorted(manifest.files) if name.split(".")[0] == stem] for stem in stems}
+    last = {stem: place for place, stem in enumerate(stems)}
+    return [name for stem in sorted(by_stem, key=last.__getitem__) for name in by_stem[stem]]
+
+
+def _inspect(path: Path, comm: Comm) -> tuple[str | None, str]:
     """What is wrong with what this rank would read, and which manifest it saw."""
     try:
         if not path.is_dir():
@@ -99,7 +108,7 @@ def _inspect(path: Path, rank: int) -> tuple[str | None, str]:
         manifest = read_manifest(path)
         if manifest.step != folder.step_of(path.name):  # else an old one, renamed, would go before newer ones
             raise Damaged(f"{MANIFEST} is of step {manifest.step}, which is not that of its folder")
-        for name in files_for(manifest, rank):
+        for name in files_for(manifest, comm.rank, comm.size):
             verify(path, manifest, name)
     except Damaged as damage:
         return str(damage), ""
@@ -124,19 +133,24 @@ def _refuse_unshared(path: Path, ranks: list[tuple[str | None, str]]) -> None:
 class Reader:
     """A verified checkpoint, as one rank reads it."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, size: int) -> None:
         self.manifest = read_manifest(path)
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
+        self._shares: dict[str, list[Any]] = {}
+        """Saved by other ranks than these: of what adds up over ranks, the files of all of them."""
+        self.folds = size != self.manifest.world_size
         self.objects: dict[str, Json] = {}
         self.own: list[str] = []
         """What differs from rank to rank: objects, and keys of tensors."""
-        for name in sorted(files_for(self.manifest, rank)):  # common first: a rank's own goes before it
+        for name in files_for(self.manifest, rank, size):
             if name.endswith(".json"):
                 self._read_words(path / name, is_own=name != f"{share_name(None)}.json")
             else:
                 opened = self._stack.enter_context(safe_open(path / name, framework="pt"))
                 self._where |= dict.fromkeys(opened.keys(), opened)
+                for key in filter(adds_up, opened.keys()):
+                    self._shares.setdefault(key, []).append(opened)
 
     def _read_words(self, path: Path, *, is_own: bool) -> None:
         words = json.loads(path.read_text(encoding="utf-8"))
@@ -153,11 +167,22 @@ class Reader:
     def state(self, name: str, *, wanted: bool = True) -> tuple[str, Any]:
         """Its kind and its state. Values are given back unasked; of what else nobody wants, no tensor is read."""
         kind, state = self.objects[name]["kind"], self.objects[name]["state"]
-        return kind, decode(state, self._fetch) if wanted or kind == VALUE.name else None
+        found = decode(state, self._fetch) if wanted or kind == VALUE.name else None
+        if self.folds and kind == TRAINING.name and found is not None and found["stages"]["reduce"].get("shares"):
+            found["stages"]["reduce"]["summed_over"] = self.manifest.world_size
+        return kind, found
 
     def _fetch(self, key: str) -> Tensor:
+        if self.folds and key in self._shares:
+            return self._sum_of_shares(key)
         tensor: Tensor = self._where[key].get_tensor(key)
         return tensor.clone()  # in memory of its own: the file may vanish while the run goes on
+
+    def _sum_of_shares(self, key: str) -> Tensor:
+        """Over all ranks that saved it. What was the same on all of them is stored once."""
+        shares: list[Tensor] = [file.get_tensor(key) for file in self._shares[key]]
+        total = torch.stack([share.double() for share in shares]).sum(0)
+        return (total * (self.manifest.world_size / len(shares))).to(shares[0].dtype)
 
 
 def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torch.device, *, new_world_size: bool) -> Loaded:
@@ -165,7 +190,7 @@ def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torc
     path, error, told = found.path, None, None
     with ExitStack() as stack:
         try:
-            reader = stack.enter_context(Reader(path, comm.rank))
+            reader = stack.enter_context(Reader(path, comm.rank, comm.size))
             refuse_other_world(reader, comm, allowed=new_world_size)
             saved = {name: reader.state(name, wanted=name in objects) for name in reader.objects if name != RANDOM}
             check_all(objects, saved)
@@ -183,20 +208,15 @@ def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torc
 
 
 def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
-    """What is equal on all ranks loads on any number of them; what each rank has of its own does not."""
+    """What is equal on all ranks loads on any number of them, and what adds up over ranks; what else each rank has does not."""
     size = reader.manifest.world_size
     if size == comm.size:
         return
-    if not reader.own and any(name.split(".")[0] != share_name(None) for name in reader.manifest.files):
-        raise CheckpointError(
-            f"it was saved by {size} ranks, and this run has {comm.size}. It holds what other ranks had and this one had not; "
-            f"that cannot be shared out anew. Resume on {size} ranks."
-        )
     if not reader.own:
         return
-    lost = sorted({entry.split("/")[0] for entry in reader.own} - {RANDOM})
+    entries = sorted({entry for entry in reader.own if RANDOM not in entry and not adds_up(entry)})
+    lost = sorted({entry.split("/")[0] for entry in entries})
     if lost:
-        entries = [entry for entry in sorted(reader.own) if RANDOM not in entry]
         listed = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
         raise CheckpointError(
             f"it was saved by {size} ranks, and this run has {comm.size}. These differ from rank to rank and cannot be shared "

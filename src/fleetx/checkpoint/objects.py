@@ -130,6 +130,13 @@ def _keep(target: Any, state: Any) -> None:
 
 
 VALUE = Kind("a value", lambda value: True, take=lambda value: value, put=_keep)
+TRAINING = Kind(
+    "a distributed optimizer",
+    lambda value: isinstance(value, FleetOptimizer),
+    training_state,
+    load_training_state,
+    check_training_state,
+)
 KINDS = (
     # Put back in this order: what may still be refused among the small things is refused before a weight has changed.
     Kind("a torch.Generator", lambda v: isinstance(v, torch.Generator), lambda v: v.get_state(), lambda v, s: v.set_state(s)),
@@ -144,13 +151,7 @@ KINDS = (
     ),
     Kind("an object with a state dict", _is_other, lambda v: v.state_dict(), lambda v, s: v.load_state_dict(s), check_scheduler),
     Kind("a model", lambda v: isinstance(v, nn.Module), model_state, put_model, check_model),
-    Kind(
-        "a distributed optimizer",
-        lambda v: isinstance(v, FleetOptimizer),
-        training_state,
-        load_training_state,
-        check_training_state,
-    ),
+    TRAINING,
     Kind("an optimizer", lambda v: isinstance(v, Optimizer), optimizer_state, load_optimizer_state, check_optimizer_state),
 )
 
