@@ -50,6 +50,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
     "adaptive_localsgd": {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 2}},
     "localsgd_lamb": {"localsgd": True, "localsgd_configs": {"k_steps": 3}, "lamb": True},
+    "dgc": {"dgc": True, "dgc_configs": {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 64}},
+    "dgc_fp16_merge": {
+        "dgc": True, "dgc_configs": {"rampup_begin_step": 1, "sparsity": [0.5, 0.9], "rampup_step": 3, "min_numel": 64},
+        "amp": True, "amp_configs": {"dtype": "float16"}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2},
+    },
+    "powersgd": {"powersgd": True, "powersgd_configs": {"begin_step": 2, "rank": 2, "min_compression": 1.0}},
+    "powersgd_fp16": {
+        "powersgd": True, "powersgd_configs": {"begin_step": 0, "rank": 1, "min_compression": 1.0},
+        "amp": True, "amp_configs": {"dtype": "float16"},
+    },
 }  # fmt: skip
 TOLERANCE = {
     "plain": 1e-4, "bf16_wire": 1e-2, "sync_bn": 1e-4, "unused": 1e-4, "lars": 1e-3, "lamb": 1e-2,
