@@ -6,9 +6,8 @@ chosen, since no two ranks choose the same entries and nothing can be added up o
 
 from __future__ import annotations
 
-from mlp_contestants import LAYERS, WIDTH
+from mlp_contestants import USUAL, Size
 
-WEIGHTS, BIASES = LAYERS * WIDTH * WIDTH, LAYERS * WIDTH
 NUMBER_BYTES, ENTRY_BYTES = 4, 8
 """A sparse entry is a number and its place."""
 
@@ -17,15 +16,15 @@ def all_reduced(numbers: float, ranks: int, item_bytes: int = NUMBER_BYTES) -> f
     return 2 * (ranks - 1) / ranks * numbers * item_bytes
 
 
-def dense_bytes(ranks: int, item_bytes: int = NUMBER_BYTES) -> float:
-    return all_reduced(WEIGHTS + BIASES, ranks, item_bytes)
+def dense_bytes(ranks: int, item_bytes: int = NUMBER_BYTES, size: Size = USUAL) -> float:
+    return all_reduced(size.weights + size.biases, ranks, item_bytes)
 
 
-def dgc_bytes(ranks: int, sparsity: float = 0.999) -> float:
+def dgc_bytes(ranks: int, sparsity: float = 0.999, size: Size = USUAL) -> float:
     """Biases are too small to be worth it, and travel dense."""
-    entries = LAYERS * int(WIDTH * WIDTH * (1 - sparsity) + 1e-6)
-    return (ranks - 1) * entries * ENTRY_BYTES + all_reduced(BIASES, ranks)
+    entries = size.layers * int(size.width**2 * (1 - sparsity) + 1e-6)
+    return (ranks - 1) * entries * ENTRY_BYTES + all_reduced(size.biases, ranks)
 
 
-def powersgd_bytes(ranks: int, rank: int = 4) -> float:
-    return all_reduced(LAYERS * rank * (WIDTH + WIDTH) + BIASES, ranks)
+def powersgd_bytes(ranks: int, rank: int = 4, size: Size = USUAL) -> float:
+    return all_reduced(size.layers * rank * 2 * size.width + size.biases, ranks)

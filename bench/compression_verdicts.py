@@ -1,4 +1,4 @@
-"""What gradient compression must show, in accuracy and in speed, and whether it does."""
+"""How far compressed trainings may be behind the synchronous one, and whether they are nearer."""
 
 from __future__ import annotations
 

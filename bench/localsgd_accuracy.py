@@ -159,10 +159,14 @@ def join(index: int, plan: Plan) -> None:
         os.environ |= {"FLEETX_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     else:
         torch.backends.cudnn.benchmark = True
-    size = str(plan.training.ranks)
-    os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.port)}
+    local_rank(index, plan.training.ranks, plan.port)
     fleet.init(backend="gloo")
+
+
+def local_rank(index: int, size: int, port: int) -> None:
+    """This process is one of `size` on this machine."""
+    os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def free_port() -> int:
