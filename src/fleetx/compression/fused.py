@@ -81,6 +81,7 @@ class FusedRows:
             self._table, self._bounds, self._shares, self._found, self._candidates, self._sizes, values, places, self._done,
             BLOCK, num_warps=16,
         )  # fmt: skip
+        self._found.zero_()  # not in the kernel that reads it: a slow warp of it would find the 0
         done = self._done.tolist()
         if not all(done):
             self._look_at_all([i for i, is_done in enumerate(done) if not is_done], values, places)

@@ -83,7 +83,6 @@ def choose(rows, bounds, shares, counts, candidates, sizes, values_out, places_o
     row = rows + tensor * ROW
     wanted, room = tl.load(row + COUNT).to(tl.int32), tl.load(row + ROOM).to(tl.int32)
     found = tl.load(counts + tensor)
-    tl.store(counts + tensor, 0)
     fits = (found >= wanted) & (found <= room)
     tl.store(done + tensor, fits.to(tl.int32))
     if fits:
