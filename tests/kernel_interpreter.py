@@ -1,4 +1,4 @@
-"""The kernels of LARS and LAMB on a CPU, by Triton's interpreter: while a test runs, and not beyond it.
+"""The kernels of LARS, LAMB and DGC on a CPU, by Triton's interpreter: while a test runs, and not beyond it.
 
 Triton settles at import whether its functions are compiled or interpreted, and torch has imported it long before. Triton and our
 kernels are therefore imported a second time under TRITON_INTERPRET=1. Each test that asks for `interpreted` sees these modules;
@@ -25,16 +25,18 @@ from fleetx.optim import TrustRatios
 CHUNK = 256
 LOOP = {"foreach": False, "fused": False}
 OURS = "fleetx.optim.kernels"
+DGC = ("fleetx.compression.kernels", "fleetx.compression.fused")
 
 
 def _take_out() -> dict[str, ModuleType]:
     """Triton's modules and ours, out of Python's table. A library in C cannot be loaded twice: it stays."""
-    ours = (name for name in sys.modules if name == "triton" or name.startswith(("triton.", OURS)))
+    ours = (name for name in sys.modules if name == "triton" or name.startswith(("triton.", OURS, *DGC)))
     return {name: sys.modules.pop(name) for name in list(ours) if not name.startswith("triton._C")}
 
 
 def _import_interpreted() -> None:
     importlib.import_module(f"{OURS}.fused")
+    importlib.import_module("fleetx.compression.fused")
     interpreter = sys.modules["triton.runtime.interpreter"]
     kernel = sys.modules[f"{OURS}.lars"].lars_apply
     assert isinstance(kernel, interpreter.InterpretedFunction), "Triton compiles although TRITON_INTERPRET=1 is set"
@@ -46,7 +48,11 @@ def _patch_once_per_launch(interpreter: Any) -> None:
     with_patch = interpreter.InterpretedFunction.__call__
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        return self.rewrite()(*args, **options) if self.fn.__module__.startswith(OURS) else with_patch(self, *args, **options)
+        return (
+            self.rewrite()(*args, **options)
+            if self.fn.__module__.startswith((OURS, *DGC))
+            else with_patch(self, *args, **options)
+        )
 
     interpreter.InterpretedFunction.__call__ = call
 

@@ -1,0 +1,121 @@
+"""DGC's kernels, interpreted on a CPU: they send what a stable sort would, whatever the bound of the last update was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kernel_interpreter
+from fleetx.bucket import Bucket
+from fleetx.compression.listed import ListedRows, Row, Rule
+from fleetx.compression.stage import pieces_of
+
+interpreted = kernel_interpreter.interpreted
+pytestmark = pytest.mark.usefixtures("interpreted")
+PLAIN = Rule(momentum=0.9, nesterov=False, decay=0.0)
+SHAPES = ((50, 100), (7,), (33, 70))
+"""The second stays dense: places in the bucket are not those in a tensor."""
+
+
+def rows_in_a_bucket() -> tuple[Bucket, list[Row]]:
+    random = torch.Generator().manual_seed(1)
+    named = [(str(i), nn.Parameter(torch.randn(shape, generator=random))) for i, shape in enumerate(SHAPES)]
+    bucket = Bucket(0, named, tail_numel=3)
+    pieces = [piece for piece in pieces_of(bucket) if piece.param.dim() > 1]
+    return bucket, [Row(piece, torch.zeros(piece.grad.numel()), torch.zeros(piece.grad.numel())) for piece in pieces]
+
+
+def sent(wire: Tensor) -> tuple[list[int], Tensor]:
+    """Places and values, in the order of places: kernels find them in any."""
+    entries = len(wire) // 2
+    order = wire[entries:].argsort()
+    return wire[entries:][order].tolist(), wire[:entries].view(torch.float32)[order]
+
+
+class Both:
+    """The same updates by kernels and by list operations."""
+
+    def __init__(self) -> None:
+        from fleetx.compression.fused import FusedRows
+
+        (self.bucket, self.rows), (self.other_bucket, self.other_rows) = rows_in_a_bucket(), rows_in_a_bucket()
+        self.kernels, self.lists = FusedRows(self.rows), ListedRows(self.other_rows)
+
+    def update(self, gradients: Tensor, counts: Sequence[int], rule: Rule = PLAIN) -> list[int]:
+        """Which tensors the kernels could decide by their bound."""
+        self.bucket.flat.copy_(gradients)
+        self.other_bucket.flat.copy_(gradients)
+        ours = self.kernels.compress([rule] * 2, counts)
+        theirs = self.lists.compress([rule] * 2, counts)
+        (places, values), (right_places, right_values) = sent(ours), sent(theirs)
+        assert places == right_places
+        torch.testing.assert_close(values, right_values, rtol=1e-4, atol=1e-5)
+        for mine, right in zip(self.rows, self.other_rows, strict=True):
+            torch.testing.assert_close(mine.u, right.u, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine.v, right.v, rtol=1e-4, atol=1e-5)
+            mine.u.copy_(right.u)  # rounding must not add up to another choice
+            mine.v.copy_(right.v)
+        self.kernels.spread(torch.stack([theirs, theirs]), counts)
+        self.lists.spread(torch.stack([theirs, theirs]), counts)
+        torch.testing.assert_close(self.bucket.flat, self.other_bucket.flat, rtol=0, atol=0)
+        done: list[int] = self.kernels._done.tolist()
+        return done
+
+
+def noise(seed: int) -> Tensor:
+    return torch.randn(sum(int(np.prod(shape)) for shape in SHAPES), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_first_update_looks_at_all_entries_and_the_next_ones_at_few() -> None:
+    both = Both()
+    assert [both.update(noise(seed), (50, 23)) for seed in range(4)] == [[0, 0], [1, 1], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("rule", [Rule(0.9, True, 0.0), Rule(0.5, False, 0.01), Rule(0.9, True, 0.1), Rule(0.0, False, 0.0)])
+def test_momentum_nesterov_and_decay_are_those_of_the_list_operations(rule: Rule) -> None:
+    both = Both()
+    for seed in range(3):
+        both.update(noise(seed), (40, 30), rule)
+
+
+def test_of_equal_entries_the_first_are_sent() -> None:
+    both, rule = Both(), Rule(momentum=0.0, nesterov=False, decay=0.0)
+    for seed in range(3):
+        done = both.update(noise(seed).mul(2).round(), (50, 23), rule)
+    assert done == [1, 1]
+
+
+def test_a_sparsity_that_changes_makes_room_anew() -> None:
+    both = Both()
+    for seed, counts in enumerate([(500, 200), (500, 200), (50, 20), (5, 2), (5, 2)]):
+        both.update(noise(seed), counts)
+
+
+def test_gradients_that_fall_by_far_leave_too_few_above_the_bound_and_all_entries_are_looked_at() -> None:
+    both = Both()
+    for seed in range(3):
+        both.update(noise(seed), (50, 23))
+    for row in (*both.rows, *both.other_rows):
+        row.u.mul_(1e-3)
+        row.v.mul_(1e-3)
+    assert both.update(noise(9) * 1e-3, (50, 23)) == [0, 0]
+    assert both.update(noise(10) * 1e-3, (50, 23)) == [1, 1]
+
+
+def test_gradients_that_rise_by_far_leave_no_room_for_all_above_the_bound() -> None:
+    both = Both()
+    for seed in range(3):
+        both.update(noise(seed) * 1e-6, (20, 5))
+    assert both.update(noise(9), (20, 5)) == [0, 0]
+
+
+def test_a_gradient_of_zeros_is_no_trouble() -> None:
+    both: Any = Both()
+    for _ in range(3):
+        both.update(torch.zeros_like(noise(0)), (50, 23))
+    both.update(noise(0), (50, 23))
