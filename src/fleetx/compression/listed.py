@@ -40,7 +40,7 @@ def accumulate(grad: Tensor, u: Tensor, v: Tensor, weights: Tensor | None, rule:
         grad = grad.to(u.dtype, copy=True)
         if weights is not None:
             grad.add_(weights.to(u.dtype), alpha=rule.decay)
-    u.mul_(rule.momentum).add_(grad)
+    torch.add(grad, u, alpha=rule.momentum, out=u)
     if rule.nesterov:
         v.add_(grad).add_(u, alpha=rule.momentum)
     else:
@@ -86,10 +86,10 @@ class ListedRows:
         for start in range(0, len(grad), stretch):
             at = slice(start, start + stretch)
             accumulate(grad[at], row.u[at], row.v[at], None if weights is None else weights[at], rule)
+            grad[at].zero_()  # what is sent is added here; now, while it is in the cache
 
     def spread(self, wires: Tensor, counts: Sequence[int]) -> None:
         """Every rank's words become the gradients; added in the order of ranks, so that all get the same bits."""
-        torch._foreach_zero_([row.piece.grad for row in self._rows])
         wide = self._rows[0].v.dtype
         words = sum(counts) * (wide.itemsize // 4)
         for bucket, part in self._parts(counts):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SAMPLES = 2**14
+SAMPLES = 2**12
 """Of one tensor; fewer entries than a few of these are looked at whole."""
 STRETCH = 2**17
 """Entries: a few arrays of them fit in a core's cache."""
