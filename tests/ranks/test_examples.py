@@ -76,7 +76,7 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping, enlarging, averaging, saving, _ = blocks("python")
+    printing, looping, enlarging, averaging, compressing, saving, _ = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
@@ -94,6 +94,14 @@ def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path)
     # Update 40 is two after the round of 38; both workers' waits are told.
     assert re.search(r"^4 True \{0: [\d.e-]+, 1: [\d.e-]+\}$", averaged.stdout, flags=re.MULTILINE), averaged.stdout
     assert load_file(tmp_path / "model.safetensors")["3.weight"].shape == (4, 32)
+    (tmp_path / "compressing.py").write_text(compressing, encoding="utf-8")
+    compressed = run_python("-m", "fleetx.launch", "--nproc_per_node", "2", "compressing.py", folder=tmp_path)
+    assert compressed.returncode == 0, compressed.stdout + compressed.stderr
+    assert "dgc: 0.001 of the entries of each large tensor are sent, 8 bytes each" in compressed.stdout
+    figures = re.search(r"^(\d+) (0\.\d+) (\d+\.\d+)$", compressed.stdout, flags=re.MULTILINE)
+    assert figures is not None, compressed.stdout
+    # Of two matrices of 32,768 entries 32 each, 8 bytes of each of them; 576 biases, and what all updates carry.
+    assert 64 * 8 + 576 * 4 < int(figures[1]) < 3000 and (64 + 576) / 66112 < float(figures[2]) < 0.0105 and float(figures[3]) > 0
     for _ in range(2):  # the second finds the checkpoint of the first, and has nothing left to do
         saved = run_python("-c", saving, folder=tmp_path)
         assert saved.returncode == 0, saved.stderr

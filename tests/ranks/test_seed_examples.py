@@ -43,6 +43,8 @@ SCRIPTS = (
     Script("resnet50_lars.py", ("lars",)),
     Script("resnet50_lars.py", ("lamb",), (*SMALL_IMAGES, "--lars", "false", "--lamb")),
     Script("resnet50_localsgd.py", ("adaptive_localsgd",)),
+    Script("resnet50_dgc.py", ("dgc",)),
+    Script("resnet50_dgc.py", ("powersgd",), (*SMALL_IMAGES, "--dgc", "false", "--powersgd", "--powersgd.begin_step", "2")),
     Script("bert_recompute.py", ("recompute",), SMALL_TEXT),
     Script("resnet50_gradient_merge.py", ("gradient_merge",)),
     Script("combination.py", ("amp", "recompute", "lars")),
