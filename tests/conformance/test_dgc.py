@@ -194,7 +194,7 @@ LADDER = {"rampup_step": 12, "sparsity": [0.5, 0.75, 0.9]}
 
 def _replayed(rank: int, shapes: list[tuple[int, ...]], configs: dict[str, Any], updates: int) -> list[Any]:
     model = Slopes(shapes)
-    inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9)
+    inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     model, optimizer = distributed(model, inner, dgc(**configs))
     names, numels = tuple(f"rows.{i}" for i in range(len(shapes))), [p.numel() for p in model.parameters()]
     seen = []
@@ -206,11 +206,12 @@ def _replayed(rank: int, shapes: list[tuple[int, ...]], configs: dict[str, Any],
 
 
 def replay(shapes: list[tuple[int, ...]], rule: Rule, *, ranks: int, updates: int) -> DGCWorkers:
-    """In float32, one rounding after the other. The learning rate and N are powers of two: they round nothing."""
+    """In float32, one rounding after the other. Learning rate, momentum and N are powers of two: products round nothing,
+    and it does not matter whether a machine multiplies and adds in one go."""
     workers = DGCWorkers([np.zeros(int(np.prod(shape)), np.float32) for shape in shapes], ranks, rule)
     for update in range(1, updates + 1):
         shares = [[(g / np.float32(ranks)).ravel() for g in heavy_tailed(shapes, rank, update)] for rank in range(ranks)]
-        workers.step(update, shares, lr=0.125, momentum=0.9)
+        workers.step(update, shares, lr=0.125, momentum=0.5)
     assert workers.p[0].dtype == np.float32
     return workers
 
