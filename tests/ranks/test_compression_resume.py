@@ -186,8 +186,8 @@ OTHER: dict[str, tuple[Plan, Plan]] = {
 
 RANK_UNCHECKED = pytest.mark.xfail(
     strict=True,
-    reason="compression/lowrank.py, load_state_dict: `right.copy_` spreads a factor of rank 1 over all columns without a word, and "
-    "others raise RuntimeError with half of the state loaded; check_state_dict should compare the shapes of `rights`",
+    reason="compression/lowrank.py, load_state_dict: `right.copy_` spreads a factor of rank 1 over all columns without a word, "
+    "and others raise RuntimeError with half of the state loaded; check_state_dict should compare the shapes of `rights`",
 )
 
 
@@ -210,8 +210,8 @@ def _with_levels(rank: int, folder: str, saves: bool, two_level: bool) -> tuple[
 
 @pytest.mark.xfail(
     strict=True,
-    reason="compression/stage.py, check_state_dict: `among` of the checkpoint is not compared with that of this run, when the same "
-    "ranks load it; what a node keeps is then counted by each of its ranks, or ranks of one node keep different things",
+    reason="compression/stage.py, check_state_dict: `among` of the checkpoint is not compared with that of this run, when the "
+    "same ranks load it; what a node keeps is then counted by each of its ranks, or ranks of one node keep different things",
 )
 @pytest.mark.parametrize("two_level", [True, False])
 def test_levels_switched_on_or_off_between_saving_and_loading_neither_lose_nor_double_what_is_kept(
