@@ -19,16 +19,16 @@ TORCH_FP16, TORCH_POWERSGD = "torch fp16_compress_hook", "torch powerSGD_hook, r
 TORCH_ONE_BUCKET = f"{TORCH_POWERSGD}, one bucket"
 IN_TURNS = (ALONE, DDP, DENSE, BF16, DGC, POWERSGD, TORCH_FP16, TORCH_ONE_BUCKET)
 MOMENTUM, SPARSITY, RANK = 0.9, 0.999, 4
-DENSE_UPDATES, WARM_STEPS = 2, 5
-"""The second is above the first: whatever is timed is compressed. torch's hook refuses to begin before its third update."""
-SLOW_STEPS, HALF_STEPS, FAST_STEPS = 2, 4, 16
+DENSE_UPDATES, DENSE_WARM_STEPS, WARM_STEPS = 2, 2, 5
+"""The last is above the first: whatever is timed is compressed. torch's hook refuses to begin before its third update."""
+SLOW_STEPS, FAST_STEPS = 2, 8
 """Of a block: at 100 Mbit/s a dense step is 4 seconds, and one that sends little a tenth of one."""
 ONE_BUCKET_MB = 1024
 
 STRATEGIES: dict[str, tuple[dict[str, Any], int]] = {
     ALONE: ({"localsgd": True, "localsgd_configs": {"k_steps": NEVER}}, FAST_STEPS),
     DENSE: ({}, SLOW_STEPS),
-    BF16: ({"bf16_allreduce": True}, HALF_STEPS),
+    BF16: ({"bf16_allreduce": True}, SLOW_STEPS),
     DGC: ({"dgc": True, "dgc_configs": {"rampup_begin_step": DENSE_UPDATES, "sparsity": [SPARSITY]}}, FAST_STEPS),
     POWERSGD: ({"powersgd": True, "powersgd_configs": {"rank": RANK, "begin_step": DENSE_UPDATES}}, FAST_STEPS),
 }
@@ -37,7 +37,7 @@ COMPRESSED = (DGC, POWERSGD)
 
 def ours(name: str, size: Size) -> Contestant:
     strategy, block_steps = STRATEGIES[name]
-    warm = WARM_STEPS if name in COMPRESSED else 3
+    warm = WARM_STEPS if name in COMPRESSED else DENSE_WARM_STEPS
     return Contestant(name, our_step(strategy, size, momentum=MOMENTUM), block_steps, 1, 0, warm)
 
 
@@ -45,13 +45,12 @@ def torch_fp16(size: Size) -> Contestant:
     model = DistributedDataParallel(mlp(size))
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     sent = sent_by_all_reduce(size.weights + size.biases, 2)
-    return Contestant(TORCH_FP16, plain_step(model, size, momentum=MOMENTUM), HALF_STEPS, 1, sent, 3)
+    return Contestant(TORCH_FP16, plain_step(model, size, momentum=MOMENTUM), SLOW_STEPS, 1, sent, DENSE_WARM_STEPS)
 
 
 def torch_low_rank(name: str, size: Size) -> Contestant:
     """On gloo the collectives of two buckets overtake each other, and the job dies; with all gradients in one it runs."""
-    buckets = {"bucket_cap_mb": ONE_BUCKET_MB} if name == TORCH_ONE_BUCKET else {}
-    model = DistributedDataParallel(mlp(size), **buckets)
+    model = DistributedDataParallel(mlp(size), bucket_cap_mb=ONE_BUCKET_MB if name == TORCH_ONE_BUCKET else None)
     state = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=DENSE_UPDATES)
     model.register_comm_hook(state, torch_powersgd.powerSGD_hook)
     sent = round(powersgd_bytes(fleet.worker_num(), RANK, size))

@@ -40,7 +40,7 @@ from results import publish
 NAME = "compression_speed"
 WORKER = Path(__file__).with_name("compression_speed_worker.py")
 SMOKE = Size(width=128, layers=3, batch=8)
-RATES, ROUNDS = (100.0, 1000.0), 7
+RATES, ROUNDS = (100.0, 1000.0), 5
 TIMEOUT_SECONDS, PEER_SECONDS = 900.0, 120.0
 PROBE_SECONDS = 1.0
 

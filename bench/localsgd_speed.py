@@ -3,7 +3,7 @@
     python bench/cluster.py                      this, with its defaults: 2 hosts, 1000 Mbit/s
     python bench/localsgd_speed.py --rounds 9
 
-An MLP of 10.5 million parameters, batch 192 (bench/localsgd_contestants.py). All contestants live in the same two processes and
+An MLP of 10.5 million parameters, batch 192 (bench/mlp_contestants.py). All contestants live in the same two processes and
 go in turns, in blocks of 16 steps that end with nothing under way; medians over the rounds. The words of the figures:
     kept     throughput over that without communication in the same run
     limit    k*t / (k*t + bytes/rate): what is left if each averaging stops training for the time its bytes need on the link

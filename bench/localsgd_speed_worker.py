@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 from fleetx import fleet
-from localsgd_contestants import NEVER, Contestant, ddp, ours, torch_post_local
+from localsgd_contestants import ours, torch_post_local
+from mlp_contestants import NEVER, Contestant, ddp
+from turns import in_turns, warm
 
 STEPS = 16
 """In a block: four periods of 4, or one of 16."""
@@ -25,27 +26,12 @@ def contestants() -> list[Contestant]:
     return [*found, ddp(block_steps=4)]
 
 
-def block_seconds(one: Contestant) -> float:
-    fleet.barrier_worker()
-    start = time.perf_counter()
-    for _ in range(one.block_steps):
-        one.step()
-    return (time.perf_counter() - start) / one.block_steps
-
-
 def main(rounds: int) -> None:
     fleet.init()
     rows = contestants()
-    for one in rows:
-        for _ in range(one.warm_steps):
-            one.step()
-    samples: dict[str, list[float]] = {one.name: [] for one in rows}
-    for turn in range(rounds):
-        for one in rows[turn % len(rows) :] + rows[: turn % len(rows)]:
-            slowest = fleet.util.all_reduce(block_seconds(one), "max")
-            samples[one.name].append(float(slowest))
-            if fleet.is_first_worker():
-                print(f"{one.name:28} {samples[one.name][-1] * 1e3:8.1f} ms a step", flush=True)
+    warm(rows)
+    blocks = in_turns(rows, rounds)
+    samples = {name: [one.seconds for one in made] for name, made in blocks.items()}
     facts = {one.name: {"period": one.period, "wire_bytes": one.wire_bytes} for one in rows}
     if fleet.is_first_worker():
         print(json.dumps({"samples": samples, "facts": facts}), flush=True)
