@@ -101,7 +101,7 @@ def compile_strategy(
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=len(params) if allowed else 0) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
     buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=stages.reduce.carries_tail, comm=comm)
-    stages.reduce.attach(list(buckets))
+    stages.reduce.attach(buckets)
     # A rank that misses a gradient starts its bucket later than the others. If a part's own collective lies in between,
     # one rank sends a bucket while another sends that: both go wrong. So nothing starts before backward has ended.
     buckets.overlaps = not any(part.talks_in_backward for part in parts)

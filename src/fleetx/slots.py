@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from .bucket import Bucket
+    from .buckets import Buckets
     from .comm import Comm, Pending
 
 
@@ -118,8 +119,8 @@ class Reduce(Protocol):
     def is_local(self) -> bool:
         """Whether the coming update is made by each rank alone: nothing is reduced, and nothing may be decided together."""
 
-    def attach(self, buckets: Sequence[Bucket]) -> None:
-        """Once, before the first update: all buckets there will be, in the order in which they are started."""
+    def attach(self, buckets: Buckets) -> None:
+        """Once, before the first update."""
 
     def start(self, bucket: Bucket, step: Step) -> Pending: ...
     def used(self, used: list[bool] | None) -> list[bool] | None:

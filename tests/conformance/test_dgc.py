@@ -105,9 +105,6 @@ def _odd(rank: int) -> tuple[str, list[Any]]:
     return raised(lambda: traces.append(train(rank, case).weights)), traces
 
 
-@pytest.mark.xfail(
-    strict=True, reason="compression/listed.py, spread: words of an odd row are no float64; clone them before .view(wide)"
-)
 def test_an_odd_number_of_float64_entries_is_sent_like_any_other() -> None:
     """3 + 1 + 2 + 1 of the net's tensors. Cases below send an even number."""
     wanted = expected(Case(strategy={}, updates=4), Rule(sparsity=(0.75,)), ranks=2)

@@ -50,14 +50,7 @@ def _outer(rank: int, layout: str) -> tuple[list[Any], list[Any]]:
     "layout",
     [
         "as usual",
-        pytest.param(
-            "transposed",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="compression/lowrank.py, _prepare: the gradient's memory is taken for rows of shape[0]; a parameter whose "
-                "memory is that of its transpose is no matrix of low rank then. Take matrix_shape from the order of memory",
-            ),
-        ),
+        "transposed",
     ],
 )
 def test_a_gradient_of_rank_one_arrives_whole_at_rank_one(layout: str) -> None:

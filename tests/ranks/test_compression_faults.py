@@ -108,14 +108,7 @@ def test_an_overflow_of_one_rank_under_float16_is_skipped_by_all_and_what_is_kep
     "name",
     [
         "dgc",
-        pytest.param(
-            "powersgd",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="compression/lowrank.py, _prepare: room is made before all are known to be finite, so state_dict() holds "
-                "first factors and zero errors after an update that was skipped; harmless, but not as before",
-            ),
-        ),
+        "powersgd",
     ],
 )
 def test_so_is_one_in_the_first_compressed_update(name: str) -> None:
@@ -131,11 +124,6 @@ def test_skip_leaves_the_update_out_on_all_ranks(name: str, where: str) -> None:
 
 @pytest.mark.parametrize("mode", ["skip", "float16"])
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.xfail(
-    strict=True,
-    reason="compression/stage.py, _reduce: a loss that is not finite is an alarm in the tail, read after the exchange; entries "
-    "were sent and taken out of what is kept, and then the update is not made: they are lost",
-)
 def test_an_infinite_loss_whose_gradients_are_finite_leaves_what_is_kept_too(name: str, mode: str) -> None:
     guard = {"on_nan_inf": "skip"} if mode == "skip" else AMP
     assert_skipped_everywhere(run_ranks(_run, 2, PARTS[name] | guard, "loss alone", 6, 1, False), 6)

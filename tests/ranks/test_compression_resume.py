@@ -182,14 +182,7 @@ OTHER: dict[str, tuple[Plan, Plan]] = {
 }
 
 
-RANK_UNCHECKED = pytest.mark.xfail(
-    strict=True,
-    reason="compression/lowrank.py, load_state_dict: `right.copy_` spreads a factor of rank 1 over all columns without a word, "
-    "and others raise RuntimeError with half of the state loaded; check_state_dict should compare the shapes of `rights`",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[RANK_UNCHECKED] if "rank of" in n else []) for n in OTHER])
+@pytest.mark.parametrize("name", OTHER)
 def test_a_checkpoint_of_other_settings_is_refused_and_nothing_is_touched(name: str, tmp_path: Path) -> None:
     for told, touched in run_ranks(_other, 2, str(tmp_path), *OTHER[name]):
         assert told.startswith("CheckpointError: "), told
@@ -206,11 +199,6 @@ def _with_levels(rank: int, folder: str, saves: bool, two_level: bool) -> tuple[
     return told, run.everything()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="compression/stage.py, check_state_dict: `among` of the checkpoint is not compared with that of this run, when the "
-    "same ranks load it; what a node keeps is then counted by each of its ranks, or ranks of one node keep different things",
-)
 @pytest.mark.parametrize("two_level", [True, False])
 def test_levels_switched_on_or_off_between_saving_and_loading_neither_lose_nor_double_what_is_kept(
     two_level: bool, tmp_path: Path

@@ -92,10 +92,11 @@ class ListedRows:
         """Every rank's words become the gradients; added in the order of ranks, so that all get the same bits."""
         wide = self._rows[0].v.dtype
         words = sum(counts) * (wide.itemsize // 4)
+        sent = [(wire[:words].clone().view(wide), wire[words:].long()) for wire in wires]  # cloned: float64 must be aligned
         for bucket, part in self._parts(counts):
             out = bucket.flat if bucket.flat.dtype == wide else bucket.flat.to(wide)
-            for wire in wires:
-                out.index_add_(0, wire[words:][part].long(), wire[:words].view(wide)[part])
+            for values, places in sent:
+                out.index_add_(0, places[part], values[part])
             if out is not bucket.flat:
                 bucket.flat.copy_(out)
 

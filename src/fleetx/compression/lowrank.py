@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..bucket import wide_type
+from ..errors import CheckpointError
 from ..slots import Site, Step
 from .stage import Compressor, Piece
 
@@ -24,9 +25,13 @@ SEED = 1905_13727
 
 
 def matrix_shape(param: Tensor) -> tuple[int, int]:
-    """Rows and columns: the first dimension against all others."""
-    rows = param.shape[0] if param.dim() > 1 else 1
-    return rows, param.numel() // max(rows, 1)
+    """Rows and columns: the dimension that is outermost in memory, as a rule the first, against all others."""
+    if param.dim() < 2 or param.numel() == 0:
+        return 1, param.numel()
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+    outermost = max(range(param.dim()), key=lambda d: (param.stride(d), -d)) if is_dense else 0
+    rows = param.shape[outermost]
+    return rows, param.numel() // rows
 
 
 def is_worth_it(param: Tensor, *, rank: int, min_compression: float) -> bool:
@@ -58,6 +63,7 @@ class LowRankReduce(Compressor):
         """Q of each tensor, from the update before."""
         self._matrices: list[Tensor] = []
         """M, during an update."""
+        self._begun = False
 
     def _is_dense(self, index: int) -> bool:
         return index <= self._dense_updates
@@ -107,7 +113,7 @@ class LowRankReduce(Compressor):
             else:
                 gradient.copy_(left @ right.T)
         self._rights = [unit_columns(right) for right in rights]
-        self._matrices = []
+        self._matrices, self._begun = [], True
         return True
 
     def _summed(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -134,15 +140,25 @@ class LowRankReduce(Compressor):
     # --- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        rights = {piece.name: right for piece, right in zip(self._pieces, self._rights, strict=True)} if self._rights else {}
-        errors = self._by_name(self._errors) if self._rights else {}
-        return {"among": self._among.size, "rights": rights, "shares": {"error": errors}}
+        rights = {piece.name: right for piece, right in zip(self._pieces, self._rights, strict=True)} if self._begun else {}
+        errors = self._by_name(self._errors) if self._begun else {}
+        return {"share_of_rank": self._share_of_rank, "rights": rights, "shares": {"error": errors}}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().check_state_dict(state)
+        ranks = {right.shape[1] for piece in self._pieces for right in [state["rights"].get(piece.name)] if right is not None}
+        mine = {self._rank_of(piece) for piece in self._pieces}
+        if ranks and ranks != mine:
+            raise CheckpointError(
+                f"the checkpoint's factors are of rank {max(ranks)}, and this run's of {max(mine)}. Resume with the old "
+                'powersgd_configs["rank"].'
+            )
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._changes += 1
-        self._errors, self._rights = [], []
-        if not state["rights"]:
+        self._errors, self._rights, self._begun = [], [], bool(state["rights"])
+        if not self._begun:
             return
         self._make_room()
         self._put(self._errors, state["shares"]["error"], self._share_factor(state))

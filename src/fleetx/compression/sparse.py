@@ -152,7 +152,7 @@ class SparseReduce(Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         momenta, unsent = (self._by_name(rows) if self._begun else {} for rows in ([r.u for r in self._rows], self._residuals()))
-        return {"begun": self._begun, "among": self._among.size, "shares": {"momentum": momenta, "unsent": unsent}}
+        return {"begun": self._begun, "share_of_rank": self._share_of_rank, "shares": {"momentum": momenta, "unsent": unsent}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

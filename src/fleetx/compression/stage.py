@@ -1,7 +1,7 @@
 """REDUCE by a compressor: at the update boundary, on true gradients, with what is not sent kept for later.
 
     dense updates   as without a compressor, bit for bit
-    afterwards      1  one all-reduce: was anything not finite anywhere? and with it small tensors, buffers, alarms
+    afterwards      1  one all-reduce: was a gradient or a loss not finite anywhere? and small tensors, buffers, alarms
                     2  not finite: all ranks hand on NaN where it was, and nothing that is kept has changed
                     3  finite: each tensor is compressed, exchanged, and put back; what was not sent is kept
 
@@ -12,9 +12,10 @@ All that is kept is in units of this rank's share of the mean, so that shares ad
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ from ..errors import CheckpointError
 from ..norms import joined, norms_of
 from ..slots import Kept, Site, Step
 from ..strategies.allreduce import DenseAllReduce
+from ..tail import Alarms
+
+if TYPE_CHECKING:
+    from ..buckets import Buckets
 
 
 @final
@@ -42,6 +47,13 @@ class Piece:
     def shaped(self, row: Tensor) -> Tensor:
         """A row in the same order of memory, as the parameter is shaped."""
         return view_like(row, self.param)
+
+
+class Trouble(NamedTuple):
+    """What was not finite, on some rank; the same on all."""
+
+    gradients: bool
+    losses: bool
 
 
 def pieces_of(bucket: Bucket) -> list[Piece]:
@@ -65,7 +77,10 @@ class Compressor(abc.ABC):
         self._inside: Comm | None = None if levels is None else levels.inside
         self._among: Comm = site.comm if levels is None else levels.across
         """Those who exchange what is compressed: ranks, or nodes."""
+        own = list(range(site.comm.size))
+        self._share_of_rank: list[int] = own if levels is None else site.comm.gather_json(self._among.rank)
         self._buckets: list[Bucket] = []
+        self._alarms: Callable[[], Callable[[], Alarms] | None] = lambda: None
         self._pieces: list[Piece] = []
         self._small: list[Tensor] = []
         """Rows that travel dense: tensors too small to be worth it, and the tail of the last bucket."""
@@ -108,8 +123,9 @@ class Compressor(abc.ABC):
     def is_local(self) -> bool:
         return False
 
-    def attach(self, buckets: Sequence[Bucket]) -> None:
+    def attach(self, buckets: Buckets) -> None:
         self._buckets = list(buckets)
+        self._alarms = weakref.WeakMethod(buckets.own_alarms)
         everything = [piece for bucket in buckets for piece in pieces_of(bucket)]
         self._pieces = [piece for piece in everything if self._takes(piece.param)]
         self._small = [piece.grad for piece in everything if not self._takes(piece.param)]
@@ -131,21 +147,24 @@ class Compressor(abc.ABC):
     @torch.no_grad()
     def _reduce(self, step: Step) -> None:
         sums = self._prepare(step)
-        finite = self._sum(self._small, sums)
-        if finite:
-            finite = self._exchange(step, sums)
-        if finite:
-            self._changes += 1
-        else:
+        trouble = self._sum(self._small, sums)
+        if not any(trouble) and not self._exchange(step, sums):
+            trouble = Trouble(gradients=True, losses=False)
+        if trouble.gradients:
             self._show_what_is_not_finite()
+        elif trouble.losses:
+            torch._foreach_zero_([bucket.flat for bucket in self._buckets])  # the alarm says what is wrong, to all ranks
+        else:
+            self._changes += 1
         if self._inside is not None:
             self._comm.bytes_sent += self._inside.bytes_sent + self._among.bytes_sent
             self._inside.bytes_sent = self._among.bytes_sent = 0.0
 
-    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        """Sum all of them over ranks in place, one collective for each type. Whether every rank's gradients are finite."""
+    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor]) -> Trouble:
+        """Sum all of them over ranks in place, one collective for each type. What was not finite on some rank."""
         norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
-        trouble = torch.where(norm.isfinite(), 0.0, 1.0).to(self._buckets[0].flat.dtype).reshape(1)
+        bad_losses = torch.as_tensor(self._bad_losses(), device=norm.device)
+        trouble = torch.stack([~norm.isfinite(), bad_losses != 0]).to(self._buckets[0].flat.dtype)
         rows = [trouble, *small, *others]
         for dtype in dict.fromkeys(row.dtype for row in rows):  # the same order on all ranks: models are equal
             same = [row for row in rows if row.dtype == dtype]
@@ -153,7 +172,12 @@ class Compressor(abc.ABC):
             self._among.all_reduce(joint).wait()
             parts = joint.split([row.numel() for row in same])
             torch._foreach_copy_(same, [part.view(row.shape) for part, row in zip(parts, same, strict=True)])
-        return not bool(trouble > 0)
+        return Trouble(*(bool(found) for found in (trouble > 0).tolist()))
+
+    def _bad_losses(self) -> float | Tensor:
+        """Of this rank. An update with one of them is not made: what was sent for it would be lost."""
+        alarms = self._alarms()
+        return 0.0 if alarms is None else alarms().bad_losses
 
     def _show_what_is_not_finite(self) -> None:
         """NaN in each parameter's gradient where some rank has no finite one, 0 elsewhere: equal on all ranks, which then
@@ -204,7 +228,12 @@ class Compressor(abc.ABC):
                 row.mul_(factor)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise if something is kept for other tensors than this run compresses; nothing is changed."""
+        """Raise if what is kept is not this run's: of other tensors, or of ranks that share otherwise. Nothing is changed."""
+        if "summed_over" not in state and state["share_of_rank"] != self._share_of_rank:
+            raise CheckpointError(
+                f"the checkpoint's ranks kept shares {state['share_of_rank']}, one number for each rank, and these "
+                f"keep {self._share_of_rank}: two_level was switched, or ranks are on other nodes. Resume as it was saved."
+            )
         mine = {piece.name for piece in self._pieces}
         for what, named in state["shares"].items():
             if named and set(named) != mine:
@@ -218,7 +247,7 @@ class Compressor(abc.ABC):
     def _share_factor(self, state: Mapping[str, Any]) -> float:
         """Saved by other ranks than load it: `shares` then are sums over all ranks that saved. Equal parts for all who are here.
 
-        `among`: how many shares there were; with two levels all ranks of a node have the same."""
+        With two levels all ranks of a node have the same share, which was counted for each of them."""
         if "summed_over" not in state:
             return 1.0
-        return float(state["among"]) / float(state["summed_over"]) / self._among.size
+        return len(set(state["share_of_rank"])) / float(state["summed_over"]) / self._among.size

@@ -6,14 +6,17 @@ This file holds the stages; the parts that put them in are fp16_allreduce.py and
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from ..bucket import Bucket
 from ..comm import Comm, Pending
 from ..slots import Kept, Step
+
+if TYPE_CHECKING:
+    from ..buckets import Buckets
 
 
 class KeepsNothing(abc.ABC):
@@ -22,7 +25,7 @@ class KeepsNothing(abc.ABC):
     def is_local(self) -> bool:
         return False
 
-    def attach(self, buckets: Sequence[Bucket]) -> None:
+    def attach(self, buckets: Buckets) -> None:
         return None
 
     @abc.abstractmethod
