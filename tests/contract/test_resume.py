@@ -63,6 +63,10 @@ def _strategy(name: str | None) -> fleet.DistributedStrategy:
     if name == "localsgd":  # a round is under way when the run stops
         outer = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
         strategy.localsgd_configs = {"k_steps": 2, "overlap_steps": 1, "wire_dtype": "bfloat16", **outer}
+    if name == "dgc":  # in mid-ramp, and of tensors as small as these
+        strategy.dgc_configs = {"rampup_begin_step": 1, "rampup_step": 6, "sparsity": [0.5, 0.9], "min_numel": 20}
+    if name == "powersgd":
+        strategy.powersgd_configs = {"begin_step": 1, "rank": 1, "min_compression": 1.0}
     if name == "adaptive_localsgd":
         strategy.adaptive_localsgd_configs = {"init_k_steps": 2}
     return strategy
