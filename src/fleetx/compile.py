@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .alarms import AlarmReader
+from .allreduce import DenseAllReduce
 from .buckets import Buckets
 from .checks import Checks
 from .comm import Comm
@@ -22,7 +23,6 @@ from .optimizer import FleetOptimizer
 from .overview import conflict_lines
 from .pipeline import Pipeline, Stages
 from .slots import Merge, Part, Site, Slot, not_available
-from .strategies.allreduce import DenseAllReduce
 from .strategy import DistributedStrategy
 from .tail import Tail
 from .unheard import Unheard

@@ -21,8 +21,10 @@ from .hooks import may_change_gradients
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Euclidean norm of each, without a device synchronisation; 16-bit tensors are summed in float32."""
-    narrow = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-    return list(torch._foreach_norm(list(tensors), 2, torch.float32 if narrow else None))
+    narrow = [tensor.dtype.itemsize < 4 for tensor in tensors]
+    if all(narrow) or not any(narrow):
+        return list(torch._foreach_norm(list(tensors), 2, torch.float32 if any(narrow) else None))
+    return [norms_of([tensor])[0] for tensor in tensors]  # 16 bits beside float64: a rare model
 
 
 def joined(norms: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .compression.handover import SGDHandedOver
 from .errors import ConfigError
 from .hooks import refuse_before_step
 from .optim.lars import Lars
@@ -62,7 +63,7 @@ class FleetOptimizer(Optimizer):
     def bind(self, pipeline: Pipeline, *, frozen: dict[str, nn.Parameter]) -> None:
         self._bound, self.frozen = pipeline, frozen
         self.update = pipeline.stages.update
-        if isinstance(self.update, Layerwise):
+        if isinstance(self.update, Layerwise | SGDHandedOver):
             self.update.__dict__[OWNER] = weakref.ref(self)
             refuse_before_step(self.update, _refuse_step_past_the_pipeline)
         self._param_count = sum(len(group["params"]) for group in self.param_groups)
@@ -158,10 +159,14 @@ class FleetOptimizer(Optimizer):
             yield
 
     def state_dict(self) -> dict[str, Any]:
+        """In torch's plain form, which has no place for what a compressor keeps back: fleet.save_checkpoint(...) has."""
         return self.update.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What a compressor had kept back belongs to the weights before, and goes."""
         self.update.load_state_dict(state_dict)
+        if self._bound is not None:
+            self._bound.stages.reduce.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(

@@ -152,7 +152,7 @@ class Pipeline:
     def _start(self, bucket: Bucket) -> Pending:
         if self.meter.measures(self.index + 1):
             self.meter.before_reduce(bucket)
-        return self.stages.reduce.start(bucket, self._step(self.index + 1))
+        return self.stages.reduce.start(bucket, self._step(self.index + 1, share=self.weighing.share(self.window)))
 
     def _close(self) -> None:
         self.buckets.close()
@@ -279,8 +279,8 @@ class Pipeline:
         # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
         self.stages.update._opt_called = True  # type: ignore[attr-defined]
 
-    def _step(self, index: int) -> Step:
-        return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"))
+    def _step(self, index: int, *, share: float = 1.0) -> Step:
+        return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"), share=share)
 
     def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None, averaged: bool = False) -> Report:
         sent, self._reported_bytes = self.comm.bytes_sent - self._reported_bytes, self.comm.bytes_sent

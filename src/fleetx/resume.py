@@ -76,13 +76,25 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
         theirs, ours = state["stages"].get(name) or {}, _stage_state(optimizer.pipeline, name)
         if theirs and name == "average":
             _check_average(optimizer.pipeline, theirs)
-        elif theirs and set(theirs) - {"summed_over"} != set(ours):
+        elif theirs and name == "reduce":
+            _check_reduce(optimizer.pipeline, theirs, index=int(state["counters"]["index"]))
+        elif theirs and set(theirs) != set(ours):
             raise CheckpointError(
                 f"the checkpoint holds the state of another {name} stage ({', '.join(sorted(theirs))}) than this strategy's "
                 f"({', '.join(sorted(ours)) or 'none'}). Resume with the strategy that saved it."
             )
-        elif theirs and name == "reduce":
-            optimizer.pipeline.stages.reduce.check_state_dict(theirs)
+
+
+def _check_reduce(pipeline: Pipeline, saved: Mapping[str, Any], *, index: int) -> None:
+    mine = _stage_state(pipeline, "reduce").get("kind")
+    if mine == saved["kind"]:
+        pipeline.stages.reduce.check_state_dict(saved, index)
+    elif any(saved["shares"].values()):
+        now = f"strategy.{mine}" if mine else "a strategy that keeps nothing back"
+        raise CheckpointError(
+            f"it was saved under strategy.{saved['kind']}, with gradients that were kept back, and this run has {now}: they "
+            f"would be lost. Resume with strategy.{saved['kind']} = True."
+        )
 
 
 def _check_average(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:
@@ -117,7 +129,9 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
             bucket.resume(window["gradients"])
     for name in STAGES:
         stage, saved = getattr(pipeline.stages, name), state["stages"].get(name)
-        if stage is not None and saved:
+        if name == "reduce":
+            _load_reduce(pipeline, saved)
+        elif stage is not None and saved:
             stage.load_state_dict(saved)
         elif stage is pipeline.stages.average and pipeline.stages.average is not None:
             pipeline.stages.average.forget()
@@ -126,6 +140,14 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         if name in state.get("outside", {}):
             param.copy_(state["outside"][name])
     pipeline.meter.load_state_dict(state.get("noise_scale"), device)
+
+
+def _load_reduce(pipeline: Pipeline, saved: Mapping[str, Any] | None) -> None:
+    stage = pipeline.stages.reduce
+    if saved and saved["kind"] == stage.state_dict().get("kind"):
+        stage.load_state_dict(saved)
+    else:
+        stage.forget()
 
 
 def parameter_names(optimizer: FleetOptimizer) -> list[str]:

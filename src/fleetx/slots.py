@@ -63,6 +63,8 @@ class Step:
     index: int
     lr: float | Tensor | None
     """As the first group has it: a number, a tensor (reading it may wait for the device), or None where there is none."""
+    share: float = 1.0
+    """What this rank's gradient counts for in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,10 @@ class Reduce(Protocol):
         """What the report of the update just reduced can tell; None where all is sent."""
 
     def state_dict(self) -> dict[str, Any]: ...
-    def check_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def check_state_dict(self, state: Mapping[str, Any], index: int) -> None: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def forget(self) -> None:
+        """A state in which nothing was kept was loaded."""
 
 
 class Clip(Protocol):

@@ -107,6 +107,12 @@ class Weighing:
         # All weights 0 on all ranks: the gradients are 0 too, and must not become NaN.
         return 0.0 if divisor == 0.0 else 1.0 / (divisor * self._backward.scale())
 
+    def share(self, window: Window) -> float:
+        """What this rank's gradient counts for in the mean of all."""
+        if not window.weights:
+            return 1 / self._comm.size
+        return math.fsum(window.weights) / self.last_total if self.last_total else 0.0
+
     def _total(self, weights: list[float]) -> float:
         total = torch.tensor([math.fsum(weights)], dtype=torch.float64, device=self._comm.control_device)
         self._comm.all_reduce(total).wait()

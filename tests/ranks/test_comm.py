@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fleetx import fleet, world
-from fleetx.comm import two_level
+from fleetx.nodes import two_level
 from harness import raised, run_ranks
 
 

@@ -63,10 +63,10 @@ def test_a_sparse_gather_stops_paying_at_one_over_density(sparsity: float, ranks
 def test_explain_says_from_how_many_ranks_on_dgc_does_not_pay() -> None:
     told = fleet.DistributedStrategy(dgc=True, dgc_configs={"sparsity": [0.75, 0.99]}).explain()
     assert "50 times less among 2, 12.5 times less among 8, 3.12 times less among 32" in told
-    assert "From 100 ranks on (1 / density) it sends more." in told
-    assert "its first sparse updates, at 0.75, send more than dense ones from 4 ranks on." in told
+    assert "Beyond 100 ranks (1 / density) it sends more." in told
+    assert "its first sparse updates, at 0.75, send more than dense ones beyond 4 ranks." in told
     nodes = fleet.DistributedStrategy(dgc=True, dgc_configs={"two_level": True}).explain()
-    assert "From 1,000 nodes on" in nodes
+    assert "Beyond 1,000 nodes" in nodes
 
 
 def test_explain_says_what_factors_save() -> None:

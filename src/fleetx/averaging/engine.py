@@ -22,8 +22,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..comm import two_level
 from ..errors import CheckpointError, FleetError, FleetWarning
+from ..nodes import two_level
 from ..slots import News, Site, Step
 from .outer import OuterRule
 from .period import Period

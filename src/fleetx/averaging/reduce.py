@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
+from ..allreduce import DenseAllReduce, KeepsNothing
 from ..bucket import Bucket
 from ..comm import Comm, Pending
 from ..slots import Step
-from ..strategies.allreduce import DenseAllReduce, KeepsNothing
 from .engine import Averaging
 
 

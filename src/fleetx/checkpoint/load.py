@@ -90,14 +90,25 @@ def adds_up(entry: str) -> bool:
     return "/stages/reduce/shares/" in entry
 
 
-def files_for(manifest: Manifest, rank: int, size: int) -> list[str]:
-    """What this one of `size` ranks reads: what is common, then its own. Of another number of ranks, what all of them left:
-    some of it adds up, and the rest tells what cannot be shared out anew. Later files count more."""
-    mine = [share_name(None), share_name(rank if rank < manifest.world_size else 0)]
-    stems = mine if manifest.world_size == size else [mine[0], *map(share_name, range(manifest.world_size)), mine[1]]
-    by_stem = {stem: [name for name in sorted(manifest.files) if name.split(".")[0] == stem] for stem in stems}
-    last = {stem: place for place, stem in enumerate(stems)}
-    return [name for stem in sorted(by_stem, key=last.__getitem__) for name in by_stem[stem]]
+def files_for(path: Path, manifest: Manifest, rank: int, size: int) -> list[str]:
+    """What this one of `size` ranks reads: what is common, then its own, which counts more.
+
+    Where another number of ranks saved it, in between the words of all of them, which tell what cannot be shared out anew, and
+    their tensors where some add up."""
+    common, own = share_name(None), share_name(rank if rank < manifest.world_size else 0)
+    others = [share_name(r) for r in range(manifest.world_size)] if manifest.world_size != size else []
+    found = [name for name in sorted(manifest.files) if name.split(".")[0] == common]
+    for stem in [*(other for other in others if other != own), own]:
+        words, tensors = f"{stem}.json", f"{stem}.safetensors"
+        found += [words] if words in manifest.files else []
+        if tensors in manifest.files and (stem == own or _some_add_up(path, manifest, words)):
+            found.append(tensors)
+    return found
+
+
+def _some_add_up(path: Path, manifest: Manifest, words: str) -> bool:
+    verify(path, manifest, words)
+    return any(adds_up(key) for key in json.loads((path / words).read_text(encoding="utf-8"))["tensors"])
 
 
 def _inspect(path: Path, comm: Comm) -> tuple[str | None, str]:
@@ -108,7 +119,7 @@ def _inspect(path: Path, comm: Comm) -> tuple[str | None, str]:
         manifest = read_manifest(path)
         if manifest.step != folder.step_of(path.name):  # else an old one, renamed, would go before newer ones
             raise Damaged(f"{MANIFEST} is of step {manifest.step}, which is not that of its folder")
-        for name in files_for(manifest, comm.rank, comm.size):
+        for name in files_for(path, manifest, comm.rank, comm.size):
             verify(path, manifest, name)
     except Damaged as damage:
         return str(damage), ""
@@ -143,7 +154,7 @@ class Reader:
         self.objects: dict[str, Json] = {}
         self.own: list[str] = []
         """What differs from rank to rank: objects, and keys of tensors."""
-        for name in files_for(self.manifest, rank, size):
+        for name in files_for(path, self.manifest, rank, size):
             if name.endswith(".json"):
                 self._read_words(path / name, is_own=name != f"{share_name(None)}.json")
             else:
@@ -180,9 +191,9 @@ class Reader:
 
     def _sum_of_shares(self, key: str) -> Tensor:
         """Over all ranks that saved it. What was the same on all of them is stored once."""
-        shares: list[Tensor] = [file.get_tensor(key) for file in self._shares[key]]
-        total = torch.stack([share.double() for share in shares]).sum(0)
-        return (total * (self.manifest.world_size / len(shares))).to(shares[0].dtype)
+        files, dtype = self._shares[key], self._where[key].get_tensor(key).dtype
+        total: Tensor = sum(file.get_tensor(key).double() for file in files)  # one after the other: they may be large
+        return (total * (self.manifest.world_size / len(files))).to(dtype)
 
 
 def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torch.device, *, new_world_size: bool) -> Loaded:

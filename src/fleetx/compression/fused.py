@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .kernels import ROW_WORDS, add, choose, gather
+from .kernels import ROW_WORDS, WEIGHT_WORD, add, choose, gather
 from .listed import Row, Rule, take_largest
 
 CHUNK, ADD_CHUNK, BLOCK = 2048, 1024, 2048
@@ -19,8 +19,7 @@ FIRST_SHARE = 0.9
 
 
 def fits(row: Row) -> bool:
-    types = {row.piece.grad.dtype, row.piece.param.dtype, row.v.dtype}
-    return types == {torch.float32} and bool(torch.ops.aten.is_non_overlapping_and_dense(row.piece.param))
+    return {row.piece.grad.dtype, row.piece.param.dtype, row.v.dtype} == {torch.float32}
 
 
 @final
@@ -35,6 +34,8 @@ class FusedRows:
         self._done = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
         self._counts: list[int] = []
         self._rules: list[Rule] = []
+        self._weights: list[Tensor] = []
+        self._weights_at: list[int] = []
         chunks = [-(-len(row.v) // CHUNK) for row in rows]
         self._items = self._words([t << 32 | c for t, n in enumerate(chunks) for c in range(n)])
 
@@ -46,19 +47,24 @@ class FusedRows:
         self._counts = list(counts)
         rooms = [min(CANDIDATES * count + 1024, len(row.v)) for row, count in zip(self._rows, counts, strict=True)]
         firsts, outs = (list(itertools.accumulate(sizes, initial=0)) for sizes in (rooms, counts))
-        table = [
-            [
-                *(tensor.data_ptr() for tensor in (row.piece.grad, row.u, row.v, row.piece.param, row.piece.bucket.flat)),
-                *(len(row.v), first, room, out, count),
-            ]
-            for row, first, room, out, count in zip(self._rows, firsts, rooms, outs, counts, strict=False)
-        ]
-        assert all(len(row) == ROW_WORDS for row in table)
-        self._table = self._words([word for row in table for word in row])
+        words = []
+        for row, first, room, out, count in zip(self._rows, firsts, rooms, outs, counts, strict=False):
+            rows = (row.piece.grad, row.u, row.v, row.v, row.piece.bucket.flat)
+            words += [*(tensor.data_ptr() for tensor in rows), len(row.v), first, room, out, count]
+        self._table = self._words(words)
+        self._weights_at = []
         self._candidates = torch.zeros(firsts[-1], dtype=torch.int32, device=self._device)
         self._sizes = torch.zeros_like(self._candidates)
         pieces = [-(-count // ADD_CHUNK) for count in counts]
         self._add_items = self._words([t << 32 | c for t, n in enumerate(pieces) for c in range(n)])
+
+    def _find_weights(self) -> None:
+        """They may have been moved since: `param.data = ...`, or another memory format."""
+        self._weights = [row.piece.weights() for row in self._rows]
+        places = [weights.data_ptr() for weights in self._weights]
+        if places != self._weights_at:
+            self._weights_at = places
+            self._table.view(-1, ROW_WORDS)[:, WEIGHT_WORD] = self._words(places)
 
     def _obey(self, rules: Sequence[Rule]) -> None:
         self._rules = list(rules)
@@ -74,6 +80,8 @@ class FusedRows:
         wire = torch.empty(2 * entries, dtype=torch.int32, device=self._device)
         values, places = wire[:entries].view(torch.float32), wire[entries:]
         decays = any(rule.decay for rule in rules)
+        if decays:
+            self._find_weights()
         gather[(len(self._items),)](
             self._items, self._table, self._rule_table, self._bounds, self._found, self._candidates, CHUNK, decays, num_warps=4
         )

@@ -50,3 +50,6 @@ class SGDHandedOver(torch.optim.SGD):
         finally:
             for param, grad in hidden:
                 param.grad = grad
+
+
+SGDHandedOver.__name__ = "SGD"  # as the user knows it, and as a checkpoint without DGC calls it

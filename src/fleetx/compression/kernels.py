@@ -18,7 +18,7 @@ import triton.language as tl
 ROW_WORDS = 10
 GRAD, U, V, WEIGHT, BUCKET, NUMEL, FIRST, ROOM, OUT, COUNT = map(tl.constexpr, range(ROW_WORDS))
 """Addresses of the four rows and of the bucket; entries; first candidate and room for them; first entry sent, and how many."""
-ROW = tl.constexpr(ROW_WORDS)
+ROW, WEIGHT_WORD = tl.constexpr(ROW_WORDS), 3
 RULE_WORDS = 3
 RULE = tl.constexpr(RULE_WORDS)
 MOMENTUM, DECAY, NESTEROV = map(tl.constexpr, range(RULE_WORDS))

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..bucket import Bucket, in_memory_order
+from ..bucket import Bucket
 from .select import STRETCH, largest
 from .stage import Piece
 
@@ -56,12 +56,6 @@ def take_largest(u: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return places, values
 
 
-def weights_of(piece: Piece) -> Tensor:
-    """In the order of the gradient's row."""
-    param = piece.param.detach()
-    return in_memory_order(param) if torch.ops.aten.is_non_overlapping_and_dense(param) else param.reshape(-1)
-
-
 @final
 class ListedRows:
     """All rows of one type."""
@@ -80,7 +74,7 @@ class ListedRows:
         return torch.cat([values.view(torch.int32), torch.cat([places for places, _ in chosen]).int()])
 
     def _accumulate(self, row: Row, rule: Rule) -> None:
-        grad, weights = row.piece.grad, weights_of(row.piece) if rule.decay else None
+        grad, weights = row.piece.grad, row.piece.weights() if rule.decay else None
         # On a CPU piece by piece, so that what is done to one finds it in the cache.
         stretch = STRETCH if grad.device.type == "cpu" else max(len(grad), 1)
         for start in range(0, len(grad), stretch):

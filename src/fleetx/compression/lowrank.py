@@ -18,7 +18,7 @@ from torch import Tensor
 from ..bucket import wide_type
 from ..errors import CheckpointError
 from ..slots import Site, Step
-from .stage import Compressor, Piece
+from .stage import Compressor, Piece, sum_together
 
 SEED = 1905_13727
 """Of the first right factors: the same on all ranks, and nothing of the user's random numbers is used up."""
@@ -29,7 +29,7 @@ def matrix_shape(param: Tensor) -> tuple[int, int]:
     if param.dim() < 2 or param.numel() == 0:
         return 1, param.numel()
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(param)
-    outermost = max(range(param.dim()), key=lambda d: (param.stride(d), -d)) if is_dense else 0
+    outermost = max(range(param.dim()), key=lambda d: (param.shape[d] > 1, param.stride(d), -d)) if is_dense else 0
     rows = param.shape[outermost]
     return rows, param.numel() // rows
 
@@ -53,6 +53,8 @@ def unit_columns(matrix: Tensor) -> Tensor:
 
 @final
 class LowRankReduce(Compressor):
+    name, threshold = "powersgd", "min_compression"
+
     def __init__(self, site: Site, *, rank: int, dense_updates: int, min_compression: float, two_level: bool) -> None:
         super().__init__(site, two_level=two_level)
         self._dense_updates = dense_updates
@@ -71,19 +73,14 @@ class LowRankReduce(Compressor):
     def _takes(self, param: Tensor) -> bool:
         return is_worth_it(param, rank=self._rank, min_compression=self._min_compression)
 
-    def _laid_out(self) -> None:
-        return None
-
-    def _density(self) -> float:
-        numbers = sum(sum(matrix_shape(piece.param)) * self._rank_of(piece) for piece in self._pieces)
-        small = sum(row.numel() for row in self._small)
-        return (numbers + small) / sum(bucket.wire.numel() for bucket in self._buckets)
+    def _numbers_sent(self) -> int:
+        return sum(sum(matrix_shape(piece.view)) * self._rank_of(piece) for piece in self._pieces)
 
     def _residuals(self) -> list[Tensor]:
         return self._errors
 
     def _rank_of(self, piece: Piece) -> int:
-        return min(self._rank, *matrix_shape(piece.param))
+        return min(self._rank, *matrix_shape(piece.view))
 
     # --- one update -----------------------------------------------------------------------------------------------
 
@@ -94,7 +91,7 @@ class LowRankReduce(Compressor):
         for piece, error in zip(self._pieces, self._errors, strict=True):
             # In the gradient's own memory: what is kept does not change before all ranks are known to be finite.
             matrix = piece.grad.add_(error) if piece.grad.dtype == error.dtype else piece.grad.to(error.dtype).add_(error)
-            self._matrices.append(matrix.view(matrix_shape(piece.param)))
+            self._matrices.append(matrix.view(matrix_shape(piece.view)))
         return [matrix @ right for matrix, right in zip(self._matrices, self._rights, strict=True)]
 
     def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
@@ -102,7 +99,8 @@ class LowRankReduce(Compressor):
             return False  # finite entries whose products are not: the same sums on all ranks, and the same answer
         lefts = [orthonormal(left) for left in sums]
         own = [matrix.T @ left for matrix, left in zip(self._matrices, lefts, strict=True)]
-        rights = self._summed(own)
+        rights = [mine.clone() for mine in own]
+        sum_together(rights, self._among)
         for piece, matrix, left, mine, right, error in zip(
             self._pieces, self._matrices, lefts, own, rights, self._errors, strict=True
         ):
@@ -116,24 +114,13 @@ class LowRankReduce(Compressor):
         self._matrices, self._begun = [], True
         return True
 
-    def _summed(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """In one collective for each type."""
-        sums = list(own)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in own):
-            places = [i for i, tensor in enumerate(own) if tensor.dtype == dtype]
-            joint = torch.cat([own[i].reshape(-1) for i in places])
-            self._among.all_reduce(joint).wait()
-            for i, part in zip(places, joint.split([own[i].numel() for i in places]), strict=True):
-                sums[i] = part.view(own[i].shape)
-        return sums
-
     def _make_room(self) -> None:
         random = torch.Generator().manual_seed(SEED)
         self._errors, self._rights = [], []
         for piece in self._pieces:
             wide, device = wide_type(piece.grad.dtype), piece.grad.device
             self._errors.append(torch.zeros(piece.grad.numel(), dtype=wide, device=device))
-            columns = matrix_shape(piece.param)[1]
+            columns = matrix_shape(piece.view)[1]
             right = torch.randn(columns, self._rank_of(piece), generator=random, dtype=torch.float32)
             self._rights.append(unit_columns(right.to(device, wide)))
 
@@ -142,25 +129,29 @@ class LowRankReduce(Compressor):
     def state_dict(self) -> dict[str, Any]:
         rights = {piece.name: right for piece, right in zip(self._pieces, self._rights, strict=True)} if self._begun else {}
         errors = self._by_name(self._errors) if self._begun else {}
-        return {"share_of_rank": self._share_of_rank, "rights": rights, "shares": {"error": errors}}
+        return {"kind": self.name, "share_of_rank": self._share_of_rank, "rights": rights, "shares": {"error": errors}}
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().check_state_dict(state)
-        ranks = {right.shape[1] for piece in self._pieces for right in [state["rights"].get(piece.name)] if right is not None}
-        mine = {self._rank_of(piece) for piece in self._pieces}
-        if ranks and ranks != mine:
-            raise CheckpointError(
-                f"the checkpoint's factors are of rank {max(ranks)}, and this run's of {max(mine)}. Resume with the old "
-                'powersgd_configs["rank"].'
-            )
+    def check_state_dict(self, state: Mapping[str, Any], index: int) -> None:
+        super().check_state_dict(state, index)
+        for piece in self._pieces:
+            right, shape = state["rights"].get(piece.name), (matrix_shape(piece.view)[1], self._rank_of(piece))
+            if right is not None and tuple(right.shape) != shape:
+                raise CheckpointError(
+                    f"the checkpoint's factor of `{piece.name}` is {right.shape[0]} x {right.shape[1]}, and this run's "
+                    f'{shape[0]} x {shape[1]}. Resume with the old powersgd_configs["rank"], and the old memory format.'
+                )
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._changes += 1
-        self._errors, self._rights, self._begun = [], [], bool(state["rights"])
+        self.forget()
+        self._begun = bool(state["rights"])
         if not self._begun:
             return
         self._make_room()
         self._put(self._errors, state["shares"]["error"], self._share_factor(state))
         for piece, right in zip(self._pieces, self._rights, strict=True):
             right.copy_(state["rights"][piece.name])
+
+    def forget(self) -> None:
+        self._changes += 1
+        self._errors, self._rights, self._begun = [], [], False

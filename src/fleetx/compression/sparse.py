@@ -25,6 +25,7 @@ from .listed import ListedRows, Row, Rule
 from .stage import Compressor, Piece
 
 if TYPE_CHECKING:
+    from ..buckets import Buckets
     from .fused import FusedRows
 
 LARGEST_ROW = 2**31 - 1
@@ -55,6 +56,8 @@ def entries_sent(numel: int, sparsity: float) -> int:
 
 @final
 class SparseReduce(Compressor):
+    name, threshold = "dgc", "min_numel"
+
     def __init__(
         self,
         site: Site,
@@ -68,7 +71,6 @@ class SparseReduce(Compressor):
         super().__init__(site, two_level=two_level)
         self._update, self._ramp = update, ramp
         self._min_numel, self._clip_norm = min_numel, clip_norm
-        self._groups = {id(p): group for group in update.param_groups for p in group["params"]}
         self._begun = False
         self._rows: list[Row] = []
         self._ways: list[tuple[ListedRows | FusedRows, list[Row]]] = []
@@ -81,17 +83,17 @@ class SparseReduce(Compressor):
     def _takes(self, param: Tensor) -> bool:
         return param.numel() >= self._min_numel
 
-    def _laid_out(self) -> None:
-        for bucket in self._buckets:
+    def attach(self, buckets: Buckets) -> None:
+        for bucket in buckets:
             if bucket.flat.numel() > LARGEST_ROW:
                 raise ConfigError(
                     f"strategy.dgc sends places as 32-bit numbers, and `{bucket.names[0]}` is in a bucket of "
                     f"{bucket.flat.numel():,} entries. Split that tensor, or write a smaller fuse_grad_size_in_MB."
                 )
+        super().attach(buckets)
 
-    def _density(self) -> float:
-        small = sum(row.numel() for row in self._small)
-        return (self._sent + small) / sum(bucket.wire.numel() for bucket in self._buckets)
+    def _numbers_sent(self) -> int:
+        return self._sent
 
     def _residuals(self) -> list[Tensor]:
         return [row.v for row in self._rows]
@@ -103,31 +105,45 @@ class SparseReduce(Compressor):
         N**-0.5 of it: clipped there, they together are where the user wants the mean to be."""
         if self._clip_norm is not None:
             flats = [bucket.flat for bucket in self._buckets]
-            share = 1 / self._among.size
             norm = joined(norms_of(flats))
-            most = self._clip_norm * self._among.size**-0.5 * share
-            factor = torch.where(norm.isfinite(), (most / norm).clamp(max=1.0), 1.0)
+            most = self._clip_norm * self._among.size**-0.5 * self._share(step)
+            factor = torch.where(norm.isfinite() & (norm > most), most / norm, 1.0)
             for flat in flats:
                 flat.mul_(factor.to(flat.dtype))
         return []
 
+    def _share(self, step: Step) -> float:
+        """By which this rank's own gradient was multiplied; of a node, those of its ranks together."""
+        if self._inside is None:
+            return step.share
+        share = torch.tensor([step.share], dtype=torch.float64, device=self._inside.control_device)
+        self._inside.all_reduce(share).wait()
+        return float(share)
+
     def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
         if not self._begun:
             self._begin()
-        sparsity = self._ramp.at(step.index)
+        sparsity, rules = self._ramp.at(step.index), self._rules()
         self._sent = 0
         for way, rows in self._ways:
             counts = [entries_sent(len(row.v), sparsity) for row in rows]
-            wires, pending = self._among.all_gather(way.compress([self._rule(row.piece) for row in rows], counts))
+            wires, pending = self._among.all_gather(way.compress([rules[id(row.piece.param)] for row in rows], counts))
             pending.wait()
             way.spread(wires, counts)
             self._sent += sum(counts)
         return True
 
-    def _rule(self, piece: Piece) -> Rule:
-        group = self._groups[id(piece.param)]
-        decay = float(group["weight_decay"]) / self._among.size
-        return Rule(float(group["momentum"]), bool(group["nesterov"]), decay)
+    def _rules(self) -> dict[int, Rule]:
+        """By parameter, as the groups have it now: schedulers change them, and loading a state makes new ones."""
+        return {
+            id(param): Rule(
+                momentum=float(group["momentum"]),
+                nesterov=bool(group["nesterov"]),
+                decay=0.0 if id(param) in self._unused else float(group["weight_decay"]) / self._among.size,
+            )
+            for group in self._update.param_groups
+            for param in group["params"]
+        }
 
     # --- where the dense updates end ------------------------------------------------------------------------------
 
@@ -151,20 +167,25 @@ class SparseReduce(Compressor):
     # --- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        momenta, unsent = (self._by_name(rows) if self._begun else {} for rows in ([r.u for r in self._rows], self._residuals()))
-        return {"begun": self._begun, "share_of_rank": self._share_of_rank, "shares": {"momentum": momenta, "unsent": unsent}}
+        shares = {"momentum": [row.u for row in self._rows], "unsent": self._residuals()}
+        named = {what: self._by_name(rows) if self._begun else {} for what, rows in shares.items()}
+        return {"kind": self.name, "begun": self._begun, "share_of_rank": self._share_of_rank, "shares": named}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._changes += 1
+        self.forget()
         self._begun = bool(state["begun"])
         if not self._begun:
-            self._rows, self._ways, self._update.handed_over = [], [], set()
             return
         self._make_room()
         factor = self._share_factor(state)
         self._put([row.u for row in self._rows], state["shares"]["momentum"], factor)
         self._put(self._residuals(), state["shares"]["unsent"], factor)
+
+    def forget(self) -> None:
+        self._changes += 1
+        self._begun = False
+        self._rows, self._ways, self._update.handed_over = [], [], set()
 
 
 def ways_for(rows: Sequence[Row]) -> list[tuple[ListedRows | FusedRows, list[Row]]]:

@@ -15,18 +15,18 @@ import abc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from ..bucket import Bucket, view_like
-from ..comm import Comm, Pending, between_nodes
+from ..allreduce import DenseAllReduce
+from ..bucket import Bucket
+from ..comm import Comm, Pending
 from ..errors import CheckpointError
+from ..nodes import between_nodes
 from ..norms import joined, norms_of
 from ..slots import Kept, Site, Step
-from ..strategies.allreduce import DenseAllReduce
-from ..tail import Alarms
 
 if TYPE_CHECKING:
     from ..buckets import Buckets
@@ -39,14 +39,25 @@ class Piece:
 
     name: str
     param: nn.Parameter
+    view: Tensor
+    """The gradient as `param.grad` shows it. Its strides are those that the parameter had at the start, whatever came later."""
     grad: Tensor
     bucket: Bucket
     offset: int
     """Where the row begins in the bucket."""
 
     def shaped(self, row: Tensor) -> Tensor:
-        """A row in the same order of memory, as the parameter is shaped."""
-        return view_like(row, self.param)
+        """A row in the same order of memory, shaped as the gradient is."""
+        return torch.as_strided(row, self.view.shape, self.view.stride(), int(row.storage_offset()))
+
+    def weights(self) -> Tensor:
+        """The parameter as a row in the order of the gradient's; a copy where it lies otherwise in memory."""
+        param = self.param.detach()
+        if param.stride() == self.view.stride():
+            return torch.as_strided(param, (param.numel(),), (1,), int(param.storage_offset()))
+        row = torch.empty(param.numel(), dtype=param.dtype, device=param.device)
+        self.shaped(row).copy_(param)
+        return row
 
 
 class Trouble(NamedTuple):
@@ -59,16 +70,27 @@ class Trouble(NamedTuple):
 def pieces_of(bucket: Bucket) -> list[Piece]:
     rows = bucket.flat.split([p.numel() for p in bucket.params])
     offsets = [int(row.storage_offset()) for row in rows]
-    return [
-        Piece(name, param, row, bucket, offset)
-        for name, param, row, offset in zip(bucket.names, bucket.params, rows, offsets, strict=True)
-    ]
+    parts = zip(bucket.names, bucket.params, bucket.views, rows, offsets, strict=True)
+    return [Piece(name, param, view, row, bucket, offset) for name, param, view, row, offset in parts]
+
+
+def sum_together(tensors: Sequence[Tensor], comm: Comm) -> None:
+    """Over ranks, in place, by one collective for each type: in the same order on all of them, since models are equal."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        joint = torch.cat([tensor.reshape(-1) for tensor in same])
+        comm.all_reduce(joint).wait()
+        parts = joint.split([tensor.numel() for tensor in same])
+        torch._foreach_copy_(same, [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)])
 
 
 class Compressor(abc.ABC):
     """One final subclass for each way to compress."""
 
     carries_tail = True
+    name: ClassVar[str]
+    threshold: ClassVar[str]
+    """The key that says which tensors are too small."""
 
     def __init__(self, site: Site, *, two_level: bool) -> None:
         self._comm = site.comm
@@ -80,13 +102,14 @@ class Compressor(abc.ABC):
         own = list(range(site.comm.size))
         self._share_of_rank: list[int] = own if levels is None else site.comm.gather_json(self._among.rank)
         self._buckets: list[Bucket] = []
-        self._alarms: Callable[[], Callable[[], Alarms] | None] = lambda: None
+        self._all: Callable[[], Buckets | None] = lambda: None
         self._pieces: list[Piece] = []
         self._small: list[Tensor] = []
         """Rows that travel dense: tensors too small to be worth it, and the tail of the last bucket."""
         self._changes = 0
         """How often what is kept has changed: a report of an earlier update knows by it that its time is over."""
-        self._compressed_last = False
+        self._compressed_last = self._exchanged = False
+        self._unused: set[int] = set()
 
     # --- what a subclass gives ------------------------------------------------------------------------------------
 
@@ -99,10 +122,6 @@ class Compressor(abc.ABC):
         """Whether this tensor is worth compressing."""
 
     @abc.abstractmethod
-    def _laid_out(self) -> None:
-        """`self._pieces` are known: make room for what is kept."""
-
-    @abc.abstractmethod
     def _prepare(self, step: Step) -> list[Tensor]:
         """What is to be summed along with the small tensors. May change gradients; nothing that is kept."""
 
@@ -112,8 +131,8 @@ class Compressor(abc.ABC):
         on all ranks alike, and nothing that is kept has changed."""
 
     @abc.abstractmethod
-    def _density(self) -> float:
-        """Numbers that the last update put on the wire, in those of a dense one."""
+    def _numbers_sent(self) -> int:
+        """By the last update, of tensors that are compressed."""
 
     @abc.abstractmethod
     def _residuals(self) -> list[Tensor]: ...
@@ -125,12 +144,19 @@ class Compressor(abc.ABC):
 
     def attach(self, buckets: Buckets) -> None:
         self._buckets = list(buckets)
-        self._alarms = weakref.WeakMethod(buckets.own_alarms)
+        self._all = weakref.ref(buckets)
         everything = [piece for bucket in buckets for piece in pieces_of(bucket)]
         self._pieces = [piece for piece in everything if self._takes(piece.param)]
         self._small = [piece.grad for piece in everything if not self._takes(piece.param)]
         self._small += [bucket.tail for bucket in buckets if bucket.tail.numel()]
-        self._laid_out()
+        if not self._pieces and self._comm.rank == 0:
+            largest = max(everything, key=lambda piece: piece.grad.numel())
+            shape = "x".join(map(str, largest.view.shape))
+            print(
+                f"strategy.{self.name} compresses nothing of this model: its largest tensor is `{largest.name}` ({shape}). "
+                f'Lower {self.name}_configs["{self.threshold}"], or leave the strategy out.',
+                flush=True,
+            )
 
     def compresses(self, index: int) -> bool:
         return bool(self._pieces) and not self._is_dense(index)
@@ -148,8 +174,11 @@ class Compressor(abc.ABC):
     def _reduce(self, step: Step) -> None:
         sums = self._prepare(step)
         trouble = self._sum(self._small, sums)
-        if not any(trouble) and not self._exchange(step, sums):
-            trouble = Trouble(gradients=True, losses=False)
+        if not any(trouble):
+            self._note_unused()
+            if not self._exchange(step, sums):
+                trouble = Trouble(gradients=True, losses=False)
+        self._exchanged = not any(trouble)
         if trouble.gradients:
             self._show_what_is_not_finite()
         elif trouble.losses:
@@ -165,19 +194,22 @@ class Compressor(abc.ABC):
         norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
         bad_losses = torch.as_tensor(self._bad_losses(), device=norm.device)
         trouble = torch.stack([~norm.isfinite(), bad_losses != 0]).to(self._buckets[0].flat.dtype)
-        rows = [trouble, *small, *others]
-        for dtype in dict.fromkeys(row.dtype for row in rows):  # the same order on all ranks: models are equal
-            same = [row for row in rows if row.dtype == dtype]
-            joint = torch.cat([row.reshape(-1) for row in same])
-            self._among.all_reduce(joint).wait()
-            parts = joint.split([row.numel() for row in same])
-            torch._foreach_copy_(same, [part.view(row.shape) for part, row in zip(parts, same, strict=True)])
+        sum_together([trouble, *small, *others], self._among)
         return Trouble(*(bool(found) for found in (trouble > 0).tolist()))
 
     def _bad_losses(self) -> float | Tensor:
         """Of this rank. An update with one of them is not made: what was sent for it would be lost."""
-        alarms = self._alarms()
-        return 0.0 if alarms is None else alarms().bad_losses
+        buckets = self._all()
+        return 0.0 if buckets is None else buckets.own_alarms().bad_losses
+
+    def _note_unused(self) -> None:
+        """Parameters that no rank has used in this update, where the strategy allows them."""
+        buckets = self._all()
+        if buckets is None or buckets.tail is None or not buckets.tail.flags:
+            self._unused = set()
+            return
+        params = [param for bucket in self._buckets for param in bucket.params]
+        self._unused = {id(param) for param, count in zip(params, buckets.use_counts(), strict=True) if not count}
 
     def _show_what_is_not_finite(self) -> None:
         """NaN in each parameter's gradient where some rank has no finite one, 0 elsewhere: equal on all ranks, which then
@@ -193,17 +225,22 @@ class Compressor(abc.ABC):
     # --- what others ask ------------------------------------------------------------------------------------------
 
     def used(self, used: list[bool] | None) -> list[bool] | None:
-        """A parameter that no rank used still gets what was kept back for it."""
+        """A parameter that no rank used still gets what was kept back for it, if something was: all ranks see the same."""
         if used is None or not self._compressed_last:
             return used
-        ids = {id(piece.param) for piece in self._pieces}
+        late = {id(p.param) for p in self._pieces if id(p.param) in self._unused and bool(p.grad.any())}
         params = [param for bucket in self._buckets for param in bucket.params]
-        return [given or id(param) in ids for given, param in zip(used, params, strict=True)]
+        return [given or id(param) in late for given, param in zip(used, params, strict=True)]
 
     def kept(self) -> Kept:
         at = self._changes
-        density = self._density() if self._compressed_last else 1.0
-        return Kept(density, lambda: self._residual_norm() if self._changes == at else None)
+        return Kept(self._density(), lambda: self._residual_norm() if self._changes == at else None)
+
+    def _density(self) -> float:
+        if not self._compressed_last:
+            return 1.0
+        numbers = sum(row.numel() for row in self._small) + (self._numbers_sent() if self._exchanged else 0)
+        return numbers / sum(bucket.wire.numel() for bucket in self._buckets)
 
     def _residual_norm(self) -> float:
         rows = self._residuals()
@@ -218,6 +255,10 @@ class Compressor(abc.ABC):
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Keep nothing: a state without any was loaded."""
+
     def _by_name(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         return {piece.name: piece.shaped(row) for piece, row in zip(self._pieces, rows, strict=True)}
 
@@ -227,8 +268,15 @@ class Compressor(abc.ABC):
             if factor != 1.0:
                 row.mul_(factor)
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise if what is kept is not this run's: of other tensors, or of ranks that share otherwise. Nothing is changed."""
+    def check_state_dict(self, state: Mapping[str, Any], index: int) -> None:
+        """Raise if what was kept after update `index` is not for this run. Nothing is changed."""
+        if not any(state["shares"].values()):
+            return
+        if self._is_dense(index + 1):
+            raise CheckpointError(
+                f"it was saved after update {index}, when {self.name} compressed already, and this run's next update is dense: "
+                "what was kept back would lie idle. Resume with settings by which compression has begun by then."
+            )
         if "summed_over" not in state and state["share_of_rank"] != self._share_of_rank:
             raise CheckpointError(
                 f"the checkpoint's ranks kept shares {state['share_of_rank']}, one number for each rank, and these "

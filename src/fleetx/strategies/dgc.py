@@ -31,7 +31,9 @@ class DGC(Part):
         [0.999], numbers(number(0.0, below=1.0), ascending=True), "shares of the entries that are kept back, in order"
     )
     min_numel: int = key(16384, integer(1), "tensors with fewer elements stay dense")
-    clip_norm: float | None = key(None, optional(number(above=0.0)), "local clipping threshold, scaled by N**-0.5")
+    clip_norm: float | None = key(
+        None, optional(number(above=0.0)), "of each worker's own gradient, scaled by N**-0.5; not in dense updates"
+    )
     two_level: bool = key(False, boolean(), "dense inside a node, sparse between nodes")
 
     def claims(self) -> frozenset[Slot]:
@@ -65,17 +67,16 @@ class DGC(Part):
         last, first = self.sparsity[-1], next((one for one in self.sparsity if one), 0.0)
         if not last:
             return ["a sparsity of 0 keeps nothing back: every update is dense."]
+        unclipped = ", and not clipped" if self.clip_norm is not None else ""
+        dense = [f"updates 1 to {self.rampup_begin_step} are dense{unclipped}."] if self.rampup_begin_step else []
         who = "nodes" if self.two_level else "ranks"
         even, gains = break_even_ranks(last), [f"{times_less(last, n):,.3g} times less among {n}" for n in (2, 8, 32)]
-        found = [
+        sparse = (
             f"{1 - last:.4g} of the entries of each large tensor are sent, {ENTRY_BYTES} bytes each, to all other {who}: "
-            f"{', '.join(gains)} than a dense all-reduce sends. From {even:,.0f} {who} on (1 / density) it sends more."
-        ]
-        if first != last:
-            found.append(
-                f"its first sparse updates, at {first:g}, send more than dense ones from {break_even_ranks(first):,.3g} {who} on."
-            )
-        return found
+            f"{', '.join(gains)} than a dense all-reduce sends. Beyond {even:,.0f} {who} (1 / density) it sends more."
+        )
+        ramp = f"its first sparse updates, at {first:g}, send more than dense ones beyond {break_even_ranks(first):,.3g} {who}."
+        return [*dense, sparse, *([ramp] if first != last else [])]
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..allreduce import NarrowAllReduce
 from ..slots import Part, Risk, Site, Slot
-from .allreduce import NarrowAllReduce
 
 
 @dataclass(frozen=True, kw_only=True)

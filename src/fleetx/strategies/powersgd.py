@@ -38,9 +38,11 @@ class PowerSGD(Part):
 
     def notes(self) -> list[str]:
         gains = [f"{low_rank_times_less(n, n, self.rank):,.3g} times less of {n} x {n}" for n in (256, 1024, 4096)]
+        dense = [f"updates 1 to {self.begin_step} are dense."] if self.begin_step else []
         return [
+            *dense,
             f"of a matrix two factors of rank {self.rank} are sent, whatever the number of ranks: {', '.join(gains)}. Smaller "
-            "gains than min_compression, and tensors of one dimension, stay dense."
+            "gains than min_compression, and tensors of one dimension, stay dense.",
         ]
 
     @classmethod

@@ -1,6 +1,6 @@
 """Dense all-reduce: the mean over ranks, in the gradients' own type or in 16 bits on the wire.
 
-This file holds the stages; the parts that put them in are fp16_allreduce.py and bf16_allreduce.py. Plain is the default.
+The parts that put them in are strategies/fp16_allreduce.py and bf16_allreduce.py. Plain is the default.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from ..bucket import Bucket
-from ..comm import Comm, Pending
-from ..slots import Kept, Step
+from .bucket import Bucket
+from .comm import Comm, Pending
+from .slots import Kept, Step
 
 if TYPE_CHECKING:
-    from ..buckets import Buckets
+    from .buckets import Buckets
 
 
 class KeepsNothing(abc.ABC):
@@ -40,7 +40,10 @@ class KeepsNothing(abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Mapping[str, Any], index: int) -> None:
+        return None
+
+    def forget(self) -> None:
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
