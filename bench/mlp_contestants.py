@@ -54,6 +54,11 @@ class Contestant:
     warm_steps: int
     """Afterwards it is in the middle of nothing."""
 
+    @property
+    def untimed_steps(self) -> int:
+        """At the start of each block, a whole period: memory that lay idle while others had their turn is slow at first."""
+        return 1 if self.period == NEVER else self.period
+
 
 def mlp(size: Size = USUAL) -> nn.Sequential:
     torch.manual_seed(0)
