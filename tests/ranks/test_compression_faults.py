@@ -156,11 +156,12 @@ def test_stop_raises_on_every_rank_and_names_the_bad_parameter_only(name: str, w
     assert ranks[0][0] == ranks[1][0]
 
 
+@pytest.mark.parametrize("where", ["2.weight", "loss alone"])
 @pytest.mark.parametrize("name", PARTS)
-def test_on_two_levels_an_overflow_of_one_rank_is_skipped_by_all_nodes(name: str, tmp_path: Any) -> None:
+def test_on_two_levels_an_overflow_of_one_rank_is_skipped_by_all_nodes(name: str, where: str, tmp_path: Any) -> None:
     part, configs = name, {**PARTS[name][f"{name}_configs"], "two_level": True}
     strategy = {part: True, f"{part}_configs": configs} | AMP
-    ranks = run_ranks(on_nodes, 4, (0, 0, 1, 1), rendezvous(tmp_path), _run, strategy, "2.weight", 6, 1, False)
+    ranks = run_ranks(on_nodes, 4, (0, 0, 1, 1), rendezvous(tmp_path), _run, strategy, where, 6, 1, False)
     assert_skipped_everywhere(ranks, 6)
 
 

@@ -192,8 +192,10 @@ class Compressor(abc.ABC):
     def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor]) -> Trouble:
         """Sum all of them over ranks in place, one collective for each type. What was not finite on some rank."""
         norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
-        bad_losses = torch.as_tensor(self._bad_losses(), device=norm.device)
-        trouble = torch.stack([~norm.isfinite(), bad_losses != 0]).to(self._buckets[0].flat.dtype)
+        bad_losses = (torch.as_tensor(self._bad_losses(), device=norm.device) != 0).float()
+        if self._inside is not None:  # one rank speaks for its node: it must know of the others' losses, as of their gradients
+            self._inside.all_reduce(bad_losses).wait()
+        trouble = torch.stack([(~norm.isfinite()).float(), bad_losses]).to(self._buckets[0].flat.dtype)
         sum_together([trouble, *small, *others], self._among)
         return Trouble(*(bool(found) for found in (trouble > 0).tolist()))
 
