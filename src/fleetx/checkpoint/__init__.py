@@ -145,9 +145,13 @@ def _finish_last(comm: Comm) -> None:
 @atexit.register
 def _tell_unheard() -> None:
     """A script that ends after a save in the background asks nobody how it went. Threads have ended when this runs."""
+    global _last, _background
     error = None if _last is None else _last.unheard()
     if error is not None:
         print(f"fleetx: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+    # A group that the script has closed lives on here. Its threads must end now: later, in an interpreter that is half gone, one
+    # that lets go of a tensor ends the whole process ("terminate called without an active exception").
+    _last = _background = None
 
 
 def _background_comm(comm: Comm) -> Comm:

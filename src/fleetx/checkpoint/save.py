@@ -162,6 +162,8 @@ class Saving:
             self._path = self._write()
         except Exception as error:
             self._error = error
+        finally:
+            del self._write  # with what it was to write, and the group it spoke in
 
     @property
     def done(self) -> bool:
