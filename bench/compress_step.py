@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from fleetx.applications import Resnet50
 from fleetx.bucket import Bucket
 from fleetx.compression.listed import ListedRows, Row, Rule, accumulate
+from fleetx.compression.piece import pieces_of
 from fleetx.compression.select import largest_by_sorting
 from fleetx.compression.sparse import entries_sent
-from fleetx.compression.stage import pieces_of
 from fleetx.layout import bucket_runs
 from results import publish, surroundings
 from step_clock import Contestant, compete, launches, synchronisations, warm_up

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import kernel_interpreter
 from fleetx.bucket import Bucket
 from fleetx.compression.listed import ListedRows, Row, Rule
-from fleetx.compression.stage import pieces_of
+from fleetx.compression.piece import pieces_of
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -46,8 +46,8 @@ class Both:
         (self.bucket, self.rows), (self.other_bucket, self.other_rows) = rows_in_a_bucket(), rows_in_a_bucket()
         self.kernels, self.lists = FusedRows(self.rows), ListedRows(self.other_rows)
 
-    def update(self, gradients: Tensor, counts: Sequence[int], rule: Rule = PLAIN) -> list[int]:
-        """Which tensors the kernels could decide by their bound."""
+    def assert_alike(self, gradients: Tensor, counts: Sequence[int], rule: Rule = PLAIN) -> list[int]:
+        """One update both ways, compared; which tensors the kernels could decide by their bound."""
         self.bucket.flat.copy_(gradients)
         self.other_bucket.flat.copy_(gradients)
         ours = self.kernels.compress([rule] * 2, counts)
@@ -73,49 +73,49 @@ def noise(seed: int) -> Tensor:
 
 def test_the_first_update_looks_at_all_entries_and_the_next_ones_at_few() -> None:
     both = Both()
-    assert [both.update(noise(seed), (50, 23)) for seed in range(4)] == [[0, 0], [1, 1], [1, 1], [1, 1]]
+    assert [both.assert_alike(noise(seed), (50, 23)) for seed in range(4)] == [[0, 0], [1, 1], [1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("rule", [Rule(0.9, True, 0.0), Rule(0.5, False, 0.01), Rule(0.9, True, 0.1), Rule(0.0, False, 0.0)])
 def test_momentum_nesterov_and_decay_are_those_of_the_list_operations(rule: Rule) -> None:
     both = Both()
     for seed in range(3):
-        both.update(noise(seed), (40, 30), rule)
+        both.assert_alike(noise(seed), (40, 30), rule)
 
 
 def test_of_equal_entries_the_first_are_sent() -> None:
     both, rule = Both(), Rule(momentum=0.0, nesterov=False, decay=0.0)
     for seed in range(3):
-        done = both.update(noise(seed).mul(2).round(), (50, 23), rule)
+        done = both.assert_alike(noise(seed).mul(2).round(), (50, 23), rule)
     assert done == [1, 1]
 
 
 def test_a_sparsity_that_changes_makes_room_anew() -> None:
     both = Both()
     for seed, counts in enumerate([(500, 200), (500, 200), (50, 20), (5, 2), (5, 2)]):
-        both.update(noise(seed), counts)
+        both.assert_alike(noise(seed), counts)
 
 
 def test_gradients_that_fall_by_far_leave_too_few_above_the_bound_and_all_entries_are_looked_at() -> None:
     both = Both()
     for seed in range(3):
-        both.update(noise(seed), (50, 23))
+        both.assert_alike(noise(seed), (50, 23))
     for row in (*both.rows, *both.other_rows):
         row.u.mul_(1e-3)
         row.v.mul_(1e-3)
-    assert both.update(noise(9) * 1e-3, (50, 23)) == [0, 0]
-    assert both.update(noise(10) * 1e-3, (50, 23)) == [1, 1]
+    assert both.assert_alike(noise(9) * 1e-3, (50, 23)) == [0, 0]
+    assert both.assert_alike(noise(10) * 1e-3, (50, 23)) == [1, 1]
 
 
 def test_gradients_that_rise_by_far_leave_no_room_for_all_above_the_bound() -> None:
     both = Both()
     for seed in range(3):
-        both.update(noise(seed) * 1e-6, (20, 5))
-    assert both.update(noise(9), (20, 5)) == [0, 0]
+        both.assert_alike(noise(seed) * 1e-6, (20, 5))
+    assert both.assert_alike(noise(9), (20, 5)) == [0, 0]
 
 
 def test_a_gradient_of_zeros_is_no_trouble() -> None:
     both: Any = Both()
     for _ in range(3):
-        both.update(torch.zeros_like(noise(0)), (50, 23))
-    both.update(noise(0), (50, 23))
+        both.assert_alike(torch.zeros_like(noise(0)), (50, 23))
+    both.assert_alike(noise(0), (50, 23))

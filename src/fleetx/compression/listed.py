@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..bucket import Bucket
+from .piece import Piece
 from .select import STRETCH, largest
-from .stage import Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..bucket import wide_type
 from ..errors import CheckpointError
 from ..slots import Site, Step
-from .stage import Compressor, Piece, sum_together
+from .piece import Piece
+from .stage import Compressor, sum_together
 
 SEED = 1905_13727
 """Of the first right factors: the same on all ranks, and nothing of the user's random numbers is used up."""

@@ -22,7 +22,8 @@ from ..optim.kernels import has_triton, runs_here
 from ..slots import Site, Step
 from .handover import SGDHandedOver
 from .listed import ListedRows, Row, Rule
-from .stage import Compressor, Piece
+from .piece import Piece
+from .stage import Compressor
 
 if TYPE_CHECKING:
     from ..buckets import Buckets

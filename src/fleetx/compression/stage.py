@@ -14,11 +14,10 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..allreduce import DenseAllReduce
 from ..bucket import Bucket
@@ -27,37 +26,10 @@ from ..errors import CheckpointError
 from ..nodes import between_nodes
 from ..norms import joined, norms_of
 from ..slots import Kept, Site, Step
+from .piece import Piece, pieces_of
 
 if TYPE_CHECKING:
     from ..buckets import Buckets
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """One parameter's gradient, as a row of its bucket's memory."""
-
-    name: str
-    param: nn.Parameter
-    view: Tensor
-    """The gradient as `param.grad` shows it. Its strides are those that the parameter had at the start, whatever came later."""
-    grad: Tensor
-    bucket: Bucket
-    offset: int
-    """Where the row begins in the bucket."""
-
-    def shaped(self, row: Tensor) -> Tensor:
-        """A row in the same order of memory, shaped as the gradient is."""
-        return torch.as_strided(row, self.view.shape, self.view.stride(), int(row.storage_offset()))
-
-    def weights(self) -> Tensor:
-        """The parameter as a row in the order of the gradient's; a copy where it lies otherwise in memory."""
-        param = self.param.detach()
-        if param.stride() == self.view.stride():
-            return torch.as_strided(param, (param.numel(),), (1,), int(param.storage_offset()))
-        row = torch.empty(param.numel(), dtype=param.dtype, device=param.device)
-        self.shaped(row).copy_(param)
-        return row
 
 
 class Trouble(NamedTuple):
@@ -65,13 +37,6 @@ class Trouble(NamedTuple):
 
     gradients: bool
     losses: bool
-
-
-def pieces_of(bucket: Bucket) -> list[Piece]:
-    rows = bucket.flat.split([p.numel() for p in bucket.params])
-    offsets = [int(row.storage_offset()) for row in rows]
-    parts = zip(bucket.names, bucket.params, bucket.views, rows, offsets, strict=True)
-    return [Piece(name, param, view, row, bucket, offset) for name, param, view, row, offset in parts]
 
 
 def sum_together(tensors: Sequence[Tensor], comm: Comm) -> None:
