@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing.connection
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ import torch
 import fleetx as X
 from data_ranks import run_job, write_images
 from fleetx import world
+from fleetx.data import workers
 from fleetx.data.loader import Loader
 from fleetx.errors import DataError
 from harness import raised
@@ -47,16 +49,29 @@ def children():
     return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
 
 
+def begun_and_killed(loader):
+    """A pass whose workers are killed after the first batch."""
+    others = children()  # of the tests' own, which serve many of them
+    batches = iter(loader)
+    next(batches)
+    for child in children():
+        if child not in others:
+            child.kill()
+    return batches
+
+
 def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
 def quiet_children():
-    """torch raises from a signal handler when a worker dies, wherever the process happens to be."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    yield
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    """torch raises from a signal handler when a worker dies, wherever the process happens to be: between two lines of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", True)
+        before = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        yield
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_labels_that_the_loop_keeps_do_not_keep_their_images_nor_a_file(loader):
@@ -68,15 +83,26 @@ def test_labels_that_the_loop_keeps_do_not_keep_their_images_nor_a_file(loader):
 
 
 def test_a_worker_that_is_killed_is_told_in_words_and_the_next_pass_has_new_ones(loader, quiet_children, images):
-    others = children()  # of the tests' own, which serve many of them
-    batches = iter(loader)
-    next(batches)
-    for child in children():
-        if child not in others:
-            child.kill()
+    batches = begun_and_killed(loader)
     with pytest.raises(DataError, match=r"^a process that reads this loader's data was ended by SIGKILL\. .*workers=0"):
         list(batches)
     assert sums(loader) == sums(make(images / "data", workers=0))
+
+
+def test_a_second_death_told_by_torch_while_the_first_is_looked_into_changes_nothing(loader, quiet_children, monkeypatch):
+    interrupted = []
+
+    def interrupting(sentinels, timeout):
+        if not interrupted:
+            interrupted.append(True)
+            raise RuntimeError("DataLoader worker (pid 8876) is killed by signal: Killed.")
+        return multiprocessing.connection.wait(sentinels, timeout)
+
+    monkeypatch.setattr(workers, "wait", interrupting)
+    batches = begun_and_killed(loader)
+    with pytest.raises(DataError, match=r"was ended by SIGKILL\."):
+        list(batches)
+    assert interrupted
 
 
 def test_an_error_that_is_no_death_of_a_worker_stays_what_it_is(loader, monkeypatch):

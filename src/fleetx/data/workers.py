@@ -65,7 +65,12 @@ class Workers:
         try:
             yield
         except (RuntimeError, OSError, EOFError):  # which of them depends on what the worker was doing when it ended
-            end = _how_a_worker_ended(self._batches)
+            try:
+                end = _how_a_worker_ended(self._batches)
+            except (
+                RuntimeError
+            ):  # torch's signal handler told of one more death, just here: it does so once for a loader's workers
+                end = _how_a_worker_ended(self._batches)
             if end is None:
                 raise
             self._batches = None
