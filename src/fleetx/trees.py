@@ -15,6 +15,18 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     return map_leaves(Tensor, fn, value)
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All of them, in the order in which they are found."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
 def map_leaves(kind: type[Any], fn: Callable[[Any], Any], value: Any) -> Any:
     """The same for leaves of another kind."""
     if isinstance(value, kind):

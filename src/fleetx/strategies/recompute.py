@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..errors import ConfigError
 from ..keys import boolean, key, names, optional, size
-from ..slots import Part, Risk, Site, Slot, not_available
+from ..memory.replay import Replay
+from ..memory.units import chosen_units
+from ..patch import patch_forward
+from ..slots import Part, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Part):
     name: ClassVar[str] = "recompute"
     risk_class: ClassVar[Risk] = Risk.EXACT
-    available: ClassVar[bool] = False
     why: ClassVar[str] = "Recompute patches the forward of the blocks it drops."
 
     checkpoints: list[str] = key(
@@ -26,5 +29,16 @@ class Recompute(Part):
     def claims(self) -> frozenset[Slot]:
         return frozenset({Slot.MODULE})
 
+    def check(self, site: Site) -> None:
+        for name, value in (("budget", self.budget), ("offload", self.offload)):
+            if value:
+                raise ConfigError(
+                    f'recompute_configs["{name}"] is not available yet in this version. Leave it out, and name modules in '
+                    '"checkpoints", or none: every repeated block.'
+                )
+        chosen_units(site.model, self.checkpoints)
+
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        raise not_available(self.name)
+        for name, module in chosen_units(site.model, self.checkpoints).items():
+            patch_forward(module, Replay(name, module))
+        return {}

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..comm import Comm
 from ..errors import ConfigError
+from ..memory.replay import agreed
 from ..patch import patch_forward
 from ..slots import Part, Risk, Site, Slot
 
@@ -96,7 +97,7 @@ def synchronised_forward(module: _BatchNorm, comm: Comm) -> Callable[..., Tensor
         if not module.training:
             return forward(x)
         module._check_input_dim(x)
-        total, mean, squares = _gather_moments(x, comm)
+        total, mean, squares = agreed(lambda: _gather_moments(x, comm))
         if module.track_running_stats and module.running_mean is not None and module.running_var is not None:
             _update_running(module, total, mean, squares)
         inv_std = torch.rsqrt(squares / total + module.eps)
