@@ -1,0 +1,111 @@
+"""Training with and without recompute: every number of a run is kept, to be compared to the bit."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fleetx import fleet
+from fleetx.errors import FleetWarning
+from recompute_nets import WIDTH, Net
+
+
+@dataclass
+class Trace:
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+    """Parameters and buffers after each update."""
+    random: list[tuple[bytes, Any, Any]] = field(default_factory=list)
+    bytes_sent: list[int] = field(default_factory=list)
+    runs: dict[str, int] = field(default_factory=dict)
+    """How often each unit's forward ran, first or again."""
+
+
+def seed(value: int = 0) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def random_now() -> tuple[bytes, Any, Any]:
+    numpy = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
+
+
+def rows(index: int, count: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(count, WIDTH, generator=generator)
+    return x, torch.randint(0, 4, (count,), generator=generator)
+
+
+def distribute(model: nn.Module, recompute: list[str] | None, optimizer: Any = None, **strategy: Any) -> Any:
+    """With None, without recompute."""
+    if recompute is not None:
+        strategy |= {"recompute": True, "recompute_configs": {"checkpoints": recompute}}
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if optimizer is None else optimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FleetWarning)  # 16-bit arithmetic is slow on most CPUs, and says so
+        return fleet.distribute(model, inner, fleet.DistributedStrategy(**strategy))
+
+
+def count_runs(model: nn.Module, trace: Trace) -> None:
+    """Of what is not a norm or a leaf: around the module's own forward, inside all patches."""
+    for name, module in model.named_modules():
+        if not name or not any(True for _ in module.children()):
+            continue
+
+        def counted(*args: Any, _name: str = name, _forward: Any = module.forward, **kwargs: Any) -> Any:
+            trace.runs[_name] = trace.runs.get(_name, 0) + 1
+            return _forward(*args, **kwargs)
+
+        module.forward = counted
+
+
+def train(
+    net: Net, recompute: bool, *, rank: int = 0, size: int = 1, updates: int = 5, merged: int = 1, **strategy: Any
+) -> Trace:
+    """Five updates; of each the loss, all gradients, the whole state, and all random generators."""
+    seed()
+    model = net.build()
+    trace = Trace()
+    count_runs(model, trace)
+    model, optimizer = distribute(model, list(net.units) if recompute else None, **strategy)
+    seed(rank + 1)
+    for micro_step in range(updates * merged):
+        x, y = rows(micro_step * size + rank)
+        loss = F.cross_entropy(model(x), y)
+        trace.losses.append(loss.detach())
+        optimizer.backward(loss)
+        due = optimizer.due
+        if due:
+            trace.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        report = optimizer.step()
+        optimizer.zero_grad()
+        trace.bytes_sent.append(report.bytes_sent)
+        trace.states.append({name: value.clone() for name, value in model.state_dict().items()})
+        trace.random.append(random_now())
+    return trace
+
+
+def assert_same(ours: Trace, theirs: Trace) -> None:
+    """To the bit: also NaNs in the same places."""
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(ours.losses, theirs.losses, **exact)
+    torch.testing.assert_close(ours.gradients, theirs.gradients, **exact)
+    torch.testing.assert_close(ours.states, theirs.states, **exact)
+    assert ours.random == theirs.random
+    assert ours.bytes_sent == theirs.bytes_sent
+
+
+def assert_ran_again(ours: Trace, theirs: Trace) -> None:
+    """Where it is only dropped and never computed again, equality would prove nothing."""
+    assert any(runs > theirs.runs[name] for name, runs in ours.runs.items()), "no unit ran again"
+    assert any(not torch.equal(value, theirs.states[0][name]) for name, value in theirs.states[-1].items()), "nothing was learnt"
