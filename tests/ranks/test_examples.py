@@ -76,7 +76,7 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping, enlarging, averaging, compressing, saving, _ = blocks("python")
+    printing, looping, enlarging, recomputing, averaging, compressing, saving, _ = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
@@ -88,6 +88,11 @@ def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path)
     assert "0.weight   8x3x3x3  yes      yes      not excluded" in described and "1.bias     8        no       no" in described
     assert ratios.startswith("TrustRatios(min ") and ratios.endswith("2 tensors)")
     assert noise == "None" or float(noise) > 0
+    without = recomputing.replace("lr=0.001), strategy)", "lr=0.001))")
+    assert without != recomputing
+    again, stored = (run_python("-c", script, folder=tmp_path) for script in (recomputing, without))
+    assert (again.returncode, stored.returncode) == (0, 0), again.stderr + stored.stderr
+    assert float(again.stdout.splitlines()[-1]) > 0 and again.stdout.splitlines()[-1] == stored.stdout.splitlines()[-1]
     (tmp_path / "averaging.py").write_text(averaging, encoding="utf-8")
     averaged = run_python("-m", "fleetx.launch", "--nproc_per_node", "2", "averaging.py", folder=tmp_path)
     assert averaged.returncode == 0, averaged.stdout + averaged.stderr
