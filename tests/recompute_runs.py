@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,3 +137,33 @@ def assert_ran_again(ours: Trace, theirs: Trace) -> None:
     assert any(runs > theirs.runs[name] for name, runs in ours.runs.items()), "no unit ran again"
     first, last = theirs.states[0], theirs.states[-1]
     assert not all(torch.equal(first[name], last[name]) for name in first if name.endswith("weight")), "nothing was learnt"
+
+
+# --- loops of any form --------------------------------------------------------------------------------------------------------
+
+Loop = Callable[[Any, Any], None]
+"""Of a distributed model and its optimizer."""
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    x, y = rows(index)
+    return F.cross_entropy(model(x), y)
+
+
+def three_steps(model: Any, optimizer: Any) -> None:
+    for step in range(3):
+        optimizer.minimize(loss_of(model, step))
+
+
+def same_in_loop(build: Callable[[], nn.Module], loop: Loop = three_steps, **strategy: Any) -> None:
+    """The whole state and all random numbers after the loop are the same with and without recompute of `unit`."""
+    found = []
+    for recompute in (None, ["unit"]):
+        seed()
+        model, optimizer = distribute(build(), recompute, **strategy)
+        seed(1)
+        loop(model, optimizer)
+        found.append(({name: value.clone() for name, value in model.state_dict().items()}, random_now()))
+        del optimizer
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
+    assert found[1][1] == found[0][1]

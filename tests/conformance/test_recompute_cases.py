@@ -1,4 +1,4 @@
-"""Recompute in the awkward cases: several backwards, state that forward leaves behind, and what happens before backward."""
+"""Recompute of awkward units: buffers of all kinds, arguments that forward changes, generators of its own."""
 
 from __future__ import annotations
 
@@ -11,90 +11,101 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx.errors import FleetError
-from recompute_nets import WIDTH, Chain, Inner, Norm, call_three_times
-from recompute_runs import distribute, random_now, rows, seed
+from recompute_nets import WIDTH, Chain, Inner, Norm
+from recompute_runs import distribute, loss_of, rows, same_in_loop, seed
 
-Loop = Callable[[Any, Any], None]
-
-
-def loss_of(model: nn.Module, index: int) -> Tensor:
-    x, y = rows(index)
-    return F.cross_entropy(model(x), y)
+BF16 = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
 
 
-def three_steps(model: Any, optimizer: Any) -> None:
+# --- other units, other loops -------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """Its embedding shortens the rows that it reads, in place, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.leave = nn.Embedding(WIDTH, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.leave(self.rows(ids))
+
+
+class PassesOn(Inner):
+    """Its input is one of its results."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, super().forward(x)
+
+
+class Tied(nn.Module):
+    """A weight of the unit is used before and after it too; under autocast all share one 16-bit copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unit, self.last = nn.Linear(WIDTH, WIDTH), Inner(), nn.Linear(WIDTH, 4)
+        self.unit.enter.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.unit(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("amp", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda: Chain(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2), lambda unit, x: unit(x[None])[0][0]), id="lstm"),
+        pytest.param(lambda: Chain(Words(), lambda unit, x: x + unit(x.argmax(1))), id="embedding with a largest norm"),
+        pytest.param(lambda: Chain(PassesOn(), lambda unit, x: sum(unit(x), x)), id="passes its input on"),
+        pytest.param(Tied, id="tied weights"),
+    ],
+)
+def test_units_of_other_kinds_are_computed_again_to_the_bit(
+    build: Callable[[], nn.Module], amp: dict[str, Any], alone: None
+) -> None:
+    same_in_loop(build, **amp)
+
+
+def _parts_called_one_by_one(model: Any, optimizer: Any) -> None:
     for step in range(3):
-        optimizer.minimize(loss_of(model, step))
+        x, y = rows(step)
+        optimizer.minimize(F.cross_entropy(model.last(model.unit(torch.tanh(model.first(x)))), y))
 
 
-def same(build: Callable[[], nn.Module], loop: Loop = three_steps) -> None:
-    """The whole state and all random numbers after the loop, with and without recompute of `unit`."""
+def test_a_unit_that_is_itself_the_outermost_call_is_computed_again_under_autocast(alone: None) -> None:
+    same_in_loop(lambda: Chain(Inner()), _parts_called_one_by_one, **BF16)
+
+
+def test_two_pairs_side_by_side_train_to_the_same_bits(alone: None) -> None:
+    """As a GAN does: the generator's loss runs through the other model's units."""
     found = []
     for recompute in (None, ["unit"]):
         seed()
-        model, optimizer = distribute(build(), recompute)
+        (generator, first), (judge, second) = distribute(Chain(Norm()), recompute), distribute(Chain(Norm()), recompute)
         seed(1)
-        loop(model, optimizer)
-        found.append(({name: value.clone() for name, value in model.state_dict().items()}, random_now()))
-        del optimizer
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
-    assert found[1][1] == found[0][1]
+        for step in range(4):
+            x, y = rows(step)
+            made = generator(x).repeat(1, 2)
+            second.minimize(F.cross_entropy(judge(made.detach()), y) - judge(x).mean())
+            first.minimize(judge(made).mean())
+        found.append((dict(generator.state_dict()), dict(judge.state_dict())))
+        del first, second
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-# --- several backwards through one forward ----------------------------------------------------------------------------------
+class AddsMask(Inner):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + mask
 
 
-def _one_loss_twice(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        loss = loss_of(model, step)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@pytest.mark.xfail(strict=True, reason="such tensors have no version to look at", raises=RuntimeError)
+def test_an_input_made_in_inference_mode_can_be_used_as_without_recompute(alone: None) -> None:
+    def use(unit: nn.Module, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            mask = torch.linspace(0, 1, WIDTH)
+        return unit(x, mask)
 
-
-def _two_losses_of_one_forward(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        x, y = rows(step)
-        out = model(x)
-        out.square().mean().backward(retain_graph=True)
-        F.cross_entropy(out, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _a_look_at_one_gradient(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        loss = loss_of(model, step)
-        torch.autograd.grad(loss, [model.unit.enter.weight], retain_graph=True)
-        optimizer.minimize(loss)
-
-
-def _gradient_penalty(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        x, y = rows(step)
-        out = model(x.requires_grad_())
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        optimizer.minimize(F.cross_entropy(out, y) + slope.square().mean())
-
-
-@pytest.mark.xfail(strict=True, reason="what surrounds the second run can be entered only once", raises=AttributeError)
-@pytest.mark.parametrize("loop", [_one_loss_twice, _two_losses_of_one_forward, _a_look_at_one_gradient, _gradient_penalty])
-def test_a_unit_is_computed_again_for_each_backward_of_its_forward(loop: Loop, alone: None) -> None:
-    same(lambda: Chain(Norm(), call_three_times), loop)
-
-
-class Slope(Inner):
-    """A gradient with respect to the input inside forward, as forces of an energy are computed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        (slope,) = torch.autograd.grad(torch.tanh(self.enter(x)).square().sum(), x, create_graph=True)
-        return torch.tanh(self.leave(x) + slope)
-
-
-@pytest.mark.xfail(strict=True, reason="what surrounds the second run can be entered only once", raises=AttributeError)
-def test_a_unit_that_takes_a_gradient_inside_its_forward_can_be_computed_again(alone: None) -> None:
-    same(lambda: Chain(Slope()))
+    same_in_loop(lambda: Chain(AddsMask(), use))
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------------
@@ -166,7 +177,7 @@ class Shared(nn.Module):
 )
 @pytest.mark.xfail(strict=True, reason="only buffers whose version or place changes are put back, each by itself")
 def test_a_buffer_has_in_the_second_run_what_it_had_in_the_first(unit: Callable[[], nn.Module], alone: None) -> None:
-    same(lambda: Chain(unit()))
+    same_in_loop(lambda: Chain(unit()))
 
 
 class LateWrite(Inner):
@@ -210,12 +221,12 @@ def test_a_unit_may_leave_results_in_a_list_that_it_is_given(alone: None) -> Non
         skips: list[Tensor] = []
         return unit(unit(x, skips), skips) * skips.pop() + skips.pop()
 
-    same(lambda: Chain(LeavesSkip(), use))
+    same_in_loop(lambda: Chain(LeavesSkip(), use))
 
 
 @pytest.mark.xfail(strict=True, reason="the second run is given the list as the first has left it", raises=IndexError)
 def test_a_unit_may_take_tensors_out_of_a_list_that_it_is_given(alone: None) -> None:
-    same(lambda: Chain(TakesSkip(), lambda unit, x: unit(x, [torch.sin(x)])))
+    same_in_loop(lambda: Chain(TakesSkip(), lambda unit, x: unit(x, [torch.sin(x)])))
 
 
 class OwnGenerator(Inner):
@@ -226,41 +237,4 @@ class OwnGenerator(Inner):
 
 @pytest.mark.xfail(strict=True, reason="only the generators that everybody shares are put back")
 def test_a_generator_that_a_unit_holds_gives_the_same_numbers_in_the_second_run(alone: None) -> None:
-    same(lambda: Chain(OwnGenerator()))
-
-
-# --- between forward and backward -------------------------------------------------------------------------------------------
-
-
-class ByMode(Inner):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.leave(self.enter(x) * (2.0 if self.training else 3.0)))
-
-
-def _put_into_evaluation_before_backward(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        model.train()
-        loss = loss_of(model, step)
-        model.eval()
-        with torch.no_grad():
-            loss_of(model, 10 + step)
-        optimizer.minimize(loss)
-
-
-@pytest.mark.xfail(strict=True, reason="the second run is in the mode of backward, not in that of forward")
-@pytest.mark.parametrize("unit", [Norm, Inner, ByMode])
-def test_a_unit_is_computed_again_in_the_mode_of_its_forward(unit: Callable[[], nn.Module], alone: None) -> None:
-    same(lambda: Chain(unit()), _put_into_evaluation_before_backward)
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [None, pytest.param(["unit"], marks=pytest.mark.xfail(strict=True, reason="gradients are those of the other weights"))],
-)
-def test_weights_changed_between_forward_and_backward_are_an_error(recompute: list[str] | None, alone: None) -> None:
-    model, optimizer = distribute(Chain(Inner()), recompute)
-    loss = loss_of(model, 0)
-    with torch.no_grad():
-        model.unit.leave.weight.add_(1)
-    with pytest.raises((RuntimeError, FleetError), match=r"modified by an inplace operation|`unit"):
-        optimizer.minimize(loss)
+    same_in_loop(lambda: Chain(OwnGenerator()))
