@@ -109,7 +109,7 @@ def test_a_joined_norm_computed_again_has_the_statistics_of_all_rows_counted_onc
 
 def _two_backwards(rank: int, recompute: bool) -> Any:
     seed()
-    model, optimizer = distribute(Chain(nn.Sequential(Inner(), Inner())), ["unit"] if recompute else None, **SYNC)
+    model, optimizer = distribute(Chain(nn.Sequential(Norm(), Inner())), ["unit"] if recompute else None, **SYNC)
 
     def loop() -> None:
         for step in range(3):
