@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, FleetWarning, did_you_mean
+from ..inside import as_inside, inside
 from ..keys import boolean, choice, integer, key, names, number, optional
 from ..patch import patch_forward
 from ..slots import Part, Risk, Site, Slot
@@ -75,20 +75,15 @@ class Autocast:
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self.device_type, self.dtype = device_type, dtype
-        self._inside = threading.local()
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        before, self._inside.flag = getattr(self._inside, "flag", False), True
-        try:
-            with torch.autocast(self.device_type, self.dtype):
-                yield
-        finally:
-            self._inside.flag = before
+        with as_inside(inside() | {id(self)}), torch.autocast(self.device_type, self.dtype):
+            yield
 
     def is_inside(self) -> bool:
         # The flag, and not autocast's own state alone: a model may switch autocast off for a stretch on purpose.
-        return getattr(self._inside, "flag", False) or torch.is_autocast_enabled(self.device_type)
+        return id(self) in inside() or torch.is_autocast_enabled(self.device_type)
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.is_inside():
@@ -99,12 +94,8 @@ class Autocast:
 
     def around_black(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(_to_float32, args), map_tensors(_to_float32, kwargs)
-        before, self._inside.flag = getattr(self._inside, "flag", False), True
-        try:
-            with torch.autocast(self.device_type, enabled=False):
-                return forward(*args, **kwargs)
-        finally:
-            self._inside.flag = before
+        with as_inside(inside() | {id(self)}), torch.autocast(self.device_type, enabled=False):
+            return forward(*args, **kwargs)
 
 
 def _to_float32(tensor: Tensor) -> Tensor:
