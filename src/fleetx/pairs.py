@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .errors import ConfigError
 from .graph import leaves
-from .memory.replay import errors_name_the_unit
 
 
 class Pair(Protocol):
@@ -33,7 +32,6 @@ def owner_of(param: Tensor) -> Pair | None:
     return next((pair for pair in _alive if id(param) in pair.param_ids), None)
 
 
-@errors_name_the_unit()
 def run_backward(pair: Pair, loss: Tensor, seed: float, *, retain_graph: bool) -> None:
     gradient = None if seed == 1.0 else torch.full_like(loss, seed)
     if len(_alive) == 1:

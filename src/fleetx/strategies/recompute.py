@@ -40,5 +40,5 @@ class Recompute(Part):
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         for name, module in chosen_units(site.model, self.checkpoints).items():
-            patch_forward(module, Replay(name, module))
+            patch_forward(module, Replay(name, module, site.device))
         return {}
