@@ -89,7 +89,6 @@ def test_a_unit_inside_the_users_own_checkpoint_trains_to_the_same_bits(reentran
     assert_same(train(net, True), train(net, False))
 
 
-@pytest.mark.xfail(strict=True, reason="the second run does not know that it is inside amp's outermost call")
 @pytest.mark.parametrize("dtype", AMP)
 @pytest.mark.parametrize(
     ("net", "black"),

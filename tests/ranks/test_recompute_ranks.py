@@ -124,7 +124,6 @@ def _two_backwards(rank: int, recompute: bool) -> Any:
     return said, optimizer.pipeline.comm.bytes_sent, model.unit[0].enter.weight.detach().numpy().tobytes()
 
 
-@pytest.mark.xfail(strict=True, reason="what surrounds the second run can be entered only once")
 def test_two_backwards_of_one_forward_meet_the_same_collectives() -> None:
     assert run_ranks(_two_backwards, 2, True) == run_ranks(_two_backwards, 2, False)
 

@@ -130,6 +130,54 @@ def test_without_repeated_blocks_the_children_are_taken_that_have_parameters() -
     assert chosen(UNet()) == ["down1", "down2", "middle", "up2", "up1", "head"]
 
 
+class Listing(nn.Sequential):
+    def __init__(self, checkpoints: Any) -> None:
+        super().__init__(Inner(), Inner(), nn.Sequential(Inner(), nn.Tanh()))
+        self.checkpoints = checkpoints
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [(["1"], ["1"]), (("2.*", "0"), ["0", "2.0", "2.1"]), ([], ["0", "1"]), ("folder/", ["0", "1"])],
+)
+def test_what_a_model_lists_itself_is_read_as_names_given_by_the_user(own: Any, expected: list[str]) -> None:
+    """An attribute of that name that is no list is about something else."""
+    assert chosen(Listing(own)) == expected
+    assert chosen(Listing(own), "2") == ["2"], "names given go before"
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (["0", "2.00"], "names `2.00`; the model has no such module. Did you mean `2.0`?"),
+        (["encoder"], "names `encoder`; the model has no such module."),
+        (["2", "2.0"], "names both `2` and `2.0`, which is a part of it."),
+        ([nn.Tanh()], "names Tanh(), a Tanh. Write names of modules, as text."),
+    ],
+)
+def test_a_wrong_name_in_what_a_model_lists_itself_is_refused(own: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{KEY} is empty, and model.checkpoints {said}")):
+        chosen(Listing(own))
+
+
+def test_a_model_with_nothing_to_compute_again_is_refused() -> None:
+    for model in (nn.Linear(2, 2), nn.Sequential(nn.Tanh())):
+        with pytest.raises(
+            ConfigError, match=f"recompute finds nothing to compute again in {type(model).__name__}.*Name some in"
+        ):
+            chosen(model)
+
+
+def test_a_module_that_stands_in_two_places_is_one_unit_under_any_of_its_names() -> None:
+    block = Inner()
+    model = nn.Sequential(nn.Sequential(block, block), nn.Sequential(block))
+    assert chosen(model, "0.0", "1.0") == ["0.0"]
+    assert chosen(model, "1.0") == ["1.0"]
+    both = nn.ModuleList([Inner(), Inner()])
+    twice = nn.ModuleDict({"encoder": both, "decoder": nn.ModuleList(both)})
+    assert chosen(twice) == ["encoder.0", "encoder.1"]
+
+
 class Rows(nn.Module):
     """A list of single layers, which is no module to call."""
 
@@ -154,7 +202,6 @@ class SingleLayers(Rows):
     [(Rows, ["rows"]), (lambda: Chain(Rows(), lambda unit, x: unit(x).repeat(1, 2)), ["unit.*"]), (SingleLayers, [])],
     ids=["named", "the outermost of a pattern", "the children of a model without blocks"],
 )
-@pytest.mark.xfail(strict=True, reason="a list of modules has no forward to patch: nothing is computed again, and nobody says so")
 def test_a_list_of_modules_is_refused_or_its_modules_are_taken(
     build: Callable[[], nn.Module], wanted: list[str], alone: None
 ) -> None:
@@ -164,7 +211,8 @@ def test_a_list_of_modules_is_refused_or_its_modules_are_taken(
     try:
         model, optimizer = distribute(model, wanted)
     except ConfigError as refusal:
-        assert rows_module in str(refusal)
+        assert f"names `{rows_module}`, a ModuleList, which has no forward" in str(refusal)
+        assert f"Name the modules in it: `{rows_module}.*`." in str(refusal)
         return
     optimizer.minimize(loss_of(model))
     assert trace.runs == {"0": 2, "1": 2}
@@ -257,7 +305,6 @@ def test_a_forward_that_differs_the_second_time_is_an_error_that_names_the_unit(
         optimizer.minimize(loss_of(model))
 
 
-@pytest.mark.xfail(strict=True, reason="only the backward of the optimizer puts the unit's name into torch's error")
 def test_it_is_named_in_a_bare_backward_too(alone: None) -> None:
     model, _ = distribute(Chain(GrowsBy("shape")), ["unit"])
     with pytest.raises(FleetError, match="recompute: `unit` computed something else"):
