@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ..errors import ConfigError, did_you_mean
 from .bert_batch import KEYS, check_inputs, require_batch
 from .bert_encoder import LAYER_NORM_EPSILON, BertBody, BertConfig, initialise
+from .bert_lean import LayerNorm
 from .bert_weights import before_loading, is_tied, tie
 from .chunked_loss import IGNORED, chunked_cross_entropy
 from .text_loading import LoadsText
@@ -56,7 +57,7 @@ class PredictionTransform(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden, config.hidden)
-        self.LayerNorm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
+        self.LayerNorm = LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.LayerNorm(F.gelu(self.dense(hidden)))  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError
+from .bert_lean import LayerNorm, in_matmul_dtype, linear_of_gelu
 from .bert_weights import before_loading_body
 
 LAYER_NORM_EPSILON = 1e-12
@@ -60,14 +61,6 @@ def initialise(module: nn.Module) -> None:
             module.weight[module.padding_idx].zero_()
 
 
-def in_matmul_dtype(hidden: Tensor) -> Tensor:
-    """What autocast would turn it into for a linear layer. Said once where several layers read it: autocast casts for each."""
-    kind = hidden.device.type
-    if hidden.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return hidden.to(torch.get_autocast_dtype(kind))
-    return hidden
-
-
 def flat_rows(hidden: Tensor, rows: Tensor) -> Tensor:
     """[samples, tokens, width] -> [rows, width]; a row is sample * tokens + token."""
     return hidden.flatten(0, 1).index_select(0, rows)
@@ -80,7 +73,7 @@ class BertEmbeddings(nn.Module):
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden, padding_idx=config.padding_id)
         self.position_embeddings = nn.Embedding(config.max_position, config.hidden)
         self.token_type_embeddings = nn.Embedding(config.sentence_types, config.hidden)
-        self.LayerNorm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
+        self.LayerNorm = LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
@@ -95,15 +88,19 @@ class BertEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(self.word_embeddings(input_ids) + types + positions))  # type: ignore[no-any-return]
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """A linear layer as torch made it: nobody replaced it (adapters), hooked it, or patched its forward (a strategy).
+def is_untouched(module: nn.Module) -> bool:
+    """Nobody hooked it or patched its forward (a strategy): what it computes may be computed in its stead.
 
     A patch that says `only_outermost` does nothing on a call from inside the model, which is what this is.
     """
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    patch = vars(layer).get("forward")
-    unpatched = patch is None or getattr(patch, "only_outermost", False)
-    return type(layer) is nn.Linear and layer.bias is not None and unpatched and not any(hooks)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    patch = vars(module).get("forward")
+    return (patch is None or getattr(patch, "only_outermost", False)) and not any(hooks)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """A linear layer as torch made it, and nobody replaced it either (adapters)."""
+    return type(layer) is nn.Linear and layer.bias is not None and is_untouched(layer)
 
 
 def projections(hidden: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
@@ -141,11 +138,14 @@ class BertResidual(nn.Module):
     def __init__(self, inputs: int, config: BertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(inputs, config.hidden)
-        self.LayerNorm = nn.LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
+        self.LayerNorm = LayerNorm(config.hidden, eps=LAYER_NORM_EPSILON)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        return self.LayerNorm(before + self.dropout(self.dense(hidden)))  # type: ignore[no-any-return]
+        return self.joined(self.dense(hidden), before)
+
+    def joined(self, update: Tensor, before: Tensor) -> Tensor:
+        return self.LayerNorm(before + self.dropout(update))  # type: ignore[no-any-return]
 
 
 @final
@@ -186,7 +186,15 @@ class BertLayer(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
         """`rows`: of the flattened tokens, the only ones whose result is wanted; attention still reads all."""
         attended = self.attention(hidden, mask, rows)
-        return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
+        if not self._is_plain():
+            return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
+        update = linear_of_gelu(self.intermediate.dense(attended), self.output.dense)
+        return self.output.joined(update, attended)
+
+    def _is_plain(self) -> bool:
+        """Whether GELU and the layer after it may be computed at once: their modules are then not called."""
+        ours = type(self.intermediate) is GeluLinear and type(self.output) is BertResidual
+        return ours and is_untouched(self.intermediate) and is_untouched(self.output) and is_plain(self.output.dense)
 
 
 @final

@@ -1,0 +1,92 @@
+"""What BERT's layers keep for the backward, made small: 16-bit norms under autocast, and a GELU that is worked out twice.
+
+Of one layer and sentence, 512 tokens 1024 wide, in 16 bits; a mask of dropout is bytes, statistics and scores are small:
+
+    input 1 + query, key, value 3 + attended 1 + mask 0.5 + sum 1 + normed 1 + GELU's input 4 + mask 0.5 + sum 1  =  13 MiB
+
+Torch alone keeps the GELU's result too, 4 MiB. Under autocast it also keeps both sums in float32, 2 MiB more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether autocast would change its type for a matrix product; it leaves float64 as it is."""
+    return torch.is_autocast_enabled(tensor.device.type) and tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def in_matmul_dtype(hidden: Tensor) -> Tensor:
+    """What autocast would turn it into for a linear layer. Said once where several layers read it: autocast casts for each."""
+    return hidden.to(torch.get_autocast_dtype(hidden.device.type)) if is_autocast(hidden) else hidden
+
+
+@final
+class LayerNorm(nn.LayerNorm):
+    """Torch's, but under autocast its input and result are of autocast's type, where torch makes both float32.
+
+    Mean and deviation are float32 all the same. So is float16 safe: the sums of a post-norm layer are two terms that were
+    normed or come from one product, far below 65504, and a gradient that overflows skips the update as any other does.
+    The class has torch's name since users name it so, in amp's black list: then it gets, and returns, float32.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not is_autocast(hidden):
+            return super().forward(hidden)
+        hidden = in_matmul_dtype(hidden)
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        if hidden.device.type != "cpu":  # there one type for all; a CPU takes float32 beside 16 bits, and then rounds less
+            weight, bias = weight.to(hidden.dtype), bias.to(hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.layer_norm(hidden, self.normalized_shape, weight, bias, self.eps)
+
+
+class _LinearOfGelu(torch.autograd.Function):
+    """linear(gelu(inputs)). The backward works the GELU out again, the same bits, instead of keeping it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(F.gelu(inputs), weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        for_inputs, for_weight, for_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        grad_weight = grad_inputs = grad_bias = None
+        if for_weight:
+            # Before the gradient of the GELU's result exists: it is as large, and only one of the two is ever there.
+            grad_weight = rows.t() @ F.gelu(inputs).flatten(0, -2)
+        if for_bias:
+            grad_bias = rows.sum(0)
+        if for_inputs:
+            grad_inputs = _gelu_backward((rows @ weight).view_as(inputs), inputs)
+        return grad_inputs, grad_weight, grad_bias
+
+
+def _gelu_backward(grad: Tensor, inputs: Tensor) -> Tensor:
+    """In the place of `grad`, which nobody else has; not where this backward is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        return torch.ops.aten.gelu_backward(grad, inputs)  # type: ignore[no-any-return]
+    return torch.ops.aten.gelu_backward.grad_input(grad, inputs, grad_input=grad)  # type: ignore[no-any-return]
+
+
+def linear_of_gelu(inputs: Tensor, layer: nn.Linear) -> Tensor:
+    """`layer(gelu(inputs))`, keeping `inputs` alone. Compiled, the compiler chooses what to keep."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_matmul_dtype(inputs).dtype != inputs.dtype:
+        return F.linear(F.gelu(inputs), layer.weight, layer.bias)
+    with torch.autocast(inputs.device.type, enabled=False):
+        weight, bias = layer.weight.to(inputs.dtype), layer.bias.to(inputs.dtype)
+        return _LinearOfGelu.apply(inputs, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
