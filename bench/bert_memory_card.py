@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -23,6 +24,9 @@ from torch import Tensor
 Fits = Callable[[int], bool]
 GROWTH = 0.02
 """Of the guess: how far beside it the next batch is tried, doubled each time until one fits and one does not."""
+
+NEARER = (0.5, 0.5, 0.8, 0.9)
+FARTHEST = 30
 
 
 @dataclass
@@ -61,6 +65,34 @@ def line_through(first: tuple[int, int], second: tuple[int, int]) -> tuple[float
     """Bytes of an empty batch, and bytes of each sentence."""
     slope = (second[1] - first[1]) / (second[0] - first[0])
     return first[1] - slope * first[0], slope
+
+
+def foretold(peak_of: Callable[[int], int | None], probes: Sequence[int], capacity: float) -> tuple[int, list[tuple[int, int]]]:
+    """The batch whose peak would be `capacity`, and the peaks that say so; `peak_of` is None where a batch does not fit.
+
+    A peak is the largest of several lines (the update's, the loss's, a layer's backward), and which of them is highest changes
+    with the batch. So two small batches only say where to look: some more, ever nearer, are on the line that counts.
+    """
+    points = [(rows, peak) for rows in probes if (peak := peak_of(rows)) is not None]
+    guess, too_large = _crossing(points, capacity), sys.maxsize
+    for share in NEARER:
+        rows = int(share * guess)
+        if rows < 1.05 * points[-1][0]:
+            continue
+        peak = peak_of(rows)
+        if peak is None:
+            guess = too_large = rows
+        else:
+            points.append((rows, peak))
+            guess = min(_crossing(points, capacity), too_large)
+    return guess, points
+
+
+def _crossing(points: Sequence[tuple[int, int]], capacity: float) -> int:
+    intercept, slope = line_through(points[-2], points[-1])
+    last = points[-1][0]
+    # Where all batches so far peak at the same bytes, another line is to come.
+    return max(last, min(int((capacity - intercept) / slope), FARTHEST * last)) if slope > 0 else FARTHEST * last
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bert_memory_card import Card, CountedCard, CudaCard, is_out_of_memory, largest_that_fits, line_through
+from bert_memory_card import Card, CountedCard, CudaCard, foretold, is_out_of_memory, largest_that_fits, line_through
 from bert_memory_contestants import LARGE, SMALL, Batch, Recipe, Size, Step, our_step, their_step
 
 LIMIT = 32 * 2**30
@@ -24,7 +24,7 @@ BUDGET = 31 * 2**30
 """Of the partial plan, which bounds what the allocator reserves; the context has the rest."""
 SMALL_LIMIT = 2**21
 PROBES = {"fp32": (6, 12), "fp32_recompute": (24, 48), "bf16": (12, 24), "bf16_recompute": (32, 64)}
-"""Two batches whose peaks foretell the largest; large enough that activations, and not the update, make the peak."""
+"""The first two batches whose peaks foretell the largest."""
 SLACK = 0.985
 """Of the allocator's memory, how much is expected to be usable."""
 TIMED_SECONDS, LEAST_TIMED, MOST_TIMED = 12.0, 3, 7
@@ -68,6 +68,9 @@ class Runner:
         self.make()
         return False
 
+    def peak(self, rows: int) -> int | None:
+        return int(self.card.facts()["peak"]) if self.fits(rows) else None
+
     def speed(self, rows: int, *, in_steps: int | None = None) -> dict[str, Any]:
         """One step for the clock to warm up and to see how many can be afforded; then sentences a second, by the median."""
         batch = self.size.batch(self.recipe.side, rows, self.card.device)
@@ -88,13 +91,11 @@ def largest_and_speed(recipe: Recipe, kind: str, size: Size, card: Card, *, smal
     """The search uses TF32 products, which need the same memory in a fraction of the time; speeds are of full float32."""
     torch.set_float32_matmul_precision("high")
     runner = Runner(recipe, size, card)
-    points = []
-    for rows in (2, 4) if small else PROBES[kind]:
-        runner.steps(rows, 2)
-        points.append((rows, int(card.facts()["peak"])))
+    probes = (2, 4) if small else PROBES[kind]
+    runner.steps(probes[0], 2)
     card.settle()
-    intercept, slope = line_through(*points)
-    guess = max(1, int((SLACK * card.capacity - intercept) / slope)) if slope > 0 else 10 * points[1][0]
+    guess, points = foretold(runner.peak, probes, SLACK * card.capacity)
+    intercept, slope = line_through(*points[-2:])
     step = max(1, guess // 100)
     found = largest_that_fits(runner.fits, guess, step=step, most=4 * guess)
     say(f"largest {found.largest}, tried {found.trials}")
@@ -113,7 +114,8 @@ def largest_and_speed(recipe: Recipe, kind: str, size: Size, card: Card, *, smal
             rows -= step
     return {
         "max_batch": rows, "too_large": found.too_large, "resolution": step, "guess": guess, **(speed or {}),
-        "bytes_per_sentence": round(slope), "bytes_of_no_sentence": round(intercept), **card.facts(), "trials": found.trials,
+        "bytes_per_sentence": round(slope), "bytes_of_no_sentence": round(intercept), **card.facts(),
+        "peaks": points, "trials": found.trials,
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
 
 import bert_memory  # noqa: E402
-from bert_memory_card import CountedCard, largest_that_fits, line_through  # noqa: E402
+from bert_memory_card import CountedCard, foretold, largest_that_fits, line_through  # noqa: E402
 from bert_memory_contestants import SMALL, Recipe, strategy_of  # noqa: E402
 from bert_memory_table import table, told, verdicts  # noqa: E402
 from fleetx.errors import ConfigError  # noqa: E402
@@ -51,6 +51,25 @@ def test_the_search_stops_at_the_most_that_is_allowed() -> None:
 
 def test_two_batches_give_the_bytes_of_none_and_of_each_sentence() -> None:
     assert line_through((2, 110), (6, 230)) == (50.0, 30.0)
+
+
+def test_the_batch_is_foretold_by_the_line_that_is_highest_there() -> None:
+    """Up to 40 sentences the update's 900 bytes are the peak, then the loss's 800 + 2.5 each, from 161 on a layer's 18 each."""
+    tried: list[int] = []
+
+    def peak(rows: int) -> int | None:
+        tried.append(rows)
+        bytes_needed = max(900, 800 + rows * 5 // 2, 1200 + 18 * (rows - 160))
+        return bytes_needed if bytes_needed <= 9000 else None
+
+    guess, _ = foretold(peak, (32, 64), capacity=9000)
+    assert guess == 593 and len(tried) == 5  # 1200 + 18 (593 - 160) = 8994
+    assert peak(593) == 8994 and peak(594) is None
+
+
+def test_batches_that_do_not_fit_bound_the_one_that_is_foretold() -> None:
+    """By the line it would be 1000: 500 is too large, 250 fits; of 500, 0.8 and of that 0.9 are too large."""
+    assert foretold(lambda rows: 10 * rows if rows <= 300 else None, (20, 40), capacity=10_000)[0] == 360
 
 
 def test_a_counted_card_runs_out_of_memory_when_more_is_saved_than_it_has() -> None:
