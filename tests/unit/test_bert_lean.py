@@ -196,6 +196,12 @@ def test_a_hook_on_any_part_of_a_layer_is_called_and_changes_nothing(name: str) 
     torch.testing.assert_close(loss, expected, rtol=0, atol=0)
 
 
+def test_under_amp_the_gelu_is_still_worked_out_twice_unless_a_part_of_it_is_black_listed() -> None:
+    for black, plain in (([], True), (["*.intermediate"], False), (["*.output.dense"], False), (["*.layer.0"], True)):
+        layer = _distributed(_model(), dtype="bfloat16", custom_black_list=black).bert.encoder.layer[0]
+        assert layer._is_plain() is plain, black
+
+
 @pytest.mark.parametrize("dtype", [None, *HALVES])
 def test_recomputing_every_layer_changes_no_bit_of_the_gradients(dtype: torch.dtype | None) -> None:
     expected_loss, expected = _gradients(_model(), dtype)
@@ -224,7 +230,7 @@ def _saved_bytes(layer: BertLayer, hidden: Tensor, dtype: torch.dtype | None) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+        with torch.autocast(hidden.device.type, dtype) if dtype else contextlib.nullcontext():
             layer(hidden, None)
     return sum(size for size, _ in found.values())
 
@@ -262,7 +268,19 @@ def test_under_autocast_the_whole_loss_compiles_into_one_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [None, *HALVES])
-def test_on_a_gpu_the_gradients_are_close_to_those_of_a_cpu_and_the_bytes_fewer(dtype: torch.dtype | None) -> None:
+def test_on_a_gpu_masks_are_kept_in_bytes(dtype: torch.dtype | None) -> None:
+    """Units as above of 256 tokens, 64 wide; two masks of a byte each value. A few seeds of dropout are allowed for."""
+    layer = BertLayer(BertConfig(hidden=64, layers=1, heads=2)).train().cuda()
+    item = dtype.itemsize if dtype else 4
+    hidden = torch.randn(1, 256, 64, dtype=dtype, device="cuda", requires_grad=True)
+    expected = (12 * item + 2) * 256 * 64 + 6 * 256 * 4 + (12 if dtype else 3) * 64 * 64 * item
+    assert abs(_saved_bytes(layer, hidden, dtype) - expected) <= 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+def test_on_a_gpu_the_gradients_are_close_to_those_of_a_cpu(dtype: torch.dtype | None) -> None:
     _, expected = _gradients(_model(dropout=0.0, attention_dropout=0.0))
     model = _model(dropout=0.0, attention_dropout=0.0).cuda()
     with torch.autocast("cuda", dtype) if dtype else contextlib.nullcontext():
