@@ -23,11 +23,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bert_memory_card import LIMIT
 from bert_memory_table import KINDS, table, told, verdicts
 from results import FOLDER, publish, published, surroundings
 
@@ -101,9 +103,15 @@ def run(wanted: Sequence[str], out: Path | None, *, small: bool) -> dict[str, An
         print(f"{cell:22} {time.perf_counter() - start:6.1f} s  {short}", flush=True)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            figures = {"cells": cells, "errors": errors, "verdicts": verdicts(cells)}
-            (out / f"{NAME}.json").write_text(json.dumps({"bench": NAME, **surroundings(), **figures}, indent=2) + "\n")
-    return {"allocator": ALLOCATOR, "limit_bytes": 32 * 2**30, "cells": cells, "errors": errors, "verdicts": verdicts(cells)}
+            (out / f"{NAME}.json").write_text(json.dumps(record(cells, errors), indent=2) + "\n")
+    return record(cells, errors)
+
+
+def record(cells: dict[str, Any], errors: dict[str, str]) -> dict[str, Any]:
+    """All that is published, so that the file of a run on another machine can be put into bench/results as it is."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    figures = {"allocator": ALLOCATOR, "limit_bytes": LIMIT, "cells": cells, "errors": errors, "verdicts": verdicts(cells)}
+    return {"bench": NAME, "date": date, **surroundings(), **figures}
 
 
 def chosen(only: str | None, cells: Sequence[str] | None) -> list[str]:
@@ -141,14 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     figures = run(chosen(flags.only, flags.cells), flags.out, small=flags.small)
     if flags.small:
-        print(json.dumps({"bench": NAME, **surroundings(), **figures}))
+        print(json.dumps(figures))
         return 0
     for name, one in figures["verdicts"].items():
         print(told(name, one))
     if set(figures["cells"]) >= set(CELLS):
         publish(NAME, figures)
     else:  # a part of it replaces nothing that is published
-        print(json.dumps({"bench": NAME, **surroundings(), **figures}))
+        print(json.dumps(figures))
     missed = [name for name, one in figures["verdicts"].items() if one["holds"] is False]
     return 1 if missed or figures["errors"] else 0
 

@@ -21,6 +21,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+LIMIT = 32 * 2**30
+
 Fits = Callable[[int], bool]
 GROWTH = 0.02
 """Of the guess: how far beside it the next batch is tried, doubled each time until one fits and one does not."""

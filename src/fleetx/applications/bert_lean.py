@@ -30,9 +30,9 @@ def in_matmul_dtype(hidden: Tensor) -> Tensor:
 class LayerNorm(nn.LayerNorm):
     """Torch's, but under autocast its input and result are of autocast's type, where torch makes both float32.
 
-    Mean and deviation are float32 all the same. So is float16 safe: the sums of a post-norm layer are two terms that were
-    normed or come from one product, far below 65504, and a gradient that overflows skips the update as any other does.
-    The class has torch's name since users name it so, in amp's black list: then it gets, and returns, float32.
+    Mean and deviation are float32 all the same. float16 is safe too: a post-norm layer adds what was normed to the result of
+    one product, far below 65504, and a gradient that overflows skips the update as any other does. The class has torch's
+    name since users give that to amp's black list: then it gets, and returns, float32.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
