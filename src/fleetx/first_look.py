@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from . import rehearsing
 from .comm import Comm
 from .errors import ConfigError, FleetWarning
 
@@ -59,7 +60,7 @@ class FirstLook:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not self._model:
+        if module is not self._model or rehearsing.is_on():
             return
         if not self._compiled_before and _called_from_compiled(module):
             raise ConfigError(COMPILE_FIRST)

@@ -32,9 +32,11 @@ from .placement import (
     refuse_unsuited,
     strip_compiled_prefix,
 )
+from .rehearsal import Rehearsal, own_loss
 from .sampler import FleetSampler
 from .slots import Site
 from .strategy import DistributedStrategy
+from .trees import map_tensors
 
 __all__ = [
     "DistributedStrategy",
@@ -181,7 +183,7 @@ def distribute(
     """
     require_plain_optimizer(optimizer)
     face = FleetOptimizer(optimizer)
-    _bind(model, face, _chosen(strategy))
+    _bind(model, face, _chosen(strategy), sample=sample, loss_fn=loss_fn)
     return model, face
 
 
@@ -238,7 +240,14 @@ def _require_module(model: object) -> None:
         raise ConfigError(f"distribute was given {type(model).__name__} as the model; it takes a torch.nn.Module.")
 
 
-def _bind(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
+def _bind(
+    model: nn.Module,
+    face: FleetOptimizer,
+    strategy: DistributedStrategy,
+    *,
+    sample: Any = None,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+) -> None:
     """What can be refused is refused before the model is touched; parts may still refuse while they are built."""
     global _with_autocast
     _require_module(model)
@@ -248,7 +257,9 @@ def _bind(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy)
     params = named_trainable(model, optimizer)
     refuse_unsuited(model, params)
     agree_on_model(params, model, optimizer, strategy.to_json(), here.comm)
-    site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device)
+    site = Site(
+        model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=sample is not None
+    )
     for part in strategy.parts():
         part.check(site)
     restore_forwards(model)
@@ -264,3 +275,8 @@ def _bind(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy)
         _with_autocast = weakref.ref(face)
     if here.comm.rank == 0:
         print(strategy, flush=True)
+    if sample is not None:
+        batch = map_tensors(lambda tensor: tensor.to(here.device), sample)
+        rehearsal = Rehearsal(model, face, loss_fn or own_loss, batch, here.comm, here.device)
+        for part in strategy.parts():
+            part.rehearse(rehearsal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +18,9 @@ from .optim.layerwise import Layerwise
 from .pipeline import Pipeline
 from .report import Report
 from .strategy import DistributedStrategy
+
+if TYPE_CHECKING:
+    from .memory.plan import MemoryPlan
 
 
 def _as_number(weight: Any) -> float:
@@ -57,6 +60,8 @@ class FleetOptimizer(Optimizer):
         """Whether `update` is being called by the pipeline."""
         self.forward_stage: Any = None
         """Autocast, under amp."""
+        self.memory_plan: MemoryPlan | None = None
+        """What recompute's budget came to."""
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
         super().__setstate__({"defaults": dict(inner.defaults)})
 

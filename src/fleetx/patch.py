@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 from torch import nn
@@ -70,3 +71,30 @@ def restore_forwards(model: nn.Module) -> None:
 def patch_forward(module: nn.Module, around: Callable[..., Any], *, only_outermost: bool = False) -> None:
     """Call `around(forward, *args, **kwargs)` wherever the module's forward was called."""
     module.forward = PatchedForward(module, around, only_outermost=only_outermost)
+
+
+def patch_innermost(module: nn.Module, around: Callable[..., Any]) -> None:
+    """The same, inside of patches that are there already: for one that does what forward does in another way."""
+    outer = module.__dict__.get("forward")
+    if not isinstance(outer, PatchedForward):
+        return patch_forward(module, around)
+    while isinstance(outer.inner, PatchedForward):
+        outer = outer.inner
+    own = PatchedForward(module, around, only_outermost=False)
+    own.inner, outer.inner = outer.inner, own
+
+
+@contextlib.contextmanager
+def patched(patches: Iterable[tuple[nn.Module, Callable[..., Any]]], *, only_outermost: bool = False) -> Iterator[None]:
+    """As patch_forward, for a while."""
+    before: list[tuple[nn.Module, Forward | None]] = []
+    try:
+        for module, around in patches:
+            before.append((module, module.__dict__.get("forward")))
+            patch_forward(module, around, only_outermost=only_outermost)
+        yield
+    finally:
+        for module, forward in reversed(before):
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.forward = forward

@@ -310,6 +310,34 @@ class Pipeline:
         self.window.refuse_closed()
         self.weighing.require(weight, self.window)
 
+    # --- steps that are measured and undone (rehearsal.py) -----------------------------------------------------
+
+    def rehearse(self, loss: Tensor, *, seed: float | None = None, keeps: bool = False) -> None:
+        """A backward whose gradients come to lie where they always do, and are then dropped. No rank is talked to."""
+        self.buckets.begin()
+        self.window.enter(loss, None)
+        self.buckets.expect(reduces=False)
+        try:
+            pairs.run_backward(self, loss, self.weighing.seed(None) if seed is None else seed, retain_graph=False)
+            self.buckets.keep()
+        finally:
+            if not keeps:
+                self.drop_rehearsed()
+
+    def rehearse_update(self) -> None:
+        """Of what `rehearse` has kept. Every rank is here; none looks at data, of which there was none yet."""
+        look, self._checks.first_look = self._checks.first_look, None
+        try:
+            self._reduce_now()
+            self._update(recycle=True)
+        finally:
+            self._checks.first_look = look
+
+    def drop_rehearsed(self) -> None:
+        self.buckets.abandon()
+        self.window = Window()
+        self.buckets.zero()
+
     # --- what is remembered between two windows ---------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:

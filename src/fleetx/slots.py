@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .bucket import Bucket
     from .buckets import Buckets
     from .comm import Comm, Pending
+    from .rehearsal import Rehearsal
 
 
 class Slot(enum.Enum):
@@ -76,6 +77,8 @@ class Site:
     params: Mapping[str, nn.Parameter]
     comm: Comm
     device: torch.device
+    has_sample: bool = False
+    """fleet.distribute(...) was given a batch, so that steps can be rehearsed."""
 
 
 class Backward(Protocol):
@@ -220,6 +223,9 @@ class Part(abc.ABC):
     @abc.abstractmethod
     def build(self, site: Site) -> Mapping[Slot, Any]:
         """Stages for the claimed slots. MODULE and FORWARD are applied to the model here and need no stage."""
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:  # noqa: B027 - most parts know all they need beforehand
+        """The pair is ready to train, and there is a sample: run steps that leave no trace, and settle what depends on them."""
 
     def notes(self) -> list[str]:
         """Sentences for `strategy.explain()`: what these settings cost and gain, with the numbers filled in."""

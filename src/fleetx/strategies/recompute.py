@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from ..keys import boolean, key, names, optional, size
+from ..memory.plan import Planner, plan_for
 from ..memory.replay import Replay
 from ..memory.units import chosen_units
 from ..patch import patch_forward
+from ..rehearsal import Rehearsal
 from ..slots import Part, Risk, Site, Slot
 
 
@@ -30,15 +32,32 @@ class Recompute(Part):
         return frozenset({Slot.MODULE})
 
     def check(self, site: Site) -> None:
-        for name, value in (("budget", self.budget), ("offload", self.offload)):
-            if value:
-                raise ConfigError(
-                    f'recompute_configs["{name}"] is not available yet in this version. Leave it out, and name modules in '
-                    '"checkpoints", or none: every repeated block.'
-                )
+        if self.offload:
+            raise ConfigError(
+                'recompute_configs["offload"] is not available yet in this version. Leave it out, and name modules in '
+                '"checkpoints", or give a "budget".'
+            )
+        if self.budget is not None and not site.has_sample:
+            raise ConfigError(
+                f'recompute_configs["budget"] is {self.budget}: a plan is made by running steps, and fleet.distribute(...) was '
+                "given no batch. Write model, optimizer = fleet.distribute(model, optimizer, strategy, sample=batch), with "
+                "loss_fn=lambda model, batch: ... where the model has no method loss(batch)."
+            )
         chosen_units(site.model, self.checkpoints)
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        for name, module in chosen_units(site.model, self.checkpoints).items():
-            patch_forward(module, Replay(name, module, site.device))
+        if self.budget is None:
+            for name, module in chosen_units(site.model, self.checkpoints).items():
+                patch_forward(module, Replay(name, module, site.device))
         return {}
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:
+        if self.budget is None:
+            return
+        planner = Planner(rehearsal, self.checkpoints)
+        with rehearsal.leaving_no_trace():
+            plan = plan_for(self.budget, planner)
+        planner.keep(plan)
+        rehearsal.optimizer.memory_plan = plan
+        if rehearsal.comm.rank == 0:
+            print(plan, flush=True)

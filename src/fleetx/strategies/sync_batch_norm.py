@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .. import rehearsing
 from ..comm import Comm
 from ..errors import ConfigError
 from ..memory.replay import agreed
@@ -60,8 +61,8 @@ class _Normalize(torch.autograd.Function):
         normal = (x.to(mean.dtype) - mean.view(shape)) * inv_std.view(shape)
         sums = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
         grad_bias, grad_weight = sums.clone()
-        # Every rank runs this backward: they all ran the forward, whose gather they all met.
-        ctx.comm.all_reduce(sums).wait()
+        if not rehearsing.is_on():  # every rank runs this backward: they all ran the forward, whose gather they all met
+            ctx.comm.all_reduce(sums).wait()
         mean_grad, mean_product = (sums / total).view(2, *shape)
         scale = inv_std if weight is None else inv_std * weight.to(mean.dtype)
         grad_x = (wide - mean_grad - normal * mean_product) * scale.view(shape)
@@ -84,9 +85,12 @@ def _gather_moments(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
     # var_mean of nothing is NaN; a rank with an empty batch still has to meet the others in the gather.
     var, mean = torch.var_mean(wide, dims, correction=0) if count else (wide.new_zeros(x.shape[1]),) * 2
     mine = torch.cat([wide.new_full((1,), count), mean, var * count])
-    gathered, pending = comm.all_gather(mine)
-    pending.wait()
     channels = x.shape[1]
+    if rehearsing.is_on():  # alone: a rank that runs out of memory in a rehearsed step must leave nobody waiting
+        gathered = mine.repeat(comm.size, 1)
+    else:
+        gathered, pending = comm.all_gather(mine)
+        pending.wait()
     return joined_moments(gathered[:, :1], gathered[:, 1 : 1 + channels], gathered[:, 1 + channels :])
 
 

@@ -1,0 +1,58 @@
+"""The profiles of all ranks as one: the largest of each number, so that a plan holds everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .solve import Element, Profile, Way, peak_bytes
+
+
+def to_plain(profile: Profile) -> dict[str, Any]:
+    def way(one: Way | None) -> Any:
+        return None if one is None else [sorted(one.kept), one.forward_extra, one.backward_extra, one.seconds]
+
+    return {
+        "units": list(profile.units),
+        "elements": [[e.unit, way(e.stored), way(e.again)] for e in profile.elements],
+        "sizes": sorted(profile.sizes.items()),
+        "floor": profile.floor,
+    }
+
+
+def from_plain(told: Any) -> Profile:
+    def way(one: Any) -> Way:
+        return Way(frozenset(one[0]), *one[1:])
+
+    elements = [Element(unit, way(stored), None if again is None else way(again)) for unit, stored, again in told["elements"]]
+    return Profile(tuple(told["units"]), tuple(elements), dict(told["sizes"]), told["floor"])
+
+
+def joined(profiles: Sequence[Profile]) -> Profile:
+    """The largest of each number. Ranks whose batches took other ways through the model cannot be joined: the heaviest counts."""
+    alike = {(p.units, tuple(_shape(e) for e in p.elements), tuple(p.sizes)) for p in profiles}
+    heaviest = max(profiles, key=lambda p: peak_bytes(p, ()))
+    if len(alike) > 1:
+        return heaviest
+    elements = [
+        Element(e[0].unit, _largest([one.stored for one in e]), _largest([one.again for one in e]))
+        for e in zip(*(p.elements for p in profiles), strict=True)
+    ]
+    sizes = {s: max(p.sizes[s] for p in profiles) for s in heaviest.sizes}
+    return Profile(heaviest.units, tuple(elements), sizes, max(p.floor for p in profiles))
+
+
+def _shape(element: Element) -> tuple[Any, ...]:
+    return element.unit, element.stored.kept, None if element.again is None else element.again.kept
+
+
+def _largest(ways: Sequence[Way | None]) -> Any:
+    given = [way for way in ways if way is not None]
+    if not given:
+        return None
+    return Way(
+        given[0].kept,
+        max(way.forward_extra for way in given),
+        max(way.backward_extra for way in given),
+        max(way.seconds for way in given),
+    )

@@ -1,0 +1,236 @@
+"""One step with every unit computed again, measured piece by piece: from it the peak of every other plan follows.
+
+That step needs little memory, so it can be run where the plain one would not fit; and it shows each unit twice, without saving
+(forward) and with (when it is computed again). Marks are set where a piece begins and ends:
+
+    forward     | glue | unit 1 | glue | unit 2 | glue, loss |
+    backward                                     | loss, glue | unit 2 again | its backward, glue | unit 1 again | ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..patch import patched
+from .gauge import Gauge
+from .rows import Piece, total
+from .solve import Element, Profile, Way
+
+TIMED_STEPS = 3
+
+
+@dataclass(slots=True)
+class Readings:
+    """Of one piece, in bytes, all that is in use."""
+
+    at_start: int = 0
+    forward_peak: int = 0
+    again_start: int = 0
+    """When it begins to be computed again; 0 if it never is."""
+    again_peak: int = 0
+    backward_peak: int = 0
+
+
+@final
+class Marks:
+    """Called at the seams of a step; keeps the readings of each piece."""
+
+    def __init__(self, pieces: Sequence[Piece], gauge: Gauge) -> None:
+        self._pieces, self._gauge = pieces, gauge
+        self.readings = [Readings() for _ in pieces]
+        self._at = 0
+        """The piece whose forward, or backward, is under way."""
+        self._again = {name: [i for i, p in enumerate(pieces) if _name(p) == name] for name in map(_name, pieces)}
+        self._enter(0)
+
+    def _enter(self, piece: int) -> None:
+        self._at = piece
+        self.readings[piece].at_start = self._gauge.now()
+
+    def forward_seam(self) -> None:
+        """A call of a unit begins or ends."""
+        self.readings[self._at].forward_peak = self._gauge.peak()
+        self._enter(self._at + 1)
+
+    def forward_ended(self) -> None:
+        self.readings[self._at].forward_peak = self._gauge.peak()
+
+    def again_begins(self, name: str) -> None:
+        self._read_backward()
+        calls = self._again[name]
+        self._at = calls.pop() if calls else self._at
+        self.readings[self._at].again_start = self._gauge.now()
+
+    def again_ends(self) -> None:
+        reading = self.readings[self._at]
+        reading.again_peak = max(reading.again_peak, self._gauge.peak())
+
+    def backward_ended(self) -> None:
+        self._read_backward()
+
+    def _read_backward(self) -> None:
+        reading = self.readings[self._at]
+        reading.backward_peak = max(reading.backward_peak, self._gauge.peak())
+
+
+def _name(piece: Piece) -> str:
+    return piece.call.name if piece.call is not None else ""
+
+
+@final
+class Stopwatch:
+    """Seconds of each second run of a unit, by name, in the order of backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds: dict[str, list[float]] = {}
+        self._events: dict[str, list[tuple[Any, Any]]] = {}
+        self._begun: Any = None
+
+    def begin(self) -> None:
+        self._begun = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()
+        if self._on_gpu:
+            self._begun.record()
+
+    def end(self, name: str) -> None:
+        if self._on_gpu:
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+            self._events.setdefault(name, []).append((self._begun, ended))
+        else:
+            self._seconds.setdefault(name, []).append(time.perf_counter() - self._begun)
+
+    def seconds(self) -> dict[str, list[float]]:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        gpu = {name: [a.elapsed_time(b) / 1e3 for a, b in pairs] for name, pairs in self._events.items()}
+        return {**self._seconds, **gpu}
+
+
+@dataclass(slots=True)
+class Probe:
+    """Patches around units, outside and inside of what computes them again."""
+
+    outer: Callable[[], None] = lambda: None
+    begins: Callable[[str], None] = lambda name: None
+    ends: Callable[[str], None] = lambda name: None
+    _first: bool = field(default=False)
+
+    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.outer()
+        self._first = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._first = False
+            self.outer()
+
+    def within(self, name: str) -> Callable[..., Any]:
+        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._first:
+                return forward(*args, **kwargs)
+            self.begins(name)
+            try:
+                return forward(*args, **kwargs)
+            finally:  # torch ends a second run by an exception, once it has all it needs
+                self.ends(name)
+
+        return run
+
+
+Again = Callable[[str, nn.Module], Callable[..., Any]]
+"""What is patched around a unit so that it is computed again."""
+
+
+def run_probed(units: Mapping[str, nn.Module], again: Again, probe: Probe, step: Callable[[], None]) -> None:
+    inner = [(module, probe.within(name)) for name, module in units.items()]
+    middle = [(module, again(name, module)) for name, module in units.items()]
+    outer = [(module, probe.around) for module in units.values()]
+    with patched([*inner, *middle, *outer]):
+        step()
+
+
+def measured(
+    pieces: Sequence[Piece],
+    units: Mapping[str, nn.Module],
+    again: Again,
+    gauge: Gauge,
+    *,
+    forward: Callable[[], Tensor],
+    backward: Callable[[Tensor], None],
+) -> list[Readings]:
+    """Bytes: one step."""
+    with gauge.watching():
+        marks = Marks(pieces, gauge)
+        probe = Probe(marks.forward_seam, marks.again_begins, lambda name: marks.again_ends())
+
+        def step() -> None:
+            loss = forward()
+            marks.forward_ended()
+            backward(loss)
+            marks.backward_ended()
+
+        run_probed(units, again, probe, step)
+    return marks.readings
+
+
+def timed(
+    units: Mapping[str, nn.Module], again: Again, device: torch.device, step: Callable[[], None], *, steps: int = TIMED_STEPS
+) -> dict[str, list[float]]:
+    """Seconds of each second run, medians over some steps, in the order of forward."""
+    runs: list[dict[str, list[float]]] = []
+    for _ in range(steps):
+        watch = Stopwatch(device)
+        run_probed(units, again, Probe(begins=lambda name, w=watch: w.begin(), ends=watch.end), step)  # type: ignore[misc]
+        runs.append(watch.seconds())
+    return {name: [median(run[name][i] for run in runs) for i in range(len(found))][::-1] for name, found in runs[0].items()}
+
+
+def profile_of(
+    pieces: Sequence[Piece],
+    readings: Sequence[Readings],
+    seconds: Mapping[str, Sequence[float]],
+    *,
+    sizes: Mapping[int, int],
+    update_peak: int,
+) -> Profile:
+    """What each way of each piece needs beyond what is kept, from a step in which every unit was computed again."""
+    names = list(dict.fromkeys(p.call.name for p in pieces if p.call is not None))
+    times = {name: iter(values) for name, values in seconds.items()}
+    kept: set[int] = set()
+    elements: list[Element] = []
+    for i, (piece, reading) in enumerate(zip(pieces, readings, strict=True)):
+        before = total(sizes, kept)
+        if piece.call is None:
+            kept |= piece.saved
+            backward = reading.backward_peak - total(sizes, kept) if i == len(pieces) - 1 else 0
+            way = Way(piece.saved, reading.forward_peak - before, backward)
+            elements.append(Element(None, way))
+            continue
+        stored, again = _ways(piece, reading, kept, sizes, next(times.get(piece.call.name, iter(())), 0.0))
+        elements.append(Element(names.index(piece.call.name), stored, again))
+        kept |= piece.inputs
+    return Profile(tuple(names), tuple(elements), dict(sizes), update_peak)
+
+
+def _ways(piece: Piece, reading: Readings, kept: Collection[int], sizes: Mapping[int, int], seconds: float) -> tuple[Way, Way]:
+    """Stored, and computed again; `kept` by the pieces before it."""
+    before = total(sizes, kept)
+    with_inputs = total(sizes, {*kept, *piece.inputs})
+    growth = reading.again_peak - reading.again_start
+    anything_else = reading.again_start - with_inputs
+    """In use when it begins to be computed again, and kept by nobody: weights, gradients on their way."""
+    made = total(sizes, piece.saved - piece.inputs - set(kept))
+    transient = max(0, reading.backward_peak - reading.again_start - made)
+    if not reading.again_start:  # its outputs had no part in the loss
+        growth = anything_else = transient = 0
+    stored = Way(piece.saved, reading.at_start - before + growth, anything_else + transient)
+    peak_again = max(reading.again_peak, reading.backward_peak)
+    return stored, Way(piece.inputs, reading.forward_peak - before, max(0, peak_again - with_inputs), seconds)

@@ -1,0 +1,179 @@
+"""A budget becomes a plan: find units, measure a step, solve, run the plan once and compare, correct it at most twice.
+
+Every number that a plan rests on is the largest of all ranks, so all of them come to the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..patch import patch_forward, patched
+from ..rehearsal import OutOfMemory, Rehearsal
+from .agreed_profile import from_plain, joined, to_plain
+from .gauge import Gauge, gauge_for
+from .measure import measured, profile_of, timed
+from .replay import Replay
+from .rows import good_units, pieces
+from .slices import cut_sequentials, named_with_slices
+from .solve import Profile, Solution, cheapest, peak_bytes, smallest_budget
+from .tape import record
+from .units import chosen_units, repeated_blocks
+
+CORRECTIONS = 2
+ALLOWANCE = 0.005
+"""Of the budget, left free by the first plan: predictions are about this good."""
+TOO_CAREFUL = 0.03
+"""Of the budget: a plan that leaves more of it unused than this, and still computes again, is tried anew with more."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What `recompute_configs["budget"]` came to. Bytes are the most in use, or held by the allocator, at any time of a step."""
+
+    budget: int
+    units: tuple[str, ...]
+    """Modules that could be computed again."""
+    recomputed: tuple[str, ...]
+    """Those that are."""
+    predicted_bytes: int
+    real_bytes: int
+    reserved_bytes: int
+    seconds_added: float
+    """To each step, as measured unit by unit."""
+
+    def __str__(self) -> str:
+        listed = ", ".join(self.recomputed[:4]) + (f" and {len(self.recomputed) - 4} more" if len(self.recomputed) > 4 else "")
+        told = f"{len(self.recomputed)} of {len(self.units)} units are computed again" + (f" ({listed})" if listed else "")
+        held = "" if self.reserved_bytes == self.real_bytes else f", {shown(self.reserved_bytes)} reserved"
+        return (
+            f"recompute: {told}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {shown(self.predicted_bytes)} "
+            f"predicted, {shown(self.real_bytes)} real{held}; the budget is {shown(self.budget)}."
+        )
+
+
+def shown(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+@final
+class Planner:
+    """For one model, batch and strategy. Its methods are called inside `rehearsal.leaving_no_trace()`, on every rank."""
+
+    def __init__(self, rehearsal: Rehearsal, wanted: Sequence[str]) -> None:
+        self._rehearsal, self._wanted = rehearsal, wanted
+        self._gauge: Gauge = gauge_for(rehearsal.device, rehearsal.lasting)
+        self.units: dict[str, nn.Module] = {}
+
+    def profile(self) -> Profile:
+        """Measured on this rank, joined with the others'."""
+        rehearsal = self._rehearsal
+        found = rehearsal.everywhere(self._find_units)
+        with patched((module, self._again(name, module)) for name, module in self.units.items()):
+            with self._gauge.watching():
+                rehearsal.update()  # from now on the optimizer has its state
+                update_peak = self._gauge.peak()
+        readings = rehearsal.everywhere(
+            lambda: measured(found, self.units, self._again, self._gauge, forward=rehearsal.forward, backward=rehearsal.backward)
+        )
+        seconds = rehearsal.everywhere(lambda: timed(self.units, self._again, rehearsal.device, rehearsal.step))
+        mine = profile_of(found, readings, seconds, sizes=self._sizes, update_peak=update_peak)
+        return joined([from_plain(told) for told in rehearsal.comm.gather_json(to_plain(mine))])
+
+    def _find_units(self) -> Any:
+        model, run = self._rehearsal.model, self._rehearsal.forward
+        named = named_with_slices(model, {})
+        tape = record(model, named, run)
+        if self._wanted:
+            names = good_units(tape, (), only=list(chosen_units(model, self._wanted)))
+        else:
+            slices = cut_sequentials(model, tape)
+            if slices:
+                named = named_with_slices(model, slices)
+                tape = record(model, named, run)
+            names = good_units(tape, repeated_blocks(model))
+        self.units = {name: named[name] for name in names}
+        self._sizes = tape.sizes
+        return pieces(tape, names)
+
+    def _again(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        return Replay(name, module, self._rehearsal.device)
+
+    def real(self, profile: Profile, solution: Solution) -> tuple[int, int]:
+        """Bytes in use and held, of a step by this plan: the most of all ranks."""
+        chosen = [profile.units[unit] for unit in sorted(solution.again)]
+
+        def step() -> tuple[int, int]:
+            with patched([(self.units[name], self._again(name, self.units[name])) for name in chosen]), self._gauge.watching():
+                self._rehearsal.step()
+                in_use = self._gauge.peak()
+                return in_use, self._gauge.reserved()
+
+        mine = self._rehearsal.everywhere(step)
+        ranks = self._rehearsal.comm.gather_json(list(mine))
+        return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
+
+    def keep(self, plan: MemoryPlan) -> None:
+        for name in plan.recomputed:
+            patch_forward(self.units[name], self._again(name, self.units[name]))
+
+
+def plan_for(budget: int, planner: Planner) -> MemoryPlan:
+    """The cheapest plan found whose step, run once, has kept to the budget."""
+    try:
+        profile = planner.profile()
+    except OutOfMemory as error:
+        raise ConfigError(
+            "recompute: even with every unit computed again, a step does not fit into this device's memory. Use a smaller batch "
+            f"in sample=, or amp. ({error})"
+        ) from None
+    aim = int(budget * (1 - ALLOWANCE))
+    fitting: MemoryPlan | None = None
+    tried: list[MemoryPlan] = []
+    for _ in range(1 + CORRECTIONS):
+        solution = cheapest(profile, aim) or _smallest(profile, budget)
+        if solution is None or any(_names(profile, solution) == plan.recomputed for plan in tried):
+            break
+        try:
+            in_use, held = (max(profile.floor, count) for count in planner.real(profile, solution))
+        except OutOfMemory:
+            in_use = held = max(2 * budget, solution.peak_bytes)
+        plan = MemoryPlan(budget, profile.units, _names(profile, solution), solution.peak_bytes, in_use, held, solution.seconds)
+        tried.append(plan)
+        if held <= budget and (fitting is None or plan.seconds_added < fitting.seconds_added):
+            fitting = plan
+        spare = budget - held
+        if spare >= 0 and (not plan.recomputed or spare <= TOO_CAREFUL * budget):
+            break
+        # As far as the step was off, the next aim is moved; half of it where there was room, which need not be safe.
+        aim += spare // 2 if spare > 0 else spare - int(ALLOWANCE * budget)
+    if fitting is None:
+        raise ConfigError(_too_small(budget, profile, tried))
+    return fitting
+
+
+def _names(profile: Profile, solution: Solution) -> tuple[str, ...]:
+    return tuple(profile.units[unit] for unit in sorted(solution.again))
+
+
+def _smallest(profile: Profile, budget: int) -> Solution | None:
+    """The plan of least peak, where no other could fit: the allowance may be all that is missing."""
+    least = smallest_budget(profile)
+    return cheapest(profile, least) if least <= budget else None
+
+
+def _too_small(budget: int, profile: Profile, tried: Sequence[MemoryPlan]) -> str:
+    beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
+    needed = int((smallest_budget(profile) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
+    plain = peak_bytes(profile, ())
+    return (
+        f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and no plan keeps to it: a step of this sample needs '
+        f'{shown(plain)} as it is and at least {shown(needed)} with recompute. Write "budget": {needed}, or use a smaller batch.'
+    )

@@ -1,0 +1,132 @@
+"""From a tape to units, and from units to the row of elements that a plan is made for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from .tape import Called, Ended, Saved, Tape
+
+WORTH_A_UNIT = 0.01
+"""Of all saved bytes: modules that save less are left to the glue."""
+SPLIT_ABOVE = 1 / 16
+"""A module that saves more is taken apart, where its parts, computed again one by one, free nearly as much."""
+SPLIT_BLOCK_ABOVE = 1 / 4
+"""The same for a block that the model repeats: it is a good unit by itself."""
+PARTS_FREE = 0.7
+MOST_UNITS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A call of a unit, or glue, with the storages that it would save and those that it is given."""
+
+    call: Called | None
+    saved: frozenset[int]
+    inputs: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """In bytes, of each module that was called."""
+
+    saved: Mapping[str, int]
+    freed: Mapping[str, int]
+    """Of them those that go if it is computed again: not its inputs, which are kept then."""
+    total: int
+    """Saved by the whole model."""
+
+
+def weights(tape: Tape) -> Weights:
+    saved: dict[str, set[int]] = defaultdict(set)
+    inputs: dict[str, set[int]] = defaultdict(set)
+    stack: list[str] = []
+    everything: set[int] = set()
+    for event in tape.events:
+        if isinstance(event, Called):
+            stack.append(event.name)
+            inputs[event.name].update(event.inputs)
+        elif isinstance(event, Ended):
+            stack.pop()
+        else:
+            everything.add(event.storage)
+            for name in stack:
+                saved[name].add(event.storage)
+    return Weights(
+        saved={name: total(tape.sizes, found) for name, found in saved.items()},
+        freed={name: total(tape.sizes, found - inputs[name]) for name, found in saved.items()},
+        total=total(tape.sizes, everything),
+    )
+
+
+def total(sizes: Mapping[int, int], storages: Iterable[int]) -> int:
+    return sum(sizes[s] for s in storages)
+
+
+def good_units(tape: Tape, blocks: Collection[str], *, only: Collection[str] | None = None) -> list[str]:
+    """Modules to decide about, none inside another, in the order of their first call.
+
+    From the outside in: a module that saves a large share is taken apart. `blocks` are the model's repeated ones; `only`: the
+    user's own choice, to which all this does not apply."""
+    weigh = weights(tape)
+    unable = {call.name for call in tape.calls() if not call.can_run_again}
+    parts: dict[str | None, dict[str, None]] = defaultdict(dict)
+    for call in tape.calls():
+        if call.name in weigh.saved:
+            parts[call.inside.name if call.inside is not None else None][call.name] = None
+
+    def taken_apart(name: str) -> list[str]:
+        inner = [part for part in parts[name] if part != name]
+        if name in unable or (inner and any(block.startswith(f"{name}.") for block in blocks)):
+            return [unit for part in inner for unit in taken_apart(part)]
+        is_large = weigh.saved[name] > weigh.total * (SPLIT_BLOCK_ABOVE if name in blocks else SPLIT_ABOVE)
+        if is_large and sum(weigh.freed[part] for part in inner) >= PARTS_FREE * weigh.freed[name] > 0:
+            return [unit for part in inner for unit in taken_apart(part)]
+        return [name] if weigh.freed[name] >= WORTH_A_UNIT * weigh.total else []
+
+    if only is not None:
+        chosen = [name for name in only if name in weigh.saved and name not in unable]
+    else:
+        chosen = [unit for name in parts[None] for unit in taken_apart(name)]
+    heaviest = set(sorted(dict.fromkeys(chosen), key=lambda name: -weigh.freed[name])[:MOST_UNITS])
+    return [name for name in _in_order(tape) if name in _outermost(tape, heaviest)]
+
+
+def _in_order(tape: Tape) -> list[str]:
+    return list(dict.fromkeys(call.name for call in tape.calls()))
+
+
+def _outermost(tape: Tape, names: set[str]) -> set[str]:
+    """Without those that are called inside another of them, or inside themselves: a shared module may be both."""
+    nested: set[str] = set()
+    for call in tape.calls():
+        above = call.inside
+        while call.name in names and above is not None:
+            if above.name in names:
+                nested.add(call.name)
+            above = above.inside
+    return names - nested
+
+
+def pieces(tape: Tape, units: Collection[str]) -> list[Piece]:
+    """The forward as calls of units with glue before, between and after them; the last piece is glue."""
+    found: list[Piece] = []
+    saved: set[int] = set()
+    inside: Called | None = None
+
+    def end_piece() -> None:
+        found.append(Piece(inside, frozenset(saved), frozenset(inside.inputs if inside is not None else ())))
+        saved.clear()
+
+    for event in tape.events:
+        if isinstance(event, Called) and event.name in units:
+            end_piece()
+            inside = event
+        elif isinstance(event, Ended) and event.call is inside:
+            end_piece()
+            inside = None
+        elif isinstance(event, Saved):
+            saved.add(event.storage)
+    end_piece()
+    return found

@@ -1,0 +1,72 @@
+"""Rows of single layers in an nn.Sequential, taken together: of one layer computed again, nothing would be won.
+
+A slice runs its layers as the Sequential would, and is a unit like any module; the model's own modules and names stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from torch import nn
+
+from ..patch import patch_innermost
+from .rows import PARTS_FREE, SPLIT_ABOVE, Weights, weights
+from .tape import Called, Tape
+
+SLICES = 16
+"""As many as a Sequential that saves everything is cut into."""
+
+
+@final
+class InSlices:
+    """Around the forward of a Sequential (patch_innermost)."""
+
+    def __init__(self, slices: list[nn.Sequential]) -> None:
+        self._slices = slices
+
+    def __call__(self, forward: Callable[..., Any], value: Any) -> Any:
+        for part in self._slices:
+            value = part(value)
+        return value
+
+
+def cut_sequentials(model: nn.Module, tape: Tape) -> dict[str, nn.Sequential]:
+    """Cut those that save much, and whose layers would free little one by one. The slices by name: `features[4:7]`."""
+    weigh = weights(tape)
+    found: dict[str, nn.Sequential] = {}
+    for name, module in model.named_modules():
+        if type(module).forward is nn.Sequential.forward and isinstance(module, nn.Sequential):
+            ranges = cuts(name, [child for child, _ in module.named_children()], tape, weigh)
+            slices = {f"{name}[{first}:{end}]": nn.Sequential(*list(module)[first:end]) for first, end in ranges}
+            if len(slices) > 1:
+                patch_innermost(module, InSlices(list(slices.values())))
+                found |= slices
+    return found
+
+
+def cuts(name: str, children: list[str], tape: Tape, weigh: Weights) -> list[tuple[int, int]]:
+    """Where slices of a Sequential begin and end; none where it is better taken as it is, or layer by layer."""
+    full = [f"{name}.{child}" if name else child for child in children]
+    saved = sum(weigh.saved.get(child, 0) for child in full)
+    freed = sum(weigh.freed.get(child, 0) for child in full)
+    if saved <= SPLIT_ABOVE * weigh.total or freed >= PARTS_FREE * saved or not _run_once_in_a_row(full, tape):
+        return []
+    unable = {call.name for call in tape.calls() if not call.can_run_again}
+    ends: list[int] = []
+    gathered = 0
+    for i, child in enumerate(full):
+        if gathered >= weigh.total / SLICES and child not in unable:  # a layer that changes its input stays with what made it
+            ends.append(i)
+            gathered = 0
+        gathered += weigh.saved.get(child, 0)
+    return list(zip([0, *ends], [*ends, len(full)], strict=True))
+
+
+def _run_once_in_a_row(names: list[str], tape: Tape) -> bool:
+    calls = [event.name for event in tape.events if isinstance(event, Called) and event.name in names]
+    return calls == names
+
+
+def named_with_slices(model: nn.Module, slices: Mapping[str, nn.Sequential]) -> dict[str, nn.Module]:
+    return {**{name: module for name, module in model.named_modules() if name}, **slices}

@@ -1,0 +1,143 @@
+"""Steps that leave no trace: they are measured, then weights, buffers, optimizer, stages and random numbers are put back.
+
+A rehearsed forward and backward talk to no other rank, so one that runs out of memory leaves nobody waiting: `everywhere` then
+tells all ranks, before the next collective. A rehearsed update does talk; every rank makes it, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm
+from .errors import ConfigError, FleetError
+from .memory.random_states import NUMPY, PYTHON, torch_sources
+from .optimizer import FleetOptimizer
+from .rehearsing import rehearsing
+from .resume import load_training_state, training_state
+from .trees import map_tensors, tensors_in
+
+Found = TypeVar("Found")
+
+
+class OutOfMemory(FleetError):
+    """Some rank had not enough memory for a rehearsed step; raised on all of them."""
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """What is used without a loss_fn."""
+    compute = getattr(model, "loss", None)
+    if not callable(compute):
+        raise ConfigError(
+            f"{type(model).__name__} has no method `loss(batch)`. Say how its loss is computed: "
+            "fleet.distribute(model, optimizer, strategy, sample=batch, loss_fn=lambda model, batch: ...)."
+        )
+    found: Tensor = compute(batch)
+    return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    model: nn.Module
+    optimizer: FleetOptimizer
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    sample: Any
+    comm: Comm
+    device: torch.device
+
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        saved = Snapshot(self.model, self.optimizer, self.device)
+        self.model.train()
+        try:
+            with rehearsing():
+                yield
+        finally:
+            saved.put_back()
+
+    def forward(self) -> Tensor:
+        loss = self.loss_fn(self.model, self.sample)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"loss_fn(model, sample) gave {told}; it must give a loss: one number, with gradients.")
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """As inside a merge window: gradients come to lie where they always do, and nothing is reduced."""
+        self.optimizer.pipeline.rehearse(loss)
+
+    def step(self) -> None:
+        self.backward(self.forward())
+
+    def update(self) -> None:
+        """With gradients of zero, which no loss scale makes infinite. Collective, and all ranks must get here."""
+        loss = self.everywhere(self.forward)
+        self.everywhere(lambda: self.optimizer.pipeline.rehearse(loss, seed=0.0, keeps=True))
+        self.optimizer.pipeline.rehearse_update()
+
+    def everywhere(self, work: Callable[[], Found]) -> Found:
+        """Its result; or, if it failed on some rank, an error on every one. Collective at the end: `work` itself may not be."""
+        result: Found | None = None
+        error: Exception | None = None
+        told: str | None = None
+        try:
+            result = work()
+        except torch.OutOfMemoryError as found:
+            self.optimizer.pipeline.drop_rehearsed()
+            error, told = OutOfMemory(str(found).splitlines()[0]), "memory"
+        except Exception as found:
+            error, told = found, f"{type(found).__name__}: {found}"
+        failed = {rank: said for rank, said in enumerate(self.comm.gather_json(told)) if said is not None}
+        if error is not None:
+            raise error
+        if failed:
+            rank, said = next(iter(failed.items()))
+            if said == "memory":
+                raise OutOfMemory(f"rank {rank} had not enough memory")
+            raise FleetError(f"a rehearsed step failed on rank {rank}: {said}")
+        return result  # type: ignore[return-value]
+
+    def lasting(self) -> Iterable[Tensor]:
+        """Tensors that live from step to step, for a device whose allocator does not count them."""
+        pipeline = self.optimizer.pipeline
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from pipeline.buckets.flats
+        yield from tensors_in(training_state(self.optimizer))
+        yield from tensors_in(self.sample)
+
+
+@final
+class Snapshot:
+    """Of all that a step changes, in host memory: a copy on the device would count as the step's own."""
+
+    def __init__(self, model: nn.Module, optimizer: FleetOptimizer, device: torch.device) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._modes = [module.training for module in model.modules()]
+        self._buffers = [dict(module._buffers) for module in model.modules()]
+        self._values = [(tensor, _on_host(tensor)) for tensor in [*model.parameters(), *model.buffers()]]
+        self._training = map_tensors(_on_host, training_state(optimizer))
+        self._random = [(source, source.get()) for source in [*torch_sources(device), PYTHON, NUMPY]]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        self._optimizer.pipeline.drop_rehearsed()
+        for module, mode, buffers in zip(self._model.modules(), self._modes, self._buffers, strict=True):
+            module.training = mode
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+        load_training_state(self._optimizer, self._training)
+        for source, state in self._random:
+            source.set(state)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
