@@ -324,6 +324,19 @@ def test_an_embedding_with_a_largest_norm_may_be_called_several_times_and_comput
     same_in_loop(lambda: Chain(Words(), lambda unit, x: x + unit(x.argmax(1)) * unit(x.argmin(1))), loop)
 
 
+def test_weights_that_were_there_for_the_forward_alone_are_there_again(alone: None) -> None:
+    found = []
+    for recompute in (None, ["unit"]):
+        seed()
+        model, _ = distribute(Chain(Norm()), recompute)
+        weights = {name: (2 * weight).detach().requires_grad_() for name, weight in model.named_parameters()}
+        x, y = rows(0)
+        F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y).backward()
+        assert all(weight.grad is None for weight in model.parameters())
+        found.append({name: weight.grad for name, weight in weights.items()})
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_a_unit_that_changes_its_own_weight_in_forward_is_an_error_that_names_both(alone: None) -> None:
     def shrink(unit: Inner, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -168,6 +168,14 @@ def test_a_model_with_nothing_to_compute_again_is_refused() -> None:
             chosen(model)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_is_refused_as_a_unit_and_harmless_beside_one() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())), Inner())
+    assert chosen(model, "1") == ["1"]
+    with pytest.raises(ConfigError, match=r"recompute cannot take `0`: it is a TorchScript module.*name other modules in"):
+        chosen(model, "0")
+
+
 def test_a_module_that_stands_in_two_places_is_one_unit_under_any_of_its_names() -> None:
     block = Inner()
     model = nn.Sequential(nn.Sequential(block, block), nn.Sequential(block))

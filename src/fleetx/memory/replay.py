@@ -30,6 +30,8 @@ from .buffers import Buffers, Place
 from .random_states import Source, States, held_sources, kept, set_back, torch_sources
 
 Found = TypeVar("Found")
+Own = dict[str, Any]
+"""Of a module: whether it trains, and its parameters, which torch.func.functional_call puts there for the forward alone."""
 LEAVE_OUT = 'leave it out of recompute_configs["checkpoints"]'
 
 
@@ -63,7 +65,7 @@ class Call:
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     modules: list[nn.Module]
-    modes: list[bool]
+    owns: list[Own]
     buffers: Buffers
     inside: frozenset[int]
     unchanging: list[Tensor]
@@ -108,7 +110,7 @@ class Replay:
         return Call(
             arguments=fresh((args, kwargs)),
             modules=modules,
-            modes=[module.training for module in modules],
+            owns=[{"training": module.training, "_parameters": dict(module._parameters)} for module in modules],
             buffers=buffers,
             inside=inside(),
             unchanging=unchanging,
@@ -181,24 +183,26 @@ class Replay:
                 raise computes_something_else(self._name, "it asked the other ranks once more")
             return said.pop()
 
-        with set_back(call.random), call.buffers.put_back(), _in_modes(call), as_inside(call.inside), _asks(hear):
+        with (
+            set_back(call.random),
+            call.buffers.put_back(),
+            _put_back(call.modules, call.owns),
+            as_inside(call.inside),
+            _asks(hear),
+        ):
             yield
 
 
 @contextlib.contextmanager
-def _in_modes(call: Call) -> Iterator[None]:
-    """Of training or evaluation, which may have been switched since."""
-    now = [module.training for module in call.modules]
-    if now == call.modes:
-        yield
-        return
+def _put_back(modules: Sequence[nn.Module], then: Sequence[Own]) -> Iterator[None]:
+    now = [{key: vars(module)[key] for key in own} for module, own in zip(modules, then, strict=True)]
     try:
-        for module, mode in zip(call.modules, call.modes, strict=True):
-            module.training = mode
+        for module, own in zip(modules, then, strict=True):
+            vars(module).update(own)
         yield
     finally:
-        for module, mode in zip(call.modules, now, strict=True):
-            module.training = mode
+        for module, own in zip(modules, now, strict=True):
+            vars(module).update(own)
 
 
 def weights_of(modules: Sequence[nn.Module]) -> list[Tensor]:

@@ -6,6 +6,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError, did_you_mean
@@ -29,6 +30,12 @@ def chosen_units(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Module
             f"recompute finds nothing to compute again in {type(model).__name__}: it has no modules inside that have parameters. "
             f"Name some in {KEY}, or leave recompute out."
         )
+    for name in chosen:
+        if any(isinstance(part, torch.jit.ScriptModule) for part in every[name].modules()):
+            raise ConfigError(
+                f"recompute cannot take `{name}`: it is a TorchScript module, or holds one, whose buffers and mode cannot be put "
+                f"back for a second run. Leave it unscripted, or name other modules in {KEY}."
+            )
     names = {id(every[name]): name for name in reversed(chosen)}  # a module that stands in two places is one unit
     return {name: every[name] for name in chosen if names[id(every[name])] == name}
 
@@ -78,7 +85,8 @@ def called_children(model: nn.Module, path: str = "") -> list[str]:
 
 def is_called(module: nn.Module) -> bool:
     """A ModuleList has no forward, nor have its like: patched, it would never run."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    forward = getattr(type(module), "forward", None)  # a scripted module's class has none that can be read
+    return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
