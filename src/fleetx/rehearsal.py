@@ -75,10 +75,12 @@ class Rehearsal:
     def step(self) -> None:
         self.backward(self.forward())
 
+    def gather_gradients(self) -> None:
+        """For an update: of zero, which no loss scale makes infinite. Collective."""
+        self.everywhere(lambda: self.optimizer.pipeline.rehearse(self.forward(), seed=0.0, keeps=True))
+
     def update(self) -> None:
-        """With gradients of zero, which no loss scale makes infinite. Collective, and all ranks must get here."""
-        loss = self.everywhere(self.forward)
-        self.everywhere(lambda: self.optimizer.pipeline.rehearse(loss, seed=0.0, keeps=True))
+        """By the gradients gathered. Collective."""
         self.optimizer.pipeline.rehearse_update()
 
     def everywhere(self, work: Callable[[], Found]) -> Found:

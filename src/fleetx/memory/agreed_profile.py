@@ -10,21 +10,21 @@ from .solve import Element, Profile, Way, peak_bytes
 
 def to_plain(profile: Profile) -> dict[str, Any]:
     def way(one: Way | None) -> Any:
-        return None if one is None else [sorted(one.kept), one.forward_extra, one.backward_extra, one.seconds]
+        return None if one is None else [sorted(one.kept), one.forward_extra, one.backward_extra, one.seconds, one.brought]
 
     return {
         "units": list(profile.units),
-        "elements": [[e.unit, way(e.stored), way(e.again)] for e in profile.elements],
+        "elements": [[e.unit, way(e.stored), way(e.again), way(e.joins)] for e in profile.elements],
         "sizes": sorted(profile.sizes.items()),
         "floor": profile.floor,
     }
 
 
 def from_plain(told: Any) -> Profile:
-    def way(one: Any) -> Way:
-        return Way(frozenset(one[0]), *one[1:])
+    def way(one: Any) -> Any:
+        return None if one is None else Way(frozenset(one[0]), *one[1:])
 
-    elements = [Element(unit, way(stored), None if again is None else way(again)) for unit, stored, again in told["elements"]]
+    elements = [Element(unit, *map(way, ways)) for unit, *ways in told["elements"]]
     return Profile(tuple(told["units"]), tuple(elements), dict(told["sizes"]), told["floor"])
 
 
@@ -35,7 +35,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
     if len(alike) > 1:
         return heaviest
     elements = [
-        Element(e[0].unit, _largest([one.stored for one in e]), _largest([one.again for one in e]))
+        Element(e[0].unit, *(_largest([getattr(one, way) for one in e]) for way in ("stored", "again", "joins")))
         for e in zip(*(p.elements for p in profiles), strict=True)
     ]
     sizes = {s: max(p.sizes[s] for p in profiles) for s in heaviest.sizes}
@@ -43,7 +43,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
 
 
 def _shape(element: Element) -> tuple[Any, ...]:
-    return element.unit, element.stored.kept, None if element.again is None else element.again.kept
+    return element.unit, *(None if way is None else way.kept for way in (element.stored, element.again, element.joins))
 
 
 def _largest(ways: Sequence[Way | None]) -> Any:
@@ -55,4 +55,5 @@ def _largest(ways: Sequence[Way | None]) -> Any:
         max(way.forward_extra for way in given),
         max(way.backward_extra for way in given),
         max(way.seconds for way in given),
+        max(way.brought for way in given),
     )

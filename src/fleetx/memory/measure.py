@@ -10,8 +10,9 @@ That step needs little memory, so it can be run where the plain one would not fi
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, final
 
@@ -206,6 +207,8 @@ def profile_of(
     times = {name: iter(values) for name, values in seconds.items()}
     kept: set[int] = set()
     elements: list[Element] = []
+    previous: tuple[Piece, Way] | None = None
+    calls = Counter(p.call.name for p in pieces if p.call is not None)
     for i, (piece, reading) in enumerate(zip(pieces, readings, strict=True)):
         before = total(sizes, kept)
         if piece.call is None:
@@ -215,7 +218,10 @@ def profile_of(
             elements.append(Element(None, way))
             continue
         stored, again = _ways(piece, reading, kept, sizes, next(times.get(piece.call.name, iter(())), 0.0))
-        elements.append(Element(names.index(piece.call.name), stored, again))
+        once = calls[piece.call.name] == 1
+        joins = _joins(piece, previous, again, sizes) if once else None
+        elements.append(Element(names.index(piece.call.name), stored, again, joins))
+        previous = (piece, again) if once else None
         kept |= piece.inputs
     return Profile(tuple(names), tuple(elements), dict(sizes), update_peak)
 
@@ -234,3 +240,13 @@ def _ways(piece: Piece, reading: Readings, kept: Collection[int], sizes: Mapping
     stored = Way(piece.saved, reading.at_start - before + growth, anything_else + transient)
     peak_again = max(reading.again_peak, reading.backward_peak)
     return stored, Way(piece.inputs, reading.forward_peak - before, max(0, peak_again - with_inputs), seconds)
+
+
+def _joins(piece: Piece, previous: tuple[Piece, Way] | None, again: Way, sizes: Mapping[int, int]) -> Way | None:
+    """In a segment with the unit before, if it is given what that one returned, and they are called once each."""
+    if previous is None or piece.call is None:
+        return None
+    gift = next((storage for call, storage in piece.call.given_by if call is previous[0].call), None)
+    if gift is None or gift not in again.kept:
+        return None
+    return replace(again, kept=again.kept - {gift}, seconds=again.seconds + previous[1].seconds, brought=sizes[gift])

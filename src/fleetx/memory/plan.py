@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
@@ -40,6 +40,8 @@ class MemoryPlan:
     """Modules that could be computed again."""
     recomputed: tuple[str, ...]
     """Those that are."""
+    segments: tuple[tuple[str, ...], ...]
+    """Of them those that keep one input among them, and are run twice more."""
     predicted_bytes: int
     real_bytes: int
     reserved_bytes: int
@@ -49,11 +51,21 @@ class MemoryPlan:
     def __str__(self) -> str:
         listed = ", ".join(self.recomputed[:4]) + (f" and {len(self.recomputed) - 4} more" if len(self.recomputed) > 4 else "")
         told = f"{len(self.recomputed)} of {len(self.units)} units are computed again" + (f" ({listed})" if listed else "")
+        if self.segments:
+            told += f", {sum(map(len, self.segments))} of them in {len(self.segments)} segments"
         held = "" if self.reserved_bytes == self.real_bytes else f", {shown(self.reserved_bytes)} reserved"
         return (
             f"recompute: {told}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {shown(self.predicted_bytes)} "
             f"predicted, {shown(self.real_bytes)} real{held}; the budget is {shown(self.budget)}."
         )
+
+
+class Settled(NamedTuple):
+    """A plan that was run, with what it rests on."""
+
+    plan: MemoryPlan
+    profile: Profile
+    solution: Solution
 
 
 def shown(count: float) -> str:
@@ -78,6 +90,8 @@ class Planner:
         found = rehearsal.everywhere(self._find_units)
         with patched((module, self._again(name, module)) for name, module in self.units.items()):
             with self._gauge.watching():
+                rehearsal.gather_gradients()
+                self._gauge.peak()
                 rehearsal.update()  # from now on the optimizer has its state
                 update_peak = self._gauge.peak()
         readings = rehearsal.everywhere(
@@ -108,10 +122,9 @@ class Planner:
 
     def real(self, profile: Profile, solution: Solution) -> tuple[int, int]:
         """Bytes in use and held, of a step by this plan: the most of all ranks."""
-        chosen = [profile.units[unit] for unit in sorted(solution.again)]
 
         def step() -> tuple[int, int]:
-            with patched([(self.units[name], self._again(name, self.units[name])) for name in chosen]), self._gauge.watching():
+            with patched(self._replays(profile, solution)), self._gauge.watching():
                 self._rehearsal.step()
                 in_use = self._gauge.peak()
                 return in_use, self._gauge.reserved()
@@ -120,12 +133,20 @@ class Planner:
         ranks = self._rehearsal.comm.gather_json(list(mine))
         return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
 
-    def keep(self, plan: MemoryPlan) -> None:
-        for name in plan.recomputed:
-            patch_forward(self.units[name], self._again(name, self.units[name]))
+    def _replays(self, profile: Profile, solution: Solution) -> list[tuple[nn.Module, Replay]]:
+        made: dict[int, Replay] = {}
+        for unit in sorted(solution.again):
+            name = profile.units[unit]
+            joins = made[unit - 1] if unit in solution.joins else None
+            made[unit] = Replay(name, self.units[name], self._rehearsal.device, joins=joins)
+        return [(self.units[profile.units[unit]], replay) for unit, replay in made.items()]
+
+    def keep(self, profile: Profile, solution: Solution) -> None:
+        for module, replay in self._replays(profile, solution):
+            patch_forward(module, replay)
 
 
-def plan_for(budget: int, planner: Planner) -> MemoryPlan:
+def plan_for(budget: int, planner: Planner) -> Settled:
     """The cheapest plan found whose step, run once, has kept to the budget."""
     try:
         profile = planner.profile()
@@ -135,43 +156,62 @@ def plan_for(budget: int, planner: Planner) -> MemoryPlan:
             f"in sample=, or amp. ({error})"
         ) from None
     aim = int(budget * (1 - ALLOWANCE))
-    fitting: MemoryPlan | None = None
-    tried: list[MemoryPlan] = []
-    for _ in range(1 + CORRECTIONS):
-        solution = cheapest(profile, aim) or _smallest(profile, budget)
-        if solution is None or any(_names(profile, solution) == plan.recomputed for plan in tried):
+    fitting: Settled | None = None
+    tried: list[Settled] = []
+    for attempt in range(1 + CORRECTIONS):
+        is_last_hope = attempt == CORRECTIONS and fitting is None
+        solution = _solved(profile, min(aim, smallest_budget(profile, segments=True)) if is_last_hope else aim, budget)
+        if solution is None or any(solution == settled.solution for settled in tried):
             break
-        try:
-            in_use, held = (max(profile.floor, count) for count in planner.real(profile, solution))
-        except OutOfMemory:
-            in_use = held = max(2 * budget, solution.peak_bytes)
-        plan = MemoryPlan(budget, profile.units, _names(profile, solution), solution.peak_bytes, in_use, held, solution.seconds)
-        tried.append(plan)
-        if held <= budget and (fitting is None or plan.seconds_added < fitting.seconds_added):
-            fitting = plan
+        settled = _run(planner, profile, solution, budget)
+        tried.append(settled)
+        held = settled.plan.reserved_bytes
+        if held <= budget and (fitting is None or solution.seconds < fitting.solution.seconds):
+            fitting = settled
         spare = budget - held
-        if spare >= 0 and (not plan.recomputed or spare <= TOO_CAREFUL * budget):
+        if spare >= 0 and (not solution.again or spare <= TOO_CAREFUL * budget):
             break
         # As far as the step was off, the next aim is moved; half of it where there was room, which need not be safe.
         aim += spare // 2 if spare > 0 else spare - int(ALLOWANCE * budget)
     if fitting is None:
-        raise ConfigError(_too_small(budget, profile, tried))
+        raise ConfigError(_too_small(budget, profile, [settled.plan for settled in tried]))
     return fitting
 
 
-def _names(profile: Profile, solution: Solution) -> tuple[str, ...]:
-    return tuple(profile.units[unit] for unit in sorted(solution.again))
+def _solved(profile: Profile, aim: int, budget: int) -> Solution | None:
+    """Without segments if that is possible; and the plan of least peak if the allowance is all that is missing."""
+    found = cheapest(profile, aim) or cheapest(profile, aim, segments=True)
+    if found is not None:
+        return found
+    least = smallest_budget(profile, segments=True)
+    return cheapest(profile, least, segments=True) if least <= budget else None
 
 
-def _smallest(profile: Profile, budget: int) -> Solution | None:
-    """The plan of least peak, where no other could fit: the allowance may be all that is missing."""
-    least = smallest_budget(profile)
-    return cheapest(profile, least) if least <= budget else None
+def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) -> Settled:
+    try:
+        in_use, held = (max(profile.floor, count) for count in planner.real(profile, solution))
+    except OutOfMemory:
+        in_use = held = max(2 * budget, solution.peak_bytes)
+    recomputed = tuple(profile.units[unit] for unit in sorted(solution.again))
+    plan = MemoryPlan(
+        budget, profile.units, recomputed, _segments(profile, solution), solution.peak_bytes, in_use, held, solution.seconds
+    )
+    return Settled(plan, profile, solution)
+
+
+def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ...]:
+    rows: list[list[int]] = []
+    for unit in sorted(solution.again):
+        if unit in solution.joins:
+            rows[-1].append(unit)
+        else:
+            rows.append([unit])
+    return tuple(tuple(profile.units[unit] for unit in row) for row in rows if len(row) > 1)
 
 
 def _too_small(budget: int, profile: Profile, tried: Sequence[MemoryPlan]) -> str:
     beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
-    needed = int((smallest_budget(profile) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
+    needed = int((smallest_budget(profile, segments=True) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
     plain = peak_bytes(profile, ())
     return (
         f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and no plan keeps to it: a step of this sample needs '

@@ -15,6 +15,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
@@ -28,6 +29,7 @@ from ..inside import as_inside, inside
 from ..trees import tensors_in
 from .buffers import Buffers, Place
 from .random_states import Source, States, held_sources, kept, set_back, torch_sources
+from .segment import LastCall, bring_back
 
 Found = TypeVar("Found")
 Own = dict[str, Any]
@@ -59,7 +61,7 @@ def _asks(how: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
         _here.ask = before
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Call:
     """One call of a unit, remembered for its second run."""
 
@@ -80,8 +82,10 @@ class Call:
 class Replay:
     """Around the forward of one unit (patch_forward)."""
 
-    def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
-        self._name, self._module = name, module
+    def __init__(self, name: str, module: nn.Module, device: torch.device, *, joins: Replay | None = None) -> None:
+        """`joins`: the unit before, which this one shares a segment with."""
+        self._name, self._module, self._joins = name, module, joins
+        self._last: LastCall | None = None
         self._shared_sources, self._drawn = torch_sources(device), set[Source]()
         self._written: set[Place] | None = None
         """Buffers that its first call wrote; None before it."""
@@ -96,12 +100,20 @@ class Replay:
                 args, kwargs = first.pop()  # the caller's own lists: forward may leave something in them
                 with self._first(call, (*args, *kwargs.values())):
                     return forward(*args, **kwargs)
-            args, kwargs = fresh(call.arguments)
-            with self._again(call):
-                return forward(*args, **kwargs)
+            bring_back(call)
+            return self._run_again(forward, call)
 
         # Random states are ours to keep: torch looks for devices among positional arguments alone, and not at Python's.
-        return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        out = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        if self._joins is not None and self._joins._last is not None:
+            self._joins._last.drop_from(call)
+        self._last = LastCall(out, call, partial(self._run_again, forward)) if isinstance(out, Tensor) else None
+        return out
+
+    def _run_again(self, forward: Callable[..., Any], call: Call) -> Any:
+        args, kwargs = fresh(call.arguments)
+        with self._again(call):
+            return forward(*args, **kwargs)
 
     def _remembered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         modules = list(self._module.modules())

@@ -8,10 +8,15 @@ row from its end, so when it comes to an element, exactly the elements before it
 
 Storages shared by several elements count once. That is why a plan is not a sum of savings, and why the peak of a plan is not
 the sum of what is saved.
+
+A unit that is given just what the unit before it returned can also join that one in a segment: it does not keep its input, which
+comes back when the units before it in the segment are run once more. That costs time twice, and is for budgets that nothing else
+keeps to.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -23,7 +28,7 @@ to the budget, and may be a little slower than the best one."""
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One of the two ways to treat an element."""
+    """One of the ways to treat an element."""
 
     kept: frozenset[int]
     """Storages, by number, from its forward to its backward."""
@@ -33,6 +38,8 @@ class Way:
     """Its backward, beyond what they and it keep; being computed again is a part of it."""
     seconds: float = 0.0
     """Of being computed again."""
+    brought: int = 0
+    """Bytes of the input that comes back with its segment, and is in use again until the backward of this unit is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,13 @@ class Element:
     stored: Way
     again: Way | None = None
     """None where it cannot be computed again: glue."""
+    joins: Way | None = None
+    """Computed again, in a segment with the unit before it; None where its input is not just what that one returned."""
+
+    def way(self, *, again: bool, joins: bool) -> Way:
+        if joins and self.joins is not None:
+            return self.joins
+        return self.again if again and self.again is not None else self.stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,57 +76,70 @@ class Solution:
     """Units that are computed again."""
     seconds: float
     peak_bytes: int
+    joins: frozenset[int] = frozenset()
+    """Of them those that join the unit before them in a segment."""
 
 
-def peak_bytes(profile: Profile, again: Iterable[int]) -> int:
+def peak_bytes(profile: Profile, again: Iterable[int], joins: Iterable[int] = ()) -> int:
     """The largest number of bytes in use at any time of a step, if these units are computed again."""
-    chosen = set(again)
+    chosen, joining = set(again), set(joins)
     held: set[int] = set()
-    kept_bytes, peak = 0, profile.floor
+    kept_bytes, brought, peak = 0, 0, profile.floor
     for element in profile.elements:
-        way = element.again if element.again is not None and element.unit in chosen else element.stored
+        way = element.way(again=element.unit in chosen, joins=element.unit in joining)
         own = sum(profile.sizes[s] for s in way.kept - held)
-        peak = max(peak, kept_bytes + way.forward_extra, kept_bytes + own + way.backward_extra)
+        brought = _brought_by(brought, element, way)
+        peak = max(peak, kept_bytes + way.forward_extra, kept_bytes + own + brought + way.backward_extra)
         held |= way.kept
         kept_bytes += own
     return peak
 
 
-def seconds_added(profile: Profile, again: Iterable[int]) -> float:
-    chosen = set(again)
-    return sum(e.again.seconds for e in profile.elements if e.again is not None and e.unit in chosen)
+def _brought_by(before: int, element: Element, way: Way) -> int:
+    """Bytes that have come back with the segment, when backward is at this element. Glue does not end a segment."""
+    if element.unit is None:
+        return before
+    return before + way.brought if way.brought else 0
 
 
-def cheapest(profile: Profile, budget: int) -> Solution | None:
-    """The plan of least extra time whose peak is within the budget; None if there is none."""
+def seconds_added(profile: Profile, again: Iterable[int], joins: Iterable[int] = ()) -> float:
+    chosen, joining = set(again), set(joins)
+    return sum(e.way(again=e.unit in chosen, joins=e.unit in joining).seconds for e in profile.elements)
+
+
+def cheapest(profile: Profile, budget: int, *, segments: bool = False) -> Solution | None:
+    """The plan of least extra time whose peak is within the budget; None if there is none. `segments`: units may be joined."""
     if profile.floor > budget:
         return None
-    fronts: dict[Key, list[State]] = {Key(frozenset(), frozenset()): [State(0, 0.0, None, None)]}
+    fronts: dict[Key, list[State]] = {Key(frozenset(), frozenset(), False): [State(0, 0, 0.0, None, None)]}
     for step in _steps(profile):
         grown: dict[Key, list[State]] = {}
         for key, states in fronts.items():
-            for chosen, way in step.ways(key):
+            for chosen, way in step.ways(key, segments=segments):
                 own = sum(profile.sizes[s] for s in way.kept - key.held - step.always_held)
-                room = budget - max(way.forward_extra, own + way.backward_extra)
-                following = step.next_key(key, way, chosen)
-                reached = grown.setdefault(following, [])
-                reached += [State(s.kept_bytes + own, s.seconds + way.seconds, chosen, s) for s in states if s.kept_bytes <= room]
+                reached = grown.setdefault(step.next_key(key, way, chosen), [])
+                for state in states:
+                    brought = _brought_by(state.brought, step.element, way)
+                    if state.kept_bytes + max(way.forward_extra, own + brought + way.backward_extra) <= budget:
+                        reached.append(State(state.kept_bytes + own, brought, state.seconds + way.seconds, chosen, state))
         fronts = thinned({key: not_dominated(states) for key, states in grown.items() if states})
     ends = [state for states in fronts.values() for state in states]
     if not ends:
         return None
     best = min(ends, key=lambda state: (state.seconds, state.kept_bytes))
-    again = frozenset(best.units_again())
-    return Solution(again, best.seconds, peak_bytes(profile, again))
+    choices = list(best.choices())
+    again = frozenset(choice.unit for choice in choices if choice.again)
+    joins = frozenset(choice.unit for choice in choices if choice.joins)
+    return Solution(again, best.seconds, peak_bytes(profile, again, joins), joins)
 
 
-def smallest_budget(profile: Profile) -> int:
+def smallest_budget(profile: Profile, *, segments: bool = False) -> int:
     """The least peak that any plan has."""
     everything = {e.unit for e in profile.elements if e.again is not None and e.unit is not None}
     low, high = profile.floor - 1, peak_bytes(profile, everything)  # low: too little; high: enough
     while high - low > 1:
         middle = (low + high) // 2
-        found = cheapest(profile, middle)
+        found = cheapest(profile, middle, segments=segments)
         low, high = (middle, high) if found is None else (low, found.peak_bytes)
     return high
 
@@ -120,13 +147,21 @@ def smallest_budget(profile: Profile) -> int:
 # --- the walk -------------------------------------------------------------------------------------------------------
 
 
+class Choice(NamedTuple):
+    unit: int
+    again: bool
+    joins: bool
+
+
 class Key(NamedTuple):
     """All of a partial plan that later elements can notice, beside the bytes it keeps."""
 
     held: frozenset[int]
     """Of storages that one plan keeps and another does not, and that a later element may keep too: those kept."""
-    chosen: frozenset[tuple[int, bool]]
-    """Of units that are called again later: whether they are computed again."""
+    chosen: frozenset[Choice]
+    """Of units that are called again later."""
+    ends_again: bool
+    """The last unit is computed again, and the next one may join it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +169,16 @@ class State:
     """A plan for the elements so far."""
 
     kept_bytes: int
+    brought: int
     seconds: float
-    chosen: tuple[int, bool] | None
+    chosen: Choice | None
     before: State | None
 
-    def units_again(self) -> Iterator[int]:
+    def choices(self) -> Iterator[Choice]:
         state: State | None = self
         while state is not None:
-            if state.chosen is not None and state.chosen[1]:
-                yield state.chosen[0]
+            if state.chosen is not None:
+                yield state.chosen
             state = state.before
 
 
@@ -157,19 +193,24 @@ class Walk:
     contested_later: frozenset[int]
     """Storages that some plans keep by the end of this element, and later elements may keep."""
     called_later: bool
+    joined_later: bool
+    """The next unit may join this one."""
 
-    def ways(self, key: Key) -> list[tuple[tuple[int, bool] | None, Way]]:
-        element = self.element
-        if element.unit is None or element.again is None:
+    def ways(self, key: Key, *, segments: bool) -> list[tuple[Choice | None, Way]]:
+        unit, element = self.element.unit, self.element
+        if unit is None or element.again is None:
             return [(None, element.stored)]
-        both = [((element.unit, False), element.stored), ((element.unit, True), element.again)]
-        decided = dict(key.chosen).get(element.unit)
-        return [(chosen, way) for chosen, way in both if decided is None or chosen[1] == decided]
+        found = [(Choice(unit, False, False), element.stored), (Choice(unit, True, False), element.again)]
+        if segments and element.joins is not None and key.ends_again:
+            found.append((Choice(unit, True, True), element.joins))
+        decided = next((choice.again for choice in key.chosen if choice.unit == unit), None)
+        return [(choice, way) for choice, way in found if decided is None or choice.again == decided]
 
-    def next_key(self, key: Key, way: Way, chosen: tuple[int, bool] | None) -> Key:
-        others = frozenset(c for c in key.chosen if chosen is None or c[0] != chosen[0])
+    def next_key(self, key: Key, way: Way, chosen: Choice | None) -> Key:
+        others = frozenset(c for c in key.chosen if chosen is None or c.unit != chosen.unit)
         remembered = others | {chosen} if chosen is not None and self.called_later else others
-        return Key((key.held | way.kept) & self.contested_later, remembered)
+        ends_again = key.ends_again if chosen is None else chosen.again
+        return Key((key.held | way.kept) & self.contested_later, remembered, ends_again and self.joined_later)
 
 
 def _steps(profile: Profile) -> Iterator[Walk]:
@@ -180,27 +221,53 @@ def _steps(profile: Profile) -> Iterator[Walk]:
             last_mention[storage] = i
         if element.unit is not None:
             last_call[element.unit] = i
+    joined_later = _joined_later(profile.elements)
     always: frozenset[int] = frozenset()
     mentioned: set[int] = set()
     for i, element in enumerate(profile.elements):
         before = always
-        always |= element.stored.kept if element.again is None else element.stored.kept & element.again.kept
+        always |= frozenset.intersection(*(way.kept for way in _ways(element)))
         mentioned |= _mentions(element)
         mentioned = {s for s in mentioned if last_mention[s] > i and s not in always}
-        yield Walk(element, before, frozenset(mentioned), element.unit is not None and last_call[element.unit] > i)
+        called_later = element.unit is not None and last_call[element.unit] > i
+        yield Walk(element, before, frozenset(mentioned), called_later, joined_later[i])
+
+
+def _ways(element: Element) -> list[Way]:
+    return [way for way in (element.stored, element.again, element.joins) if way is not None]
 
 
 def _mentions(element: Element) -> frozenset[int]:
-    return element.stored.kept | (element.again.kept if element.again is not None else frozenset())
+    return frozenset().union(*(way.kept for way in _ways(element)))
+
+
+def _joined_later(elements: tuple[Element, ...]) -> list[bool]:
+    """Of each element, whether the next unit may join the last one so far."""
+    found = [False] * len(elements)
+    for i in range(len(elements) - 2, -1, -1):
+        following = elements[i + 1]
+        found[i] = found[i + 1] if following.unit is None else following.joins is not None
+    return found
+
+
+# --- few states -----------------------------------------------------------------------------------------------------
 
 
 def not_dominated(states: list[State]) -> list[State]:
-    """Those that no other beats in both bytes and time, by size."""
-    states.sort(key=lambda state: (state.kept_bytes, state.seconds))
+    """Those that no other beats in bytes kept, bytes brought back and time, by size."""
+    states.sort(key=lambda state: (state.kept_bytes, state.brought, state.seconds))
     front: list[State] = []
+    fastest: list[State] = []
+    """Of the front: by bytes brought back, ever faster."""
     for state in states:
-        if not front or state.seconds < front[-1].seconds:
-            front.append(state)
+        place = bisect.bisect_right(fastest, state.brought, key=lambda known: known.brought)
+        if place and fastest[place - 1].seconds <= state.seconds:
+            continue
+        front.append(state)
+        end = place
+        while end < len(fastest) and fastest[end].seconds >= state.seconds:
+            end += 1
+        fastest[place:end] = [state]
     return front
 
 
@@ -216,6 +283,8 @@ def _thin(front: list[State], most: int) -> list[State]:
     smallest = front[0].kept_bytes
     grain = (front[-1].kept_bytes - smallest) // max(1, most - 1) + 1
     slots = {-1: front[0]}
-    for state in front[1:]:  # ever faster: the last one of a slot is its fastest
-        slots[(state.kept_bytes - smallest) // grain] = state
+    for state in front[1:]:
+        slot = (state.kept_bytes - smallest) // grain
+        if slot not in slots or state.seconds < slots[slot].seconds:
+            slots[slot] = state
     return list(slots.values())

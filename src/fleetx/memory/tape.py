@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class Called:
     """Storages of its arguments, by number."""
     can_run_again: bool = True
     """It had gradients to compute, and changed no input."""
+    given_by: list[tuple[Called, int]] = field(default_factory=list)
+    """Calls that returned a tensor alone, which is now among its arguments, unchanged; with the number of its storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,17 @@ class Tape:
 
     def calls(self) -> Iterator[Called]:
         return (event for event in self.events if isinstance(event, Called))
+
+
+class Returned(NamedTuple):
+    """What a call has returned."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    call: Called
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return self.tensor() is tensor and tensor._version == self.version
 
 
 @final
@@ -85,7 +98,7 @@ class Numbers:
 
 def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tape:
     """`run` computes the loss. What of it was made and is gone afterwards is on the tape."""
-    tape, numbers, stack = Tape(), Numbers(), list[Called]()
+    tape, numbers, stack, returned = Tape(), Numbers(), list[Called](), list[Returned]()
 
     def around(name: str) -> Callable[..., Any]:
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -93,10 +106,17 @@ def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[
             versions = [0 if t.is_inference() else t._version for t in tensors]
             inputs = [number for t in tensors if (number := numbers.of(t)) is not None]
             called = Called(name, stack[-1] if stack else None, inputs, torch.is_grad_enabled())
+            called.given_by = [
+                (r.call, number) for r in returned for t in tensors if r.is_still(t) and (number := numbers.of(t)) is not None
+            ]
             tape.events.append(called)
             stack.append(called)
             try:
-                return forward(*args, **kwargs)
+                out = forward(*args, **kwargs)
+                if isinstance(out, Tensor):
+                    returned[:] = [r for r in returned if r.tensor() is not None]
+                    returned.append(Returned(weakref.ref(out), out._version, called))
+                return out
             finally:
                 stack.pop()
                 changed = [0 if t.is_inference() else t._version for t in tensors] != versions

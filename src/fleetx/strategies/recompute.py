@@ -56,8 +56,8 @@ class Recompute(Part):
             return
         planner = Planner(rehearsal, self.checkpoints)
         with rehearsal.leaving_no_trace():
-            plan = plan_for(self.budget, planner)
-        planner.keep(plan)
-        rehearsal.optimizer.memory_plan = plan
+            settled = plan_for(self.budget, planner)
+        planner.keep(settled.profile, settled.solution)
+        rehearsal.optimizer.memory_plan = settled.plan
         if rehearsal.comm.rank == 0:
-            print(plan, flush=True)
+            print(settled.plan, flush=True)
