@@ -30,6 +30,14 @@ class LaunchError(FleetError):
     """Workers that could not be started."""
 
 
+class RecomputeError(FleetError):
+    """A module that cannot be computed again in backward."""
+
+    def __init__(self, text: str, *, unit: str) -> None:
+        super().__init__(text)
+        self.unit = unit
+
+
 class FleetWarning(UserWarning):
     """Something works, but probably not as intended."""
 
@@ -38,3 +46,7 @@ def did_you_mean(wanted: str, known: Iterable[str]) -> str:
     """A sentence such as " Did you mean `localsgd`?", or nothing when no known name is near."""
     near = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
     return f" Did you mean `{near[0]}`?" if near else ""
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -21,6 +21,9 @@ from . import stopping, util, world
 from .checkpoint import load_checkpoint, save_checkpoint, save_model
 from .compile import check_parts, compile_strategy, require_plain_optimizer
 from .errors import ConfigError
+from .keys import integer
+from .keys import size as size_in_bytes
+from .memory.find_batch import FoundBatches, Resize, found_batches, rows_of, size_of, without_memory_parts
 from .optimizer import FleetOptimizer
 from .patch import restore_forwards
 from .placement import (
@@ -46,6 +49,7 @@ __all__ = [
     "distribute",
     "distributed_model",
     "distributed_optimizer",
+    "find_batch",
     "init",
     "is_first_worker",
     "is_initialized",
@@ -187,6 +191,40 @@ def distribute(
     return model, face
 
 
+def find_batch(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: DistributedStrategy | None = None,
+    *,
+    sample: Any,
+    budget: int | str,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    global_batch: int | None = None,
+    resize: Resize = rows_of,
+    size: int | None = None,
+) -> FoundBatches:
+    """The largest micro-batch that a budget of memory allows, and the fastest one; before `distribute`, on every rank.
+
+    `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
+    micro-batches make it up without a rest. Model and optimizer are afterwards as they were."""
+    require_plain_optimizer(optimizer)
+    chosen, face = _chosen(strategy), FleetOptimizer(optimizer)
+    limit = size_in_bytes().check("budget", budget)
+    if global_batch is not None:
+        global_batch = integer(1).check("global_batch", global_batch)
+    length = size_of(sample) if size is None else integer(2).check("size", size)
+    _bind(model, face, without_memory_parts(chosen), shows=False)
+    try:
+        here = world.current()
+        rehearsal = _rehearsal(model, face, sample, loss_fn)
+        found = found_batches(rehearsal, chosen, budget=limit, resize=resize, size=length, global_batch=global_batch)
+    finally:
+        restore_forwards(model)
+    if here.comm.rank == 0:
+        print(found, flush=True)
+    return found
+
+
 def distributed_model(model: M) -> M:
     """Fleet's two-call spelling, together with `distributed_optimizer`, in either order."""
     _require_module(model)
@@ -247,6 +285,7 @@ def _bind(
     *,
     sample: Any = None,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    shows: bool = True,
 ) -> None:
     """What can be refused is refused before the model is touched; parts may still refuse while they are built."""
     global _with_autocast
@@ -273,10 +312,17 @@ def _bind(
     if compiled.forward is not None:
         face.forward_stage = compiled.forward
         _with_autocast = weakref.ref(face)
-    if here.comm.rank == 0:
+    if shows and here.comm.rank == 0:
         print(strategy, flush=True)
     if sample is not None:
-        batch = map_tensors(lambda tensor: tensor.to(here.device), sample)
-        rehearsal = Rehearsal(model, face, loss_fn or own_loss, batch, here.comm, here.device)
+        rehearsal = _rehearsal(model, face, sample, loss_fn)
         for part in strategy.parts():
             part.rehearse(rehearsal)
+
+
+def _rehearsal(
+    model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None
+) -> Rehearsal:
+    here = world.current()
+    batch = map_tensors(lambda tensor: tensor.to(here.device), sample)
+    return Rehearsal(model, face, loss_fn or own_loss, batch, here.comm, here.device)

@@ -7,7 +7,7 @@ tells all ranks, before the next collective. A rehearsed update does talk; every
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .comm import Comm
-from .errors import ConfigError, FleetError
+from .errors import ConfigError, FleetError, RecomputeError, first_line
 from .memory.random_states import NUMPY, PYTHON, torch_sources
 from .optimizer import FleetOptimizer
 from .rehearsing import rehearsing
@@ -87,22 +87,21 @@ class Rehearsal:
         """Its result; or, if it failed on some rank, an error on every one. Collective at the end: `work` itself may not be."""
         result: Found | None = None
         error: Exception | None = None
-        told: str | None = None
+        told: dict[str, str] | None = None
         try:
             result = work()
         except torch.OutOfMemoryError as found:
             self.optimizer.pipeline.drop_rehearsed()
-            error, told = OutOfMemory(str(found).splitlines()[0]), "memory"
+            error, told = OutOfMemory(first_line(found)), {"kind": "memory", "text": first_line(found)}
+        except RecomputeError as found:
+            error, told = found, {"kind": "unit", "text": str(found), "unit": found.unit}
         except Exception as found:
-            error, told = found, f"{type(found).__name__}: {found}"
-        failed = {rank: said for rank, said in enumerate(self.comm.gather_json(told)) if said is not None}
-        if error is not None:
-            raise error
+            error, told = found, {"kind": "other", "text": f"{type(found).__name__}: {found}"}
+        failed = [(rank, said) for rank, said in enumerate(self.comm.gather_json(told)) if said is not None]
         if failed:
-            rank, said = next(iter(failed.items()))
-            if said == "memory":
-                raise OutOfMemory(f"rank {rank} had not enough memory")
-            raise FleetError(f"a rehearsed step failed on rank {rank}: {said}")
+            # By what the first of them says: somebody may go on after one kind of error, and then all ranks must.
+            rank, said = failed[0]
+            raise _verdict(rank, said, own=error if told is not None and told["kind"] == said["kind"] else None)
         return result  # type: ignore[return-value]
 
     def lasting(self) -> Iterable[Tensor]:
@@ -113,6 +112,16 @@ class Rehearsal:
         yield from pipeline.buckets.flats
         yield from tensors_in(training_state(self.optimizer))
         yield from tensors_in(self.sample)
+
+
+def _verdict(rank: int, said: Mapping[str, str], *, own: Exception | None) -> Exception:
+    if said["kind"] == "unit":
+        return RecomputeError(said["text"], unit=said["unit"])
+    if own is not None:
+        return own
+    if said["kind"] == "memory":
+        return OutOfMemory(f"on rank {rank}: {said['text']}")
+    return FleetError(f"a rehearsed step failed on rank {rank}: {said['text']}")
 
 
 @final

@@ -75,11 +75,10 @@ def test_checkpoints_are_a_list_of_names_and_nothing_else(wrong: Any) -> None:
         fleet.DistributedStrategy(recompute=True, recompute_configs={"checkpoints": wrong})
 
 
-@pytest.mark.parametrize(("key", "value"), [("budget", "20GB"), ("budget", 10**9), ("offload", True)])
-def test_a_budget_and_offload_are_refused_as_not_available_yet(key: str, value: Any, alone: None) -> None:
+def test_offload_is_refused_as_not_available_yet(alone: None) -> None:
     model = ConvNet()
-    strategy = fleet.DistributedStrategy(recompute=True, recompute_configs={key: value})
-    with pytest.raises(ConfigError, match=re.escape(f'recompute_configs["{key}"] is not available yet in this version')):
+    strategy = fleet.DistributedStrategy(recompute=True, recompute_configs={"offload": True})
+    with pytest.raises(ConfigError, match=re.escape('recompute_configs["offload"] is not available yet in this version')):
         fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
 
 

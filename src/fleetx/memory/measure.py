@@ -194,6 +194,14 @@ def timed(
     return {name: [median(run[name][i] for run in runs) for i in range(len(found))][::-1] for name, found in runs[0].items()}
 
 
+def seconds_of(step: Callable[[], None], device: torch.device) -> float:
+    begun = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begun
+
+
 def profile_of(
     pieces: Sequence[Piece],
     readings: Sequence[Readings],

@@ -1,28 +1,15 @@
-"""A budget becomes a plan: find units, measure a step, solve, run the plan once and compare, correct it at most twice.
-
-Every number that a plan rests on is the largest of all ranks, so all of them come to the same plan.
-"""
+"""A budget becomes a plan: measure a step, solve, run the plan once and compare, correct it at most twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
-
-from torch import nn
+from typing import NamedTuple
 
 from ..errors import ConfigError
-from ..patch import patch_forward, patched
-from ..rehearsal import OutOfMemory, Rehearsal
-from .agreed_profile import from_plain, joined, to_plain
-from .gauge import Gauge, gauge_for
-from .measure import measured, profile_of, timed
-from .replay import Replay
-from .rows import good_units, pieces
-from .slices import cut_sequentials, named_with_slices
+from ..rehearsal import OutOfMemory
+from .planner import Planner
 from .solve import Profile, Solution, cheapest, peak_bytes, smallest_budget
-from .tape import record
-from .units import chosen_units, repeated_blocks
 
 CORRECTIONS = 2
 ALLOWANCE = 0.005
@@ -73,77 +60,6 @@ def shown(count: float) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} bytes"
-
-
-@final
-class Planner:
-    """For one model, batch and strategy. Its methods are called inside `rehearsal.leaving_no_trace()`, on every rank."""
-
-    def __init__(self, rehearsal: Rehearsal, wanted: Sequence[str]) -> None:
-        self._rehearsal, self._wanted = rehearsal, wanted
-        self._gauge: Gauge = gauge_for(rehearsal.device, rehearsal.lasting)
-        self.units: dict[str, nn.Module] = {}
-
-    def profile(self) -> Profile:
-        """Measured on this rank, joined with the others'."""
-        rehearsal = self._rehearsal
-        found = rehearsal.everywhere(self._find_units)
-        with patched((module, self._again(name, module)) for name, module in self.units.items()):
-            with self._gauge.watching():
-                rehearsal.gather_gradients()
-                self._gauge.peak()
-                rehearsal.update()  # from now on the optimizer has its state
-                update_peak = self._gauge.peak()
-        readings = rehearsal.everywhere(
-            lambda: measured(found, self.units, self._again, self._gauge, forward=rehearsal.forward, backward=rehearsal.backward)
-        )
-        seconds = rehearsal.everywhere(lambda: timed(self.units, self._again, rehearsal.device, rehearsal.step))
-        mine = profile_of(found, readings, seconds, sizes=self._sizes, update_peak=update_peak)
-        return joined([from_plain(told) for told in rehearsal.comm.gather_json(to_plain(mine))])
-
-    def _find_units(self) -> Any:
-        model, run = self._rehearsal.model, self._rehearsal.forward
-        named = named_with_slices(model, {})
-        tape = record(model, named, run)
-        if self._wanted:
-            names = good_units(tape, (), only=list(chosen_units(model, self._wanted)))
-        else:
-            slices = cut_sequentials(model, tape)
-            if slices:
-                named = named_with_slices(model, slices)
-                tape = record(model, named, run)
-            names = good_units(tape, repeated_blocks(model))
-        self.units = {name: named[name] for name in names}
-        self._sizes = tape.sizes
-        return pieces(tape, names)
-
-    def _again(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        return Replay(name, module, self._rehearsal.device)
-
-    def real(self, profile: Profile, solution: Solution) -> tuple[int, int]:
-        """Bytes in use and held, of a step by this plan: the most of all ranks."""
-
-        def step() -> tuple[int, int]:
-            with patched(self._replays(profile, solution)), self._gauge.watching():
-                self._rehearsal.step()
-                in_use = self._gauge.peak()
-                return in_use, self._gauge.reserved()
-
-        mine = self._rehearsal.everywhere(step)
-        ranks = self._rehearsal.comm.gather_json(list(mine))
-        return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
-
-    def _replays(self, profile: Profile, solution: Solution) -> list[tuple[nn.Module, Replay]]:
-        made: dict[int, Replay] = {}
-        for unit in sorted(solution.again):
-            name = profile.units[unit]
-            joins = made[unit - 1] if unit in solution.joins else None
-            made[unit] = Replay(name, self.units[name], self._rehearsal.device, joins=joins)
-        return [(self.units[profile.units[unit]], replay) for unit, replay in made.items()]
-
-    def keep(self, profile: Profile, solution: Solution) -> None:
-        for module, replay in self._replays(profile, solution):
-            patch_forward(module, replay)
 
 
 def plan_for(budget: int, planner: Planner) -> Settled:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError as MetadataMismatch
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import FleetError
+from ..errors import RecomputeError, first_line
 from ..inside import as_inside, inside
 from ..trees import tensors_in
 from .buffers import Buffers, Place
@@ -144,9 +144,10 @@ class Replay:
         changed = first_changed(call)
         if changed is not None:
             what, why = self._told(changed)
-            raise FleetError(
+            raise RecomputeError(
                 f"recompute: `{self._name}` changes {what} in place ({why}), so it cannot be computed again. Let it work on a "
-                f"copy, or {LEAVE_OUT}."
+                f"copy, or {LEAVE_OUT}.",
+                unit=self._name,
             )
         if self._written is None:
             self._written = call.buffers.written()
@@ -184,9 +185,10 @@ class Replay:
     def _again(self, call: Call) -> Iterator[None]:
         changed = first_changed(call)
         if changed is not None:
-            raise FleetError(
+            raise RecomputeError(
                 f"recompute: {self._told(changed)[0]} of `{self._name}` was changed in place after its forward, so it cannot be "
-                f"computed again. Change it after backward, or a copy of it, or {LEAVE_OUT}."
+                f"computed again. Change it after backward, or a copy of it, or {LEAVE_OUT}.",
+                unit=self._name,
             )
         said = call.said[::-1]
 
@@ -249,13 +251,10 @@ def fresh(value: Any) -> Any:
     return value
 
 
-def computes_something_else(name: str, how: str) -> FleetError:
-    return FleetError(
+def computes_something_else(name: str, how: str) -> RecomputeError:
+    return RecomputeError(
         f"recompute: `{name}` computed something else when it was run again in backward. Its forward depends on what has "
         "changed since: an attribute that it counts up, a cache, a global, or data. Make its forward depend on its inputs "
-        f"alone, or {LEAVE_OUT}. ({how})"
+        f"alone, or {LEAVE_OUT}. ({how})",
+        unit=name,
     )
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

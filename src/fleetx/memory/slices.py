@@ -5,7 +5,7 @@ A slice runs its layers as the Sequential would, and is a unit like any module; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
 from torch import nn
@@ -66,7 +66,3 @@ def cuts(name: str, children: list[str], tape: Tape, weigh: Weights) -> list[tup
 def _run_once_in_a_row(names: list[str], tape: Tape) -> bool:
     calls = [event.name for event in tape.events if isinstance(event, Called) and event.name in names]
     return calls == names
-
-
-def named_with_slices(model: nn.Module, slices: Mapping[str, nn.Sequential]) -> dict[str, nn.Module]:
-    return {**{name: module for name, module in model.named_modules() if name}, **slices}

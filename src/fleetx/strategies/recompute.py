@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from ..keys import boolean, key, names, optional, size
-from ..memory.plan import Planner, plan_for
+from ..memory.plan import plan_for
+from ..memory.planner import Planner
 from ..memory.replay import Replay
 from ..memory.units import chosen_units
 from ..patch import patch_forward

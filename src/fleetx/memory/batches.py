@@ -1,0 +1,87 @@
+"""How a step grows with its batch, and how a wanted global batch is made of micro-batches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ConfigError
+from .solve import Profile, Way
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Two profiles of one model, of a smaller and a larger batch."""
+
+    small: int
+    of_small: Profile
+    large: int
+    of_large: Profile
+
+    def is_alike(self) -> bool:
+        """Whether both batches took one way through the model."""
+        return _shape(self.of_small) == _shape(self.of_large)
+
+    def at(self, batch: int) -> Profile:
+        """A straight line through both, for every number."""
+
+        def line(low: float, high: float) -> float:
+            return low + (high - low) * (batch - self.small) / (self.large - self.small)
+
+        def way(low: Way | None, high: Way | None) -> Any:
+            if low is None or high is None:
+                return None
+            return Way(
+                high.kept,
+                forward_extra=round(line(low.forward_extra, high.forward_extra)),
+                backward_extra=round(line(low.backward_extra, high.backward_extra)),
+                seconds=max(low.seconds / 4, line(low.seconds, high.seconds)),  # of a very small batch the line may say nothing
+                brought=round(line(low.brought, high.brought)),
+            )
+
+        elements = [
+            replace(two, stored=way(one.stored, two.stored), again=way(one.again, two.again), joins=way(one.joins, two.joins))
+            for one, two in zip(self.of_small.elements, self.of_large.elements, strict=True)
+        ]
+        sizes = {s: max(0, round(line(self.of_small.sizes[s], self.of_large.sizes[s]))) for s in self.of_large.sizes}
+        return Profile(self.of_large.units, tuple(elements), sizes, max(self.of_small.floor, self.of_large.floor))
+
+
+def _shape(profile: Profile) -> object:
+    ways = [(e.unit, *(None if way is None else way.kept for way in (e.stored, e.again, e.joins))) for e in profile.elements]
+    return profile.units, ways, set(profile.sizes)
+
+
+def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:
+    """The largest number from 1 on that fits, where a smaller one fits if a larger does; 0 if none does."""
+    low, high = 0, 1
+    while high <= at_most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, at_most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def merged(global_batch: int, *, ranks: int, largest: int) -> tuple[int, int]:
+    """The fewest micro-steps that make up the global batch exactly, and their batch, which is at most `largest`."""
+    if global_batch % ranks:
+        raise ConfigError(
+            f"global_batch is {global_batch}, which {ranks} ranks cannot share equally. Write a multiple of {ranks}, such as "
+            f"{global_batch - global_batch % ranks or ranks}."
+        )
+    share = global_batch // ranks
+    steps = next(k for k in range(-(-share // largest), share + 1) if share % k == 0)
+    return steps, share // steps
+
+
+def sizes_to_try(stored: int, largest: int, *, count: int = 5) -> Sequence[int]:
+    """Batches among which the fastest is looked for: the largest without recompute, the largest of all, and some between and
+    below. Beyond a size that fills the device, more only costs memory."""
+    found = {largest, stored or largest}
+    found |= {max(1, (stored or largest) // 2), max(1, (stored or largest) * 3 // 4)}
+    if stored and largest > stored:
+        found |= {max(1, round(stored * (largest / stored) ** (i / (count - 2)))) for i in range(1, count - 2)}
+    return sorted(found)

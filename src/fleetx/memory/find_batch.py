@@ -1,0 +1,224 @@
+"""The batch finder: the largest micro-batch that a budget allows, and the fastest one, with the recompute plan of each.
+
+Two small batches are measured; what a step of any other needs follows, and is then tried. Every decision rests on numbers that
+all ranks share, so they try the same batches in the same order. A rank that runs out of memory tells the others before the next
+collective, and that batch does not fit. Afterwards the model and the optimizer are as they were, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..rehearsal import OutOfMemory, Rehearsal
+from ..strategy import DistributedStrategy
+from ..trees import map_tensors, tensors_in
+from .batches import Growth, largest_that, merged, sizes_to_try
+from .plan import ALLOWANCE, shown
+from .planner import Planner
+from .solve import Solution, cheapest, peak_bytes, smallest_budget
+
+MOST = 1 << 20
+TRIES = 6
+
+Resize = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch that was tried, with the plan it takes."""
+
+    size: int
+    """Of one rank and one micro-step."""
+    samples_per_second: float
+    """Of all ranks, forward and backward alone."""
+    peak_bytes: int
+    recomputed: tuple[str, ...]
+    merge_steps: int
+    """Micro-steps to one update: as many as make up the global batch that was asked for."""
+    strategy: DistributedStrategy
+    """The one given, with recompute and gradient_merge as this batch wants them: for fleet.distribute(..., sample=sample)."""
+    sample: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBatches:
+    budget: int
+    most: int
+    """The largest micro-batch that fits."""
+    stored: int
+    """The largest with nothing computed again, as foretold; 0 if none."""
+    largest: Batch
+    """As `most`; or, for a global batch, the largest that makes it up without a rest."""
+    fastest: Batch
+    tried: tuple[Batch, ...]
+    """All whose speed was measured, by size."""
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {batch.size:>6}  {batch.samples_per_second:>10.1f}  {shown(batch.peak_bytes):>10}  {len(batch.recomputed):>10}"
+            + ("  largest" if batch is self.largest else "")
+            + ("  fastest" if batch is self.fastest else "")
+            for batch in self.tried
+        ]
+        return "\n".join([f"   batch   samples/s        peak  recomputed   (budget {shown(self.budget)})", *rows])
+
+
+def rows_of(sample: Any, size: int) -> Any:
+    """A batch of this size, of the sample's rows, over and over: the first dimension of every tensor counts them."""
+    return map_tensors(lambda tensor: tensor[torch.arange(size, device=tensor.device) % len(tensor)], sample)
+
+
+def size_of(sample: Any) -> int:
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(sample)}
+    if len(sizes) != 1 or not min(sizes):
+        raise ConfigError(
+            f"find_batch cannot tell the batch size of the sample: its tensors have {sorted(sizes)} rows. Give tensors of one "
+            "length, or resize=lambda sample, size: ... and size=..., which say how a batch of another size is made."
+        )
+    return sizes.pop()
+
+
+@final
+class Finder:
+    """Inside `rehearsal.leaving_no_trace()`, on every rank."""
+
+    def __init__(self, rehearsal: Rehearsal, budget: int, resize: Resize, size: int, wanted: Sequence[str]) -> None:
+        self._rehearsal, self._budget, self._resize, self._wanted = rehearsal, budget, resize, wanted
+        self._units: dict[str, nn.Module] | None = None
+        self._aim = int(budget * (1 - ALLOWANCE))
+        self._growth = self._measure(size)
+
+    def planner(self, size: int) -> Planner:
+        rehearsal = replace(self._rehearsal, sample=self._resize(self._rehearsal.sample, size))
+        return Planner(rehearsal, self._wanted, units=self._units)
+
+    def _measure(self, size: int) -> Growth:
+        """At the size given, or the largest below it that fits at all, and at half of it."""
+        while True:
+            try:
+                large = self.planner(size)
+                of_large = large.profile()
+                self._units = large.units
+                small = max(1, size // 2)
+                if small == size:
+                    raise ConfigError("find_batch needs a sample of at least 2 rows, to see how a step grows with its batch.")
+                growth = Growth(small, self.planner(small).profile(), size, of_large)
+                break
+            except OutOfMemory:
+                if size <= 2:
+                    raise ConfigError("find_batch: not even a batch of 2 fits into this device's memory.") from None
+                size //= 2
+        if not growth.is_alike():
+            raise ConfigError(
+                f"find_batch: batches of {growth.small} and {growth.large} took other ways through the model, so nothing can be "
+                "foretold from them. Give a larger sample."
+            )
+        return growth
+
+    def stored(self) -> int:
+        return largest_that(lambda size: peak_bytes(self._growth.at(size), ()) <= self._aim, at_most=MOST)
+
+    def largest(self) -> int:
+        """Tried: by the plan of least peak it keeps to the budget, and the next one tried did not."""
+        foretold = largest_that(lambda size: smallest_budget(self._growth.at(size), segments=True) <= self._aim, at_most=MOST)
+        if not foretold:
+            least = smallest_budget(self._growth.at(1), segments=True)
+            raise ConfigError(
+                f"budget is {self._budget} bytes ({shown(self._budget)}); a batch of 1 needs {shown(least)}, with everything "
+                "computed again that can be."
+            )
+        fits, too_large, size = 0, foretold + max(2, foretold // 16), foretold
+        for _ in range(TRIES):
+            peak = self.peak(size, self._least(size))
+            if peak is not None and peak <= self._budget:
+                fits = max(fits, size)
+            else:
+                too_large = min(too_large, size)
+            if too_large - fits <= max(1, fits // 64):
+                break
+            size = (fits + too_large) // 2 if fits else max(1, size - max(1, size // 16))
+        if not fits:
+            raise ConfigError(f"find_batch: a batch of {foretold} was foretold to fit into {shown(self._budget)}, and did not.")
+        return fits
+
+    def _least(self, size: int) -> Solution:
+        profile = self._growth.at(size)
+        found = cheapest(profile, max(self._aim, smallest_budget(profile, segments=True)), segments=True)
+        assert found is not None
+        return found
+
+    def solution(self, size: int) -> Solution:
+        """The cheapest plan for this size."""
+        return cheapest(self._growth.at(size), self._aim) or self._least(size)
+
+    def peak(self, size: int, solution: Solution) -> int | None:
+        """Bytes held, by trying; None where memory ran out."""
+        try:
+            return self.planner(size).real(self._growth.at(size), solution)[1]
+        except OutOfMemory:
+            return None
+
+    def try_size(self, size: int) -> tuple[float, int, tuple[str, ...]] | None:
+        """Samples per second of this rank, bytes held, and what is computed again; None if it does not keep to the budget."""
+        profile, solution = self._growth.at(size), self.solution(size)
+        peak = self.peak(size, solution)
+        if peak is None or peak > self._budget:
+            solution = self._least(size)
+            peak = self.peak(size, solution)
+        if peak is None or peak > self._budget:
+            return None
+        seconds = self.planner(size).seconds(profile, solution)
+        return size / seconds, peak, tuple(profile.units[unit] for unit in sorted(solution.again))
+
+
+def found_batches(
+    rehearsal: Rehearsal,
+    strategy: DistributedStrategy,
+    *,
+    budget: int,
+    resize: Resize,
+    size: int,
+    global_batch: int | None,
+) -> FoundBatches:
+    ranks = rehearsal.comm.size
+    with rehearsal.leaving_no_trace():
+        finder = Finder(rehearsal, budget, resize, size, strategy.recompute_configs["checkpoints"])
+        most = finder.largest()
+        stored = min(finder.stored(), most)
+        sizes = sizes_to_try(stored, most)
+        if global_batch is not None:
+            sizes = sorted({merged(global_batch, ranks=ranks, largest=one)[1] for one in sizes})
+        speeds = {one: finder.try_size(one) for one in sizes}
+    batches: list[Batch] = []
+    for one, tried in speeds.items():
+        if tried is not None:
+            steps = 1 if global_batch is None else global_batch // ranks // one
+            chosen = settings_for(strategy, budget=budget if tried[2] else None, merge_steps=steps)
+            batches.append(Batch(one, tried[0] * ranks, tried[1], tried[2], steps, chosen, resize(rehearsal.sample, one)))
+    if not batches:
+        raise ConfigError(f"find_batch: no batch kept to {shown(budget)} when it was run.")
+    by_speed = max(batches, key=lambda batch: batch.samples_per_second)
+    return FoundBatches(budget, most, stored, batches[-1], by_speed, tuple(batches))
+
+
+def without_memory_parts(strategy: DistributedStrategy) -> DistributedStrategy:
+    """The strategy as it is measured: what the finder chooses itself is left out."""
+    left_out = {f"{name}{end}" for name in ("recompute", "gradient_merge") for end in ("", "_configs")}
+    return DistributedStrategy.from_dict({name: value for name, value in strategy.to_dict().items() if name not in left_out})
+
+
+def settings_for(strategy: DistributedStrategy, *, budget: int | None, merge_steps: int) -> DistributedStrategy:
+    chosen = without_memory_parts(strategy)
+    if budget is not None:
+        chosen.recompute = True
+        chosen.recompute_configs = {"budget": budget, "checkpoints": list(strategy.recompute_configs["checkpoints"])}
+    if merge_steps > 1:
+        chosen.gradient_merge = True
+        chosen.gradient_merge_configs = {"k_steps": merge_steps, "avg": strategy.gradient_merge_configs["avg"]}
+    return chosen

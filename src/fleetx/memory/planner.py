@@ -1,0 +1,120 @@
+"""What a plan rests on: units that are found by running, one step measured piece by piece, and plans that are tried.
+
+Every number is the largest of all ranks, so all of them come to the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, final
+
+from torch import nn
+
+from ..errors import RecomputeError
+from ..patch import patch_forward, patched
+from ..rehearsal import Rehearsal
+from .agreed_profile import from_plain, joined, to_plain
+from .gauge import Gauge, gauge_for
+from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
+from .replay import Replay
+from .rows import good_units, pieces
+from .slices import cut_sequentials
+from .solve import Profile, Solution
+from .tape import record
+from .units import chosen_units, repeated_blocks
+
+
+@final
+class Planner:
+    """For one model, batch and strategy. Its methods are called inside `rehearsal.leaving_no_trace()`, on every rank."""
+
+    def __init__(self, rehearsal: Rehearsal, wanted: Sequence[str] = (), *, units: Mapping[str, nn.Module] | None = None) -> None:
+        """`wanted`: names or patterns of the user's; `units`: those that a planner for another batch has found."""
+        self._rehearsal, self._wanted = rehearsal, wanted
+        self._gauge: Gauge = gauge_for(rehearsal.device, rehearsal.lasting)
+        self.units: dict[str, nn.Module] = dict(units or {})
+        self._are_found = units is not None
+        self._left_out: set[str] = set()
+
+    def profile(self) -> Profile:
+        """Measured on this rank, joined with the others'. A unit that turns out to compute something else again is left out."""
+        while True:
+            try:
+                return self._profile()
+            except RecomputeError as error:
+                if error.unit in self._left_out or error.unit not in self.units:
+                    raise
+                self._left_out.add(error.unit)
+
+    def _profile(self) -> Profile:
+        rehearsal = self._rehearsal
+        found = rehearsal.everywhere(self._find_units)
+        with patched((module, self._again(name, module)) for name, module in self.units.items()):
+            with self._gauge.watching():
+                rehearsal.gather_gradients()
+                self._gauge.peak()
+                rehearsal.update()  # from now on the optimizer has its state
+                update_peak = self._gauge.peak()
+        readings = rehearsal.everywhere(
+            lambda: measured(found, self.units, self._again, self._gauge, forward=rehearsal.forward, backward=rehearsal.backward)
+        )
+        seconds = rehearsal.everywhere(lambda: timed(self.units, self._again, rehearsal.device, rehearsal.step))
+        mine = profile_of(found, readings, seconds, sizes=self._sizes, update_peak=update_peak)
+        return joined([from_plain(told) for told in rehearsal.comm.gather_json(to_plain(mine))])
+
+    def _find_units(self) -> Any:
+        model, run = self._rehearsal.model, self._rehearsal.forward
+        named = {**{name: module for name, module in model.named_modules() if name}, **self.units}
+        tape = record(model, named, run)
+        if self._are_found:
+            names = good_units(tape, (), only=list(self.units))
+        elif self._wanted:
+            names = good_units(tape, (), only=list(chosen_units(model, self._wanted)))
+        else:
+            slices = cut_sequentials(model, tape)
+            if slices:
+                named |= slices
+                tape = record(model, named, run)
+            names = good_units(tape, repeated_blocks(model))
+        self.units = {name: named[name] for name in names if name not in self._left_out}
+        self._are_found = True
+        self._sizes = tape.sizes
+        return pieces(tape, self.units)
+
+    def _again(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        return Replay(name, module, self._rehearsal.device)
+
+    def real(self, profile: Profile, solution: Solution) -> tuple[int, int]:
+        """Bytes in use and held, of a step by this plan: the most of all ranks."""
+
+        def step() -> tuple[int, int]:
+            with patched(self._replays(profile, solution)), self._gauge.watching():
+                self._rehearsal.step()
+                in_use = self._gauge.peak()
+                return in_use, self._gauge.reserved()
+
+        mine = self._rehearsal.everywhere(step)
+        ranks = self._rehearsal.comm.gather_json(list(mine))
+        return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
+
+    def seconds(self, profile: Profile, solution: Solution) -> float:
+        """Of a forward and backward by this plan: the median of some, of the slowest rank."""
+
+        def steps() -> float:
+            with patched(self._replays(profile, solution)):
+                return median(seconds_of(self._rehearsal.step, self._rehearsal.device) for _ in range(1 + TIMED_STEPS))
+
+        return float(max(self._rehearsal.comm.gather_json(self._rehearsal.everywhere(steps))))
+
+    def _replays(self, profile: Profile, solution: Solution) -> list[tuple[nn.Module, Replay]]:
+        made: dict[int, Replay] = {}
+        for unit in sorted(solution.again):
+            name = profile.units[unit]
+            joins = made[unit - 1] if unit in solution.joins else None
+            made[unit] = Replay(name, self.units[name], self._rehearsal.device, joins=joins)
+        return [(self.units[profile.units[unit]], replay) for unit, replay in made.items()]
+
+    def keep(self, profile: Profile, solution: Solution) -> None:
+        for module, replay in self._replays(profile, solution):
+            patch_forward(module, replay)
