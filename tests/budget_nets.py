@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,42 +25,56 @@ class Used:
     """The most bytes that torch's CPU allocator had handed out at any time, beyond those from before."""
     left: int
     """What of them was not given back."""
+    with_workspaces: int
+    """The peak, with what kernels made and gave back while they ran."""
 
 
 def allocated_in(work: Callable[[], Any]) -> Used:
-    """Every allocation is a "[memory]" event, negative where it is given back. Memory from before the work is not seen to end.
+    """By the allocator's own events. Memory from before the work is not seen to end.
 
-    A kernel's workspace, made and given back inside one operation, is left out: it is never a tensor of anybody's."""
+    A kernel's workspace, made and given back while it runs, is left out: it is never a tensor of anybody's."""
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    now = peak = 0
-    for nbytes in without_workspaces(sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())):
-        now += nbytes
-        peak = max(peak, now)
-    return Used(peak, now)
+    found: list[tuple[int, Any, Any]] = []
+    for root in profiled.profiler.kineto_results.experimental_event_tree():
+        found += allocations(root, None)
+    found.sort(key=lambda one: one[0])
+    without = list(itertools.accumulate(without_workspaces(found), initial=0))
+    every = itertools.accumulate((allocation.alloc_size for _, allocation, _ in found), initial=0)
+    return Used(max(without), without[-1], max(every))
 
 
-def without_workspaces(events: list[Any]) -> list[int]:
-    """Sizes of allocations, in order; 0 for those that one operation itself, not those that it calls, makes and gives back."""
+def allocations(event: Any, kernel: Any) -> Iterator[tuple[int, Any, Any]]:
+    """When, what, and the event of the kernel that it happened in."""
+    if event.tag.name == "Allocation":
+        yield event.start_time_ns, event.extra_fields, kernel
+    inside = event if kernel is None and is_kernel(event.name) else kernel
+    for child in event.children:
+        yield from allocations(child, inside)
+
+
+def without_workspaces(found: list[tuple[int, Any, Any]]) -> list[int]:
+    """Sizes in order, negative where memory is given back; 0 for what was made in the same kernel."""
     sizes: list[int] = []
-    under_way: list[tuple[int, list[int]]] = [(sys.maxsize, [])]
-    """Of each operation that an event lies in, when it ends, and the allocations that it made itself."""
-    for event in events:
-        while event.start_ns() > under_way[-1][0]:
-            under_way.pop()
-        if event.name() != "[memory]":
-            under_way.append((event.start_ns() + event.duration_ns(), []))
+    made: dict[int, tuple[int, Any]] = {}
+    for _, allocation, kernel in found:
+        sizes.append(allocation.alloc_size)
+        if allocation.alloc_size > 0:
+            made[allocation.ptr] = len(sizes) - 1, kernel
             continue
-        own = under_way[-1][1] if len(under_way) > 1 else []
-        workspace = next((i for i in reversed(own) if sizes[i] == -event.nbytes() > 0), None)
-        if workspace is not None:
-            own.remove(workspace)
-            sizes[workspace] = 0
-            continue
-        own.append(len(sizes))
-        sizes.append(event.nbytes())
+        index, maker = made.pop(allocation.ptr, (None, None))
+        if index is not None and kernel is not None and maker is kernel:
+            sizes[index] = sizes[-1] = 0
     return sizes
+
+
+@functools.cache
+def is_kernel(name: str) -> bool:
+    """An operation that is not written in terms of others: what it does inside, nobody above it can see."""
+    overloads = [one for one in torch._C._dispatch_get_all_op_names() if one.split(".")[0] == name]
+    by_others = (torch._C._dispatch_has_kernel_for_dispatch_key(one, "CompositeImplicitAutograd") for one in overloads)
+    return bool(overloads) and not any(by_others)
 
 
 @contextmanager

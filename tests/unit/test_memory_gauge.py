@@ -13,7 +13,7 @@ from budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_lay
 from fleetx.memory.gauge import CountingGauge, gauge_for
 
 CLOSE = 0.01
-"""Of the profiler's peak, where no random states are kept."""
+"""Of the profiler's peak without kernels' workspaces, where no random states are kept."""
 RANDOM_STATE = 5056
 """Bytes of one. torch.utils.checkpoint keeps one for each unit; it is made beneath the operations that are counted."""
 
@@ -65,8 +65,12 @@ def test_the_peak_of_a_step_is_the_profilers(case: str, autocast: bool) -> None:
     seen = allocated_in(step)
     model.zero_grad()
     peak, now = counted_in(step, before)
-    states = RANDOM_STATE * len(model.units) if isinstance(model, Checkpointed) else 0
-    assert abs(peak - bytes_of(before) - seen.peak) <= max(CLOSE * seen.peak, states)
+    counted = peak - bytes_of(before)
+    if isinstance(model, Checkpointed):
+        # A second run is ended inside the last operation that it needs: what that gives back then looks like a workspace.
+        assert (1 - CLOSE) * seen.peak - RANDOM_STATE * len(model.units) <= counted <= (1 + CLOSE) * seen.with_workspaces
+    else:
+        assert abs(counted - seen.peak) <= CLOSE * seen.peak
     assert now - bytes_of(before) == seen.left == sum(p.nbytes for p in model.parameters())  # gradients
 
 
