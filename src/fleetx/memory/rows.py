@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -33,16 +33,16 @@ class Weights:
 
     saved: Mapping[str, int]
     freed: Mapping[str, int]
-    """Of them those that go if it is computed again: not its inputs, which are kept then."""
+    """Fewer are kept if it alone is computed again: what only it has saved goes, inputs that nobody has saved come."""
     total: int
     """Saved by the whole model."""
 
 
 def weights(tape: Tape) -> Weights:
-    saved: dict[str, set[int]] = defaultdict(set)
+    saves: dict[str, Counter[int]] = defaultdict(Counter)
     inputs: dict[str, set[int]] = defaultdict(set)
+    everywhere: Counter[int] = Counter()
     stack: list[str] = []
-    everything: set[int] = set()
     for event in tape.events:
         if isinstance(event, Called):
             stack.append(event.name)
@@ -50,14 +50,34 @@ def weights(tape: Tape) -> Weights:
         elif isinstance(event, Ended):
             stack.pop()
         else:
-            everything.add(event.storage)
-            for name in stack:
-                saved[name].add(event.storage)
+            everywhere[event.storage] += 1
+            for name in set(stack):
+                saves[name][event.storage] += 1
+
+    def freed(name: str) -> int:
+        own = {storage for storage, count in saves[name].items() if count == everywhere[storage]}
+        return total(tape.sizes, own - inputs[name]) - total(tape.sizes, inputs[name] - everywhere.keys())
+
     return Weights(
-        saved={name: total(tape.sizes, found) for name, found in saved.items()},
-        freed={name: total(tape.sizes, found - inputs[name]) for name, found in saved.items()},
-        total=total(tape.sizes, everything),
+        saved={name: total(tape.sizes, found) for name, found in saves.items()},
+        freed={name: max(0, freed(name)) for name in saves},
+        total=total(tape.sizes, everywhere),
     )
+
+
+def saved_storages(tape: Tape) -> dict[str, set[int]]:
+    """By each module's calls, its parts' too."""
+    found: dict[str, set[int]] = defaultdict(set)
+    stack: list[str] = []
+    for event in tape.events:
+        if isinstance(event, Called):
+            stack.append(event.name)
+        elif isinstance(event, Ended):
+            stack.pop()
+        else:
+            for name in stack:
+                found[name].add(event.storage)
+    return found
 
 
 def total(sizes: Mapping[int, int], storages: Iterable[int]) -> int:

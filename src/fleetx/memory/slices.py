@@ -11,11 +11,13 @@ from typing import Any, final
 from torch import nn
 
 from ..patch import patch_innermost
-from .rows import PARTS_FREE, SPLIT_ABOVE, Weights, weights
+from .rows import PARTS_FREE, SPLIT_ABOVE, Weights, saved_storages, total, weights
 from .tape import Called, Tape
 
 SLICES = 16
-"""As many as a Sequential that saves everything is cut into."""
+"""At most as many a Sequential that saves everything is cut into."""
+FREED_PER_KEPT = 1.5
+"""Bytes that a slice should free, at least, for each byte of input that the next one keeps."""
 
 
 @final
@@ -52,14 +54,18 @@ def cuts(name: str, children: list[str], tape: Tape, weigh: Weights) -> list[tup
     freed = sum(weigh.freed.get(child, 0) for child in full)
     if saved <= SPLIT_ABOVE * weigh.total or freed >= PARTS_FREE * saved or not _run_once_in_a_row(full, tape):
         return []
-    unable = {call.name for call in tape.calls() if not call.can_run_again}
+    calls = {call.name: call for call in tape.calls()}
+    saves = saved_storages(tape)
     ends: list[int] = []
-    gathered = 0
+    gathered: set[int] = set()
     for i, child in enumerate(full):
-        if gathered >= weigh.total / SLICES and child not in unable:  # a layer that changes its input stays with what made it
+        handed_over = set(calls[child].inputs)
+        worth = max(weigh.total / SLICES, FREED_PER_KEPT * total(tape.sizes, handed_over))
+        # A layer that changes its input in place stays with the one that made it.
+        if calls[child].can_run_again and total(tape.sizes, gathered - handed_over) >= worth:
             ends.append(i)
-            gathered = 0
-        gathered += weigh.saved.get(child, 0)
+            gathered = set()
+        gathered |= saves[child]
     return list(zip([0, *ends], [*ends, len(full)], strict=True))
 
 
