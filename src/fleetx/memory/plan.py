@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..rehearsal import OutOfMemory
+from .picture import Moment, draw, moments
 from .planner import Planner
 from .solve import Profile, Solution, cheapest, peak_bytes, smallest_budget
 
@@ -34,6 +36,12 @@ class MemoryPlan:
     reserved_bytes: int
     seconds_added: float
     """To each step, as measured unit by unit."""
+    moments: tuple[Moment, ...]
+    """Memory over one step, piece by piece, as foretold."""
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """A picture of it, as PNG, SVG or PDF."""
+        draw(path, self.moments, self.budget)
 
     def __str__(self) -> str:
         listed = ", ".join(self.recomputed[:4]) + (f" and {len(self.recomputed) - 4} more" if len(self.recomputed) > 4 else "")
@@ -108,9 +116,16 @@ def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) ->
         in_use, held = (max(profile.floor, count) for count in planner.real(profile, solution))
     except OutOfMemory:
         in_use = held = max(2 * budget, solution.peak_bytes)
-    recomputed = tuple(profile.units[unit] for unit in sorted(solution.again))
     plan = MemoryPlan(
-        budget, profile.units, recomputed, _segments(profile, solution), solution.peak_bytes, in_use, held, solution.seconds
+        budget=budget,
+        units=profile.units,
+        recomputed=tuple(profile.units[unit] for unit in sorted(solution.again)),
+        segments=_segments(profile, solution),
+        predicted_bytes=solution.peak_bytes,
+        real_bytes=in_use,
+        reserved_bytes=held,
+        seconds_added=solution.seconds,
+        moments=moments(profile, solution),
     )
     return Settled(plan, profile, solution)
 
