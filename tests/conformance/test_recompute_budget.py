@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import ROW, RandomNet, allocated_in, bytes_of, one_thread
+from budget_nets import ROW, RandomNet, allocated_in, bytes_of, swift
 from budget_runs import AMP, assert_equal, bounds, cross_entropy, distribute, everything, own_peak, train
 from fleetx import fleet
 from fleetx.errors import ConfigError
@@ -28,8 +28,8 @@ MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
 
 @pytest.fixture(autouse=True)
-def _threads(alone: None) -> Iterator[None]:
-    with one_thread():
+def _swift(alone: None) -> Iterator[None]:
+    with swift():
         yield
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward, one_thread
+from budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward, swift
 from fleetx.memory.gauge import CountingGauge, gauge_for
 
 CLOSE = 0.01
@@ -19,8 +19,8 @@ RANDOM_STATE = 5056
 
 
 @pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    with one_thread():
+def _swift() -> Iterator[None]:
+    with swift():
         yield
 
 

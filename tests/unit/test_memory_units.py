@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_nets import one_thread
+from budget_nets import swift
 from budget_runs import assert_equal, bounds, cross_entropy, distribute, everything
 from fleetx.applications import Bert_base, Resnet20
 from recompute_nets import NETS, WIDTH, Inner
@@ -21,8 +21,8 @@ from recompute_runs import rows, seed
 
 
 @pytest.fixture(autouse=True)
-def _threads(alone: None) -> Iterator[None]:
-    with one_thread():
+def _swift(alone: None) -> Iterator[None]:
+    with swift():
         yield
 
 
