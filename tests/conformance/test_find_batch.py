@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import allocated_in, lasting_bytes, one_thread
+from budget_nets import allocated_in, lasting_bytes
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.memory.find_batch import FoundBatches
@@ -43,18 +43,20 @@ class SmallNet(nn.Module):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Or each of many goes through all of torch."""
+def _swift() -> Iterator[None]:
+    """Nets so small are slower with two threads; and each of many collections would go through all of torch."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
-def _threads(alone: None) -> Iterator[None]:
-    with one_thread():
-        yield
+def _alone(alone: None) -> None:
+    """Every test here."""
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
