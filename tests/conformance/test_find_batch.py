@@ -208,7 +208,7 @@ def test_where_the_update_needs_the_most_the_batch_still_fits() -> None:
 
 def test_a_small_sample_finds_about_what_a_large_one_does() -> None:
     seed()
-    found = [find(SmallNet(), sample=rows(0, count)).most for count in (4, 64)]
+    found = [find(SmallNet(), sample=rows(0, count)).most for count in (16, 128)]
     assert abs(found[0] - found[1]) <= max(2, 0.03 * found[1])
 
 
@@ -359,6 +359,37 @@ def test_a_model_can_be_compiled_between_find_batch_and_distribute() -> None:
     find(model, inner)
     model, optimizer = distribute(torch.compile(model, backend="eager"), inner, None)
     optimizer.minimize(cross_entropy(model, rows(0)))
+
+
+@pytest.mark.xfail(strict=True, reason="the pair that is rehearsed stays the one whose autocast is meant, and is then gone")
+def test_the_autocast_of_a_pair_that_trains_is_still_its_own() -> None:
+    def is_on() -> bool:
+        with fleet.autocast():
+            return torch.is_autocast_enabled("cpu")
+
+    model = SmallNet()
+    model, _kept = distribute(model, sgd(model), strategy_of(**AMP))
+    assert is_on()
+    find(SmallNet(), strategy=strategy_of(**AMP))
+    gc.collect()
+    assert is_on()
+
+
+class OwnGenerator(SmallNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn(x.shape, generator=self.draws))
+
+
+@pytest.mark.xfail(strict=True, reason="generators that modules hold are not put back after a rehearsal")
+def test_a_generator_that_the_model_holds_is_as_before() -> None:
+    model = OwnGenerator()
+    before = model.draws.get_state()
+    find(model)
+    assert torch.equal(model.draws.get_state(), before)
 
 
 # --- and then training ----------------------------------------------------------------------------------------------------------
