@@ -68,6 +68,9 @@ class FirstLook:
             with contextlib.suppress(RuntimeError):  # tensors without data (torch.func, fake tensors) tell nothing
                 self._digest = digest([args, kwargs])
 
+    def give_up(self) -> None:
+        self._handle.remove()
+
     def finish(self, comm: Comm, *, loss: Tensor | None, weighted: bool) -> None:
         """Compare the ranks once, at the first update. Every rank is here: it is about to reduce."""
         self._handle.remove()

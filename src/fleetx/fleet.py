@@ -35,11 +35,11 @@ from .placement import (
     refuse_unsuited,
     strip_compiled_prefix,
 )
-from .rehearsal import Rehearsal, own_loss
+from .rehearsal import Rehearsal, Sample, own_loss
 from .sampler import FleetSampler
 from .slots import Site
 from .strategy import DistributedStrategy
-from .trees import map_tensors
+from .takeover import give_back
 
 __all__ = [
     "DistributedStrategy",
@@ -207,19 +207,24 @@ def find_batch(
 
     `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
     micro-batches make it up without a rest. Model and optimizer are afterwards as they were."""
+    global _with_autocast
     require_plain_optimizer(optimizer)
     chosen, face = _chosen(strategy), FleetOptimizer(optimizer)
     limit = size_in_bytes().check("budget", budget)
     if global_batch is not None:
         global_batch = integer(1).check("global_batch", global_batch)
     length = size_of(sample) if size is None else integer(2).check("size", size)
-    _bind(model, face, without_memory_parts(chosen), shows=False)
+    if not callable(resize):
+        raise ConfigError(f"resize is {resize!r}; it must be a function: resize(sample, size) gives a batch of that size.")
+    with_autocast = _with_autocast
+    _bind(model, face, without_memory_parts(chosen), checks=chosen, shows=False, loss_fn=loss_fn)
     try:
         here = world.current()
         rehearsal = _rehearsal(model, face, sample, loss_fn)
         found = found_batches(rehearsal, chosen, budget=limit, resize=resize, size=length, global_batch=global_batch)
     finally:
-        restore_forwards(model)
+        _undo(model, face)
+        _with_autocast = with_autocast  # of a pair that trains already
     if here.comm.rank == 0:
         print(found, flush=True)
     return found
@@ -285,21 +290,23 @@ def _bind(
     *,
     sample: Any = None,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    checks: DistributedStrategy | None = None,
     shows: bool = True,
 ) -> None:
     """What can be refused is refused before the model is touched; parts may still refuse while they are built."""
     global _with_autocast
     _require_module(model)
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {loss_fn!r}; it must be a function: loss_fn(model, batch) gives the loss.")
     here = world.current()
     optimizer = face.update
     check_parts(strategy.parts())
     params = named_trainable(model, optimizer)
     refuse_unsuited(model, params)
     agree_on_model(params, model, optimizer, strategy.to_json(), here.comm)
-    site = Site(
-        model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=sample is not None
-    )
-    for part in strategy.parts():
+    has_sample = sample is not None or checks is not None
+    site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)
+    for part in (checks or strategy).parts():
         part.check(site)
     restore_forwards(model)
     move(model, optimizer, params, here.device)
@@ -316,13 +323,23 @@ def _bind(
         print(strategy, flush=True)
     if sample is not None:
         rehearsal = _rehearsal(model, face, sample, loss_fn)
-        for part in strategy.parts():
-            part.rehearse(rehearsal)
+        try:
+            for part in strategy.parts():
+                part.rehearse(rehearsal)
+        except BaseException:
+            _undo(model, face)
+            raise
 
 
 def _rehearsal(
     model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None
 ) -> Rehearsal:
     here = world.current()
-    batch = map_tensors(lambda tensor: tensor.to(here.device), sample)
-    return Rehearsal(model, face, loss_fn or own_loss, batch, here.comm, here.device)
+    return Rehearsal(model, face, loss_fn or own_loss, Sample(sample, here.device), here.comm, here.device)
+
+
+def _undo(model: nn.Module, face: FleetOptimizer) -> None:
+    """The pair is given up: nothing of it may act in the next one."""
+    restore_forwards(model)
+    face.pipeline.give_up()
+    give_back(face.given)

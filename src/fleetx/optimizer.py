@@ -49,7 +49,7 @@ class FleetOptimizer(Optimizer):
     """What `fleet.distribute` returns. `minimize(loss)`, or `backward(loss)`, `step()`, `zero_grad()`."""
 
     def __init__(self, inner: Optimizer, strategy_waiting: DistributedStrategy | None = None) -> None:
-        self.update = inner
+        self.given, self.update = inner, inner
         """The optimizer that changes the parameters: the one given, or the one a strategy put in its place."""
         self.strategy_waiting = strategy_waiting or DistributedStrategy()
         self._bound: Pipeline | None = None
@@ -148,6 +148,11 @@ class FleetOptimizer(Optimizer):
         """Close a window early, with the micro-batches it has. Every rank must call it, at the same place."""
         with self._steps():
             return self.pipeline.flush()
+
+    def rehearse_update(self) -> None:
+        """For rehearsal.py, which undoes it."""
+        with self._steps():
+            self.pipeline.rehearse_update()
 
     def average(self) -> None:
         """Average the weights now; every rank must call it. Under a per-step reducer they are equal already.

@@ -27,6 +27,11 @@ def enlist(pair: Pair) -> None:
     _alive.add(pair)
 
 
+def dismiss(pair: Pair) -> None:
+    """It trains nothing any more, whoever still holds it."""
+    _alive.discard(pair)
+
+
 def owner_of(param: Tensor) -> Pair | None:
     """The pair that trains this parameter. A discarded pair owns nothing."""
     return next((pair for pair in _alive if id(param) in pair.param_ids), None)

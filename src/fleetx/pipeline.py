@@ -327,11 +327,18 @@ class Pipeline:
     def rehearse_update(self) -> None:
         """Of what `rehearse` has kept. Every rank is here; none looks at data, of which there was none yet."""
         look, self._checks.first_look = self._checks.first_look, None
+        weighted = self.weighing.weighted
         try:
             self._reduce_now()
             self._update(recycle=True)
         finally:
-            self._checks.first_look = look
+            self._checks.first_look, self.weighing.weighted = look, weighted
+
+    def give_up(self) -> None:
+        """This pair will train nothing: its parameters are free for another."""
+        pairs.dismiss(self)
+        if self._checks.first_look is not None:
+            self._checks.first_look.give_up()
 
     def drop_rehearsed(self) -> None:
         self.buckets.abandon()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .comm import Comm
 from .errors import ConfigError, FleetError, RecomputeError, first_line
-from .memory.random_states import NUMPY, PYTHON, torch_sources
+from .memory.random_states import NUMPY, PYTHON, held_sources, torch_sources
 from .optimizer import FleetOptimizer
 from .rehearsing import rehearsing
 from .resume import load_training_state, training_state
@@ -42,17 +42,40 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 @final
+class Sample:
+    """A batch on the device, of its own: a forward may write to what it is given, and the next one is to find it as it was."""
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        self._source = batch
+        self.value = map_tensors(lambda tensor: tensor.to(device, copy=True), batch)
+        self._versions = [tensor._version for tensor in tensors_in(self.value)]
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        tensors = tensors_in(self.value)
+        for i, (tensor, source) in enumerate(zip(tensors, tensors_in(self._source), strict=True)):
+            if tensor._version != self._versions[i]:
+                tensor.copy_(source)
+                self._versions[i] = tensor._version
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     model: nn.Module
     optimizer: FleetOptimizer
     loss_fn: Callable[[nn.Module, Any], Tensor]
-    sample: Any
+    sample: Sample
     comm: Comm
     device: torch.device
 
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
+        if self.optimizer.pipeline.buckets.has_new():
+            raise ConfigError(
+                "the model has gradients already, which steps that are run to be measured would mix with. Call model.zero_grad() "
+                "before fleet.distribute(...) or fleet.find_batch(...)."
+            )
         saved = Snapshot(self.model, self.optimizer, self.device)
         self.model.train()
         try:
@@ -62,7 +85,8 @@ class Rehearsal:
             saved.put_back()
 
     def forward(self) -> Tensor:
-        loss = self.loss_fn(self.model, self.sample)
+        self.sample.renew()
+        loss = self.loss_fn(self.model, self.sample.value)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn(model, sample) gave {told}; it must give a loss: one number, with gradients.")
@@ -81,7 +105,7 @@ class Rehearsal:
 
     def update(self) -> None:
         """By the gradients gathered. Collective."""
-        self.optimizer.pipeline.rehearse_update()
+        self.optimizer.rehearse_update()
 
     def everywhere(self, work: Callable[[], Found]) -> Found:
         """Its result; or, if it failed on some rank, an error on every one. Collective at the end: `work` itself may not be."""
@@ -111,7 +135,7 @@ class Rehearsal:
         yield from self.model.buffers()
         yield from pipeline.buckets.flats
         yield from tensors_in(training_state(self.optimizer))
-        yield from tensors_in(self.sample)
+        yield from tensors_in(self.sample.value)
 
 
 def _verdict(rank: int, said: Mapping[str, str], *, own: Exception | None) -> Exception:
@@ -134,7 +158,8 @@ class Snapshot:
         self._buffers = [dict(module._buffers) for module in model.modules()]
         self._values = [(tensor, _on_host(tensor)) for tensor in [*model.parameters(), *model.buffers()]]
         self._training = map_tensors(_on_host, training_state(optimizer))
-        self._random = [(source, source.get()) for source in [*torch_sources(device), PYTHON, NUMPY]]
+        held = held_sources(value for module in model.modules() for value in vars(module).values())
+        self._random = [(source, source.get()) for source in [*torch_sources(device), PYTHON, NUMPY, *held]]
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -167,12 +167,20 @@ def _take_back(inner: Optimizer) -> None:
             group.pop(name, None)
 
 
+def give_back(inner: Optimizer) -> None:
+    """The pair is given up: the optimizer is the user's again, as it was."""
+    _take_back(inner)
+    inner.__dict__["_fleetx_stand_in"] = None
+
+
 def _refuse_use(inner: Optimizer, update: Optimizer) -> None:
     """Stepping or loading the optimizer that was given would go past the one in its place."""
     held, standing_in = weakref.ref(inner), weakref.ref(update)
+    inner.__dict__["_fleetx_stand_in"] = standing_in
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is held() and standing_in() is not None:
+        is_in_place = standing_in() is not None and optimizer.__dict__.get("_fleetx_stand_in") is standing_in
+        if optimizer is held() and is_in_place:
             raise ConfigError(
                 f"this {type(optimizer).__name__} was given to fleet.distribute(...), and {type(standing_in()).__name__} has "
                 "taken its place. Use the optimizer that fleet.distribute(...) returned."

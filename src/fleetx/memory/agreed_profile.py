@@ -17,6 +17,8 @@ def to_plain(profile: Profile) -> dict[str, Any]:
         "elements": [[e.unit, way(e.stored), way(e.again), way(e.joins)] for e in profile.elements],
         "sizes": sorted(profile.sizes.items()),
         "floor": profile.floor,
+        "lingering": sorted(profile.lingering),
+        "outlasting": sorted(profile.outlasting),
     }
 
 
@@ -25,7 +27,8 @@ def from_plain(told: Any) -> Profile:
         return None if one is None else Way(frozenset(one[0]), *one[1:])
 
     elements = [Element(unit, *map(way, ways)) for unit, *ways in told["elements"]]
-    return Profile(tuple(told["units"]), tuple(elements), dict(told["sizes"]), told["floor"])
+    rest = (frozenset(told[name]) for name in ("lingering", "outlasting"))
+    return Profile(tuple(told["units"]), tuple(elements), dict(told["sizes"]), told["floor"], *rest)
 
 
 def joined(profiles: Sequence[Profile]) -> Profile:
@@ -39,7 +42,14 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         for e in zip(*(p.elements for p in profiles), strict=True)
     ]
     sizes = {s: max(p.sizes[s] for p in profiles) for s in heaviest.sizes}
-    return Profile(heaviest.units, tuple(elements), sizes, max(p.floor for p in profiles))
+    return Profile(
+        heaviest.units,
+        tuple(elements),
+        sizes,
+        floor=max(p.floor for p in profiles),
+        lingering=frozenset.intersection(*(p.lingering for p in profiles)),
+        outlasting=frozenset.intersection(*(p.outlasting for p in profiles)),
+    )
 
 
 def _shape(element: Element) -> tuple[Any, ...]:

@@ -44,8 +44,9 @@ class Growth:
             replace(two, stored=way(one.stored, two.stored), again=way(one.again, two.again), joins=way(one.joins, two.joins))
             for one, two in zip(self.of_small.elements, self.of_large.elements, strict=True)
         ]
+        floor = max(self.of_small.floor, round(line(self.of_small.floor, self.of_large.floor)))
         sizes = {s: max(0, round(line(self.of_small.sizes[s], self.of_large.sizes[s]))) for s in self.of_large.sizes}
-        return Profile(self.of_large.units, tuple(elements), sizes, max(self.of_small.floor, self.of_large.floor))
+        return replace(self.of_large, elements=tuple(elements), sizes=sizes, floor=floor)
 
 
 def _shape(profile: Profile) -> object:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..rehearsal import OutOfMemory, Rehearsal
+from ..rehearsal import OutOfMemory, Rehearsal, Sample
 from ..strategy import DistributedStrategy
 from ..trees import map_tensors, tensors_in
 from .batches import Growth, largest_that, merged, sizes_to_try
@@ -24,7 +24,6 @@ from .planner import Planner
 from .solve import Solution, cheapest, peak_bytes, smallest_budget
 
 MOST = 1 << 20
-TRIES = 6
 
 Resize = Callable[[Any, int], Any]
 
@@ -90,12 +89,14 @@ class Finder:
 
     def __init__(self, rehearsal: Rehearsal, budget: int, resize: Resize, size: int, wanted: Sequence[str]) -> None:
         self._rehearsal, self._budget, self._resize, self._wanted = rehearsal, budget, resize, wanted
+        self._sample = rehearsal.sample.value
         self._units: dict[str, nn.Module] | None = None
         self._aim = int(budget * (1 - ALLOWANCE))
         self._growth = self._measure(size)
 
     def planner(self, size: int) -> Planner:
-        rehearsal = replace(self._rehearsal, sample=self._resize(self._rehearsal.sample, size))
+        sample = Sample(self._resize(self._sample, size), self._rehearsal.device)
+        rehearsal = replace(self._rehearsal, sample=sample)
         return Planner(rehearsal, self._wanted, units=self._units)
 
     def _measure(self, size: int) -> Growth:
@@ -133,23 +134,34 @@ class Finder:
                 f"budget is {self._budget} bytes ({shown(self._budget)}); a batch of 1 needs {shown(least)}, with everything "
                 "computed again that can be."
             )
-        fits, too_large, size = 0, foretold + max(2, foretold // 16), foretold
-        for _ in range(TRIES):
+        return self._by_trying(foretold)
+
+    def _by_trying(self, foretold: int) -> int:
+        """The largest that fits, to a sixty-fourth: downwards in ever larger steps, until one does, then between the two."""
+        fits, too_large, size, stride = 0, foretold + max(2, foretold // 16), foretold, max(1, foretold // 16)
+        while size:
             peak = self.peak(size, self._least(size))
             if peak is not None and peak <= self._budget:
-                fits = max(fits, size)
+                fits = size
             else:
-                too_large = min(too_large, size)
+                too_large = size
             if too_large - fits <= max(1, fits // 64):
                 break
-            size = (fits + too_large) // 2 if fits else max(1, size - max(1, size // 16))
+            if fits:
+                size = (fits + too_large) // 2
+            else:
+                size, stride = (size - stride if size > 2 * stride else size // 2), 2 * stride
         if not fits:
-            raise ConfigError(f"find_batch: a batch of {foretold} was foretold to fit into {shown(self._budget)}, and did not.")
+            raise ConfigError(
+                f"find_batch: a batch of {foretold} was foretold to fit into {shown(self._budget)}, and not even one of "
+                f"{too_large} did. Is there less memory free than the budget?"
+            )
         return fits
 
     def _least(self, size: int) -> Solution:
+        """The plan of least peak."""
         profile = self._growth.at(size)
-        found = cheapest(profile, max(self._aim, smallest_budget(profile, segments=True)), segments=True)
+        found = cheapest(profile, smallest_budget(profile, segments=True), segments=True)
         assert found is not None
         return found
 
@@ -159,8 +171,9 @@ class Finder:
 
     def peak(self, size: int, solution: Solution) -> int | None:
         """Bytes held, by trying; None where memory ran out."""
+        profile = self._growth.at(size)
         try:
-            return self.planner(size).real(self._growth.at(size), solution)[1]
+            return max(profile.floor, self.planner(size).real(profile, solution)[1])
         except OutOfMemory:
             return None
 
@@ -199,8 +212,10 @@ def found_batches(
     for one, tried in speeds.items():
         if tried is not None:
             steps = 1 if global_batch is None else global_batch // ranks // one
-            chosen = settings_for(strategy, budget=budget if tried[2] else None, merge_steps=steps)
-            batches.append(Batch(one, tried[0] * ranks, tried[1], tried[2], steps, chosen, resize(rehearsal.sample, one)))
+            chosen = settings_for(
+                strategy, budget=budget if tried[2] else None, merge_steps=None if global_batch is None else steps
+            )
+            batches.append(Batch(one, tried[0] * ranks, tried[1], tried[2], steps, chosen, resize(rehearsal.sample.value, one)))
     if not batches:
         raise ConfigError(f"find_batch: no batch kept to {shown(budget)} when it was run.")
     by_speed = max(batches, key=lambda batch: batch.samples_per_second)
@@ -213,12 +228,18 @@ def without_memory_parts(strategy: DistributedStrategy) -> DistributedStrategy:
     return DistributedStrategy.from_dict({name: value for name, value in strategy.to_dict().items() if name not in left_out})
 
 
-def settings_for(strategy: DistributedStrategy, *, budget: int | None, merge_steps: int) -> DistributedStrategy:
-    chosen = without_memory_parts(strategy)
+def settings_for(strategy: DistributedStrategy, *, budget: int | None, merge_steps: int | None) -> DistributedStrategy:
+    """With the plan's budget, or no recompute; and these merge steps, or those that the strategy has."""
+    chosen, recompute, merge = without_memory_parts(strategy), strategy.recompute_configs, strategy.gradient_merge_configs
     if budget is not None:
         chosen.recompute = True
-        chosen.recompute_configs = {"budget": budget, "checkpoints": list(strategy.recompute_configs["checkpoints"])}
-    if merge_steps > 1:
+        chosen.recompute_configs = {
+            "budget": budget,
+            "checkpoints": list(recompute["checkpoints"]),
+            "offload": recompute["offload"],
+        }
+    steps = merge["k_steps"] if merge_steps is None else merge_steps
+    if steps > 1:
         chosen.gradient_merge = True
-        chosen.gradient_merge_configs = {"k_steps": merge_steps, "avg": strategy.gradient_merge_configs["avg"]}
+        chosen.gradient_merge_configs = {"k_steps": steps, "avg": merge["avg"]}
     return chosen

@@ -23,8 +23,11 @@ from ..patch import patched
 from .gauge import Gauge
 from .rows import Piece, total
 from .solve import Element, Profile, Way
+from .tape import MODEL
 
 TIMED_STEPS = 3
+NO_TIME = 1e-9
+"""Seconds of a unit that backward never asked for: little, but not for nothing chosen."""
 
 
 @dataclass(slots=True)
@@ -133,6 +136,11 @@ class Probe:
             self._first = False
             self.outer()
 
+    def around_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        self.outer()
+        return out
+
     def within(self, name: str) -> Callable[..., Any]:
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._first:
@@ -151,9 +159,11 @@ Again = Callable[[str, nn.Module], Callable[..., Any]]
 
 
 def run_probed(units: Mapping[str, nn.Module], again: Again, probe: Probe, step: Callable[[], None]) -> None:
-    inner = [(module, probe.within(name)) for name, module in units.items()]
-    middle = [(module, again(name, module)) for name, module in units.items()]
-    outer = [(module, probe.around) for module in units.values()]
+    """`units` may hold the model itself, whose end is a seam too."""
+    own = [(name, module) for name, module in units.items() if name != MODEL]
+    inner = [(module, probe.within(name)) for name, module in own]
+    middle = [(module, again(name, module)) for name, module in own]
+    outer = [(module, probe.around if name != MODEL else probe.around_model) for name, module in units.items()]
     with patched([*inner, *middle, *outer]):
         step()
 
@@ -209,6 +219,8 @@ def profile_of(
     *,
     sizes: Mapping[int, int],
     update_peak: int,
+    lingering: frozenset[int] = frozenset(),
+    outlasting: frozenset[int] = frozenset(),
 ) -> Profile:
     """What each way of each piece needs beyond what is kept, from a step in which every unit was computed again."""
     names = list(dict.fromkeys(p.call.name for p in pieces if p.call is not None))
@@ -218,25 +230,27 @@ def profile_of(
     previous: tuple[Piece, Way] | None = None
     calls = Counter(p.call.name for p in pieces if p.call is not None)
     for i, (piece, reading) in enumerate(zip(pieces, readings, strict=True)):
-        before = total(sizes, kept)
+        is_last = i == len(pieces) - 1
+        before = total(sizes, kept - (outlasting if is_last else lingering))
         if piece.call is None:
             kept |= piece.saved
-            backward = reading.backward_peak - total(sizes, kept) if i == len(pieces) - 1 else 0
+            backward = reading.backward_peak - total(sizes, kept) if is_last else 0
             way = Way(piece.saved, reading.forward_peak - before, backward)
             elements.append(Element(None, way))
             continue
-        stored, again = _ways(piece, reading, kept, sizes, next(times.get(piece.call.name, iter(())), 0.0))
+        stored, again = _ways(piece, reading, kept, before, sizes, next(times.get(piece.call.name, iter(())), NO_TIME))
         once = calls[piece.call.name] == 1
         joins = _joins(piece, previous, again, sizes) if once else None
         elements.append(Element(names.index(piece.call.name), stored, again, joins))
         previous = (piece, again) if once else None
         kept |= piece.inputs
-    return Profile(tuple(names), tuple(elements), dict(sizes), update_peak)
+    return Profile(tuple(names), tuple(elements), dict(sizes), update_peak, lingering, outlasting)
 
 
-def _ways(piece: Piece, reading: Readings, kept: Collection[int], sizes: Mapping[int, int], seconds: float) -> tuple[Way, Way]:
-    """Stored, and computed again; `kept` by the pieces before it."""
-    before = total(sizes, kept)
+def _ways(
+    piece: Piece, reading: Readings, kept: Collection[int], before: int, sizes: Mapping[int, int], seconds: float
+) -> tuple[Way, Way]:
+    """Stored, and computed again; `kept` by the pieces before it, `before` bytes of which count in forward."""
     with_inputs = total(sizes, {*kept, *piece.inputs})
     growth = reading.again_peak - reading.again_start
     anything_else = reading.again_start - with_inputs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .solve import Profile, Solution, Way
+from .solve import Kept, Profile, Solution, brought_by, in_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,18 @@ def moments(profile: Profile, solution: Solution) -> tuple[Moment, ...]:
     there: list[Moment] = []
     back: list[Moment] = []
     held: set[int] = set()
-    kept = brought = 0
+    kept, brought = Kept(), 0
     for element in profile.elements:
         again, joins = element.unit in solution.again, element.unit in solution.joins
-        way: Way = element.way(again=again, joins=joins)
-        brought = brought if element.unit is None else brought + way.brought if joins else 0
-        own = sum(profile.sizes[s] for s in way.kept - held)
-        name = "" if element.unit is None else profile.units[element.unit]
-        there.append(Moment(name, False, again, kept + own, kept + way.forward_extra))
-        back.append(Moment(name, True, again, kept + own, kept + own + brought + way.backward_extra))
+        way = element.way(again=again, joins=joins)
+        own = profile.own(way, held)
+        brought = brought_by(brought, element, way)
+        forward, backward = in_use(kept, own, brought, way, is_last=element is profile.elements[-1])
         held |= way.kept
-        kept += own
+        kept = kept.and_(own)
+        name = "" if element.unit is None else profile.units[element.unit]
+        there.append(Moment(name, False, again, kept.all, forward))
+        back.append(Moment(name, True, again, kept.all, backward))
     return (*there, *reversed(back))
 
 

@@ -95,8 +95,9 @@ def plan_for(budget: int, planner: Planner) -> Settled:
         spare = budget - held
         if spare >= 0 and (not solution.again or spare <= TOO_CAREFUL * budget):
             break
-        # As far as the step was off, the next aim is moved; half of it where there was room, which need not be safe.
-        aim += spare // 2 if spare > 0 else spare - int(ALLOWANCE * budget)
+        # The next plan is foretold to need as much less as this one was over; or half as much more as it left free.
+        foretold = min(aim, solution.peak_bytes)
+        aim = min(foretold + spare // 2, budget) if spare > 0 else foretold + spare - int(ALLOWANCE * budget)
     if fitting is None:
         raise ConfigError(_too_small(budget, profile, [settled.plan for settled in tried]))
     return fitting

@@ -18,10 +18,10 @@ from .agreed_profile import from_plain, joined, to_plain
 from .gauge import Gauge, gauge_for
 from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
 from .replay import Replay
-from .rows import good_units, pieces
+from .rows import good_units, lingering, outlasting, pieces
 from .slices import cut_sequentials
 from .solve import Profile, Solution
-from .tape import record
+from .tape import MODEL, record
 from .units import chosen_units, repeated_blocks
 
 
@@ -36,6 +36,7 @@ class Planner:
         self.units: dict[str, nn.Module] = dict(units or {})
         self._are_found = units is not None
         self._left_out: set[str] = set()
+        self._storages: dict[str, Any] = {}
 
     def profile(self) -> Profile:
         """Measured on this rank, joined with the others'. A unit that turns out to compute something else again is left out."""
@@ -57,15 +58,22 @@ class Planner:
                 rehearsal.update()  # from now on the optimizer has its state
                 update_peak = self._gauge.peak()
         readings = rehearsal.everywhere(
-            lambda: measured(found, self.units, self._again, self._gauge, forward=rehearsal.forward, backward=rehearsal.backward)
+            lambda: measured(
+                found,
+                {MODEL: rehearsal.model, **self.units},
+                self._again,
+                self._gauge,
+                forward=rehearsal.forward,
+                backward=rehearsal.backward,
+            )
         )
         seconds = rehearsal.everywhere(lambda: timed(self.units, self._again, rehearsal.device, rehearsal.step))
-        mine = profile_of(found, readings, seconds, sizes=self._sizes, update_peak=update_peak)
+        mine = profile_of(found, readings, seconds, update_peak=update_peak, **self._storages)
         return joined([from_plain(told) for told in rehearsal.comm.gather_json(to_plain(mine))])
 
     def _find_units(self) -> Any:
         model, run = self._rehearsal.model, self._rehearsal.forward
-        named = {**{name: module for name, module in model.named_modules() if name}, **self.units}
+        named = {**dict(model.named_modules()), **self.units}
         tape = record(model, named, run)
         if self._are_found:
             names = good_units(tape, (), only=list(self.units))
@@ -79,7 +87,7 @@ class Planner:
             names = good_units(tape, repeated_blocks(model))
         self.units = {name: named[name] for name in names if name not in self._left_out}
         self._are_found = True
-        self._sizes = tape.sizes
+        self._storages = {"sizes": tape.sizes, "lingering": lingering(tape), "outlasting": outlasting(tape)}
         return pieces(tape, self.units)
 
     def _again(self, name: str, module: nn.Module) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from .tape import Called, Ended, Saved, Tape
+from .tape import MODEL, Called, Ended, Saved, Tape
 
 WORTH_A_UNIT = 0.01
 """Of all saved bytes: modules that save less are left to the glue."""
@@ -98,7 +98,7 @@ def good_units(tape: Tape, blocks: Collection[str], *, only: Collection[str] | N
 
     def taken_apart(name: str) -> list[str]:
         inner = [part for part in parts[name] if part != name]
-        if name in unable or (inner and any(block.startswith(f"{name}.") for block in blocks)):
+        if name == MODEL or name in unable or (inner and any(block.startswith(f"{name}.") for block in blocks)):
             return [unit for part in inner for unit in taken_apart(part)]
         is_large = weigh.saved[name] > weigh.total * (SPLIT_BLOCK_ABOVE if name in blocks else SPLIT_ABOVE)
         if is_large and sum(weigh.freed[part] for part in inner) >= PARTS_FREE * weigh.freed[name] > 0:
@@ -129,8 +129,24 @@ def _outermost(tape: Tape, names: set[str]) -> set[str]:
     return names - nested
 
 
+def lingering(tape: Tape) -> frozenset[int]:
+    """Storages that are there by themselves until the model's own forward is over: 16-bit copies of weights, lists of results."""
+    ends = [i for i, event in enumerate(tape.events) if isinstance(event, Ended) and event.call.name == MODEL]
+    return _alive_until(tape, ends[-1] if ends else len(tape.events))
+
+
+def outlasting(tape: Tape) -> frozenset[int]:
+    """Those that are there until the last tensor is saved, which is in the loss."""
+    return _alive_until(tape, len(tape.events))
+
+
+def _alive_until(tape: Tape, event: int) -> frozenset[int]:
+    return frozenset(number for number in tape.sizes if tape.ends.get(number, event) >= event)
+
+
 def pieces(tape: Tape, units: Collection[str]) -> list[Piece]:
-    """The forward as calls of units with glue before, between and after them; the last piece is glue."""
+    """The forward as calls of units with glue before, between and after them. The last piece is glue; so is the one before it,
+    which ends with the model's own forward."""
     found: list[Piece] = []
     saved: set[int] = set()
     inside: Called | None = None
@@ -143,7 +159,7 @@ def pieces(tape: Tape, units: Collection[str]) -> list[Piece]:
         if isinstance(event, Called) and event.name in units:
             end_piece()
             inside = event
-        elif isinstance(event, Ended) and event.call is inside:
+        elif isinstance(event, Ended) and (event.call is inside or event.call.name == MODEL):
             end_piece()
             inside = None
         elif isinstance(event, Saved):

@@ -6,6 +6,7 @@ row from its end, so when it comes to an element, exactly the elements before it
 
     bytes(kept by all before it, and by itself) + what its own backward needs on top  <=  budget      at every element
 
+and likewise in forward, where storages that linger anyway until it is over (16-bit copies of weights) do not count as kept.
 Storages shared by several elements count once. That is why a plan is not a sum of savings, and why the peak of a plan is not
 the sum of what is saved.
 
@@ -17,13 +18,16 @@ keeps to.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 MOST_STATES = 6000
 """Partial plans compared at one element. Beyond, of those of about equal size only the fastest stay: the plan found still keeps
 to the budget, and may be a little slower than the best one."""
+
+FEW_STATES = 100
+"""Up to so many are compared in all respects; beyond, bytes that count in forward decide nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,17 @@ class Element:
         return self.again if again and self.again is not None else self.stored
 
 
+class Kept(NamedTuple):
+    """Bytes: all, and those that nothing else keeps in use while a unit's forward runs, or the loss is computed."""
+
+    all: int = 0
+    in_forward: int = 0
+    at_loss: int = 0
+
+    def and_(self, own: Kept) -> Kept:
+        return Kept(self.all + own.all, self.in_forward + own.in_forward, self.at_loss + own.at_loss)
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A step, measured."""
@@ -68,6 +83,18 @@ class Profile:
     """Bytes of each storage."""
     floor: int
     """Bytes that every plan needs at some time: those of the update."""
+    lingering: frozenset[int] = frozenset()
+    """Storages that are in use until the model's own forward is over, whoever keeps them."""
+    outlasting: frozenset[int] = frozenset()
+    """Of them those that are in use until the last element's is, which is the loss."""
+
+    def own(self, way: Way, held: Collection[int]) -> Kept:
+        """Bytes that it keeps beyond those held."""
+        new = [s for s in way.kept if s not in held]
+        lingers = sum(self.sizes[s] for s in new if s in self.lingering)
+        outlasts = sum(self.sizes[s] for s in new if s in self.outlasting)
+        whole = sum(self.sizes[s] for s in new)
+        return Kept(whole, whole - lingers, whole - outlasts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +111,24 @@ def peak_bytes(profile: Profile, again: Iterable[int], joins: Iterable[int] = ()
     """The largest number of bytes in use at any time of a step, if these units are computed again."""
     chosen, joining = set(again), set(joins)
     held: set[int] = set()
-    kept_bytes, brought, peak = 0, 0, profile.floor
+    kept, brought, peak = Kept(), 0, profile.floor
     for element in profile.elements:
         way = element.way(again=element.unit in chosen, joins=element.unit in joining)
-        own = sum(profile.sizes[s] for s in way.kept - held)
-        brought = _brought_by(brought, element, way)
-        peak = max(peak, kept_bytes + way.forward_extra, kept_bytes + own + brought + way.backward_extra)
+        own = profile.own(way, held)
+        brought = brought_by(brought, element, way)
+        peak = max(peak, *in_use(kept, own, brought, way, is_last=element is profile.elements[-1]))
         held |= way.kept
-        kept_bytes += own
+        kept = kept.and_(own)
     return peak
 
 
-def _brought_by(before: int, element: Element, way: Way) -> int:
+def in_use(kept: Kept, own: Kept, brought: int, way: Way, *, is_last: bool) -> tuple[int, int]:
+    """Bytes in the forward of an element and in its backward, given what those before it keep."""
+    forward = (kept.at_loss if is_last else kept.in_forward) + way.forward_extra
+    return forward, kept.all + own.all + brought + way.backward_extra
+
+
+def brought_by(before: int, element: Element, way: Way) -> int:
     """Bytes that have come back with the segment, when backward is at this element. Glue does not end a segment."""
     if element.unit is None:
         return before
@@ -111,22 +144,22 @@ def cheapest(profile: Profile, budget: int, *, segments: bool = False) -> Soluti
     """The plan of least extra time whose peak is within the budget; None if there is none. `segments`: units may be joined."""
     if profile.floor > budget:
         return None
-    fronts: dict[Key, list[State]] = {Key(frozenset(), frozenset(), False): [State(0, 0, 0.0, None, None)]}
+    fronts: dict[Key, list[State]] = {Key(frozenset(), frozenset(), False): [State(Kept(), 0, 0.0, None, None)]}
     for step in _steps(profile):
         grown: dict[Key, list[State]] = {}
         for key, states in fronts.items():
             for chosen, way in step.ways(key, segments=segments):
-                own = sum(profile.sizes[s] for s in way.kept - key.held - step.always_held)
+                own = profile.own(way, key.held | step.always_held)
                 reached = grown.setdefault(step.next_key(key, way, chosen), [])
                 for state in states:
-                    brought = _brought_by(state.brought, step.element, way)
-                    if state.kept_bytes + max(way.forward_extra, own + brought + way.backward_extra) <= budget:
-                        reached.append(State(state.kept_bytes + own, brought, state.seconds + way.seconds, chosen, state))
+                    brought = brought_by(state.brought, step.element, way)
+                    if max(in_use(state.kept, own, brought, way, is_last=step.is_last)) <= budget:
+                        reached.append(State(state.kept.and_(own), brought, state.seconds + way.seconds, chosen, state))
         fronts = thinned({key: not_dominated(states) for key, states in grown.items() if states})
     ends = [state for states in fronts.values() for state in states]
     if not ends:
         return None
-    best = min(ends, key=lambda state: (state.seconds, state.kept_bytes))
+    best = min(ends, key=lambda state: (state.seconds, state.kept))
     choices = list(best.choices())
     again = frozenset(choice.unit for choice in choices if choice.again)
     joins = frozenset(choice.unit for choice in choices if choice.joins)
@@ -168,11 +201,20 @@ class Key(NamedTuple):
 class State:
     """A plan for the elements so far."""
 
-    kept_bytes: int
+    kept: Kept
     brought: int
     seconds: float
     chosen: Choice | None
     before: State | None
+
+    def beats(self, other: State) -> bool:
+        return (
+            self.kept.all <= other.kept.all
+            and self.seconds <= other.seconds
+            and self.brought <= other.brought
+            and self.kept.in_forward <= other.kept.in_forward
+            and self.kept.at_loss <= other.kept.at_loss
+        )
 
     def choices(self) -> Iterator[Choice]:
         state: State | None = self
@@ -195,6 +237,7 @@ class Walk:
     called_later: bool
     joined_later: bool
     """The next unit may join this one."""
+    is_last: bool
 
     def ways(self, key: Key, *, segments: bool) -> list[tuple[Choice | None, Way]]:
         unit, element = self.element.unit, self.element
@@ -230,7 +273,7 @@ def _steps(profile: Profile) -> Iterator[Walk]:
         mentioned |= _mentions(element)
         mentioned = {s for s in mentioned if last_mention[s] > i and s not in always}
         called_later = element.unit is not None and last_call[element.unit] > i
-        yield Walk(element, before, frozenset(mentioned), called_later, joined_later[i])
+        yield Walk(element, before, frozenset(mentioned), called_later, joined_later[i], i == len(profile.elements) - 1)
 
 
 def _ways(element: Element) -> list[Way]:
@@ -255,7 +298,9 @@ def _joined_later(elements: tuple[Element, ...]) -> list[bool]:
 
 def not_dominated(states: list[State]) -> list[State]:
     """Those that no other beats in bytes kept, bytes brought back and time, by size."""
-    states.sort(key=lambda state: (state.kept_bytes, state.brought, state.seconds))
+    states.sort(key=lambda state: (state.kept, state.brought, state.seconds))
+    if len(states) <= FEW_STATES:
+        return [state for i, state in enumerate(states) if not any(other.beats(state) for other in states[:i])]
     front: list[State] = []
     fastest: list[State] = []
     """Of the front: by bytes brought back, ever faster."""
@@ -275,16 +320,16 @@ def thinned(fronts: dict[Key, list[State]]) -> dict[Key, list[State]]:
     """At most about MOST_STATES of them; the smallest of each front stays, or what can be kept might be missed."""
     if sum(map(len, fronts.values())) <= MOST_STATES:
         return fronts
-    smallest = sorted(fronts, key=lambda key: fronts[key][0].kept_bytes)[: MOST_STATES // 2]
+    smallest = sorted(fronts, key=lambda key: fronts[key][0].kept)[: MOST_STATES // 2]
     return {key: _thin(fronts[key], MOST_STATES // len(smallest)) for key in smallest}
 
 
 def _thin(front: list[State], most: int) -> list[State]:
-    smallest = front[0].kept_bytes
-    grain = (front[-1].kept_bytes - smallest) // max(1, most - 1) + 1
+    smallest = front[0].kept.all
+    grain = (front[-1].kept.all - smallest) // max(1, most - 1) + 1
     slots = {-1: front[0]}
     for state in front[1:]:
-        slot = (state.kept_bytes - smallest) // grain
+        slot = (state.kept.all - smallest) // grain
         if slot not in slots or state.seconds < slots[slot].seconds:
             slots[slot] = state
     return list(slots.values())

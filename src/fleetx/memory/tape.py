@@ -7,6 +7,7 @@ Storages that are still alive when the run is over were there before it (weights
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from ..patch import patched
 from ..trees import tensors_in
 from .gauge import storage_of
+
+MODEL = ""
+"""The name of the model itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +59,8 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     """Bytes of each storage that the forward made."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """After how many events a storage was gone, though nothing was saved; not of those that outlive the last event."""
 
     def calls(self) -> Iterator[Called]:
         return (event for event in self.events if isinstance(event, Called))
@@ -75,9 +81,10 @@ class Returned(NamedTuple):
 class Numbers:
     """A number for each storage, of its own also when memory is used again after its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, gone: Callable[[int], Any]) -> None:
         self.sizes: dict[int, int] = {}
         self._alive: dict[int, tuple[int, Any]] = {}
+        self._gone = gone
 
     def of(self, tensor: Tensor) -> int | None:
         storage = storage_of(tensor)
@@ -88,7 +95,12 @@ class Numbers:
             return known[0]
         number, place = len(self.sizes), storage._cdata
         self.sizes[number] = storage.nbytes()
-        self._alive[place] = (number, weakref.ref(storage, lambda _: self._alive.pop(place, None)))
+
+        def ends(_: Any) -> None:
+            self._alive.pop(place, None)
+            self._gone(number)
+
+        self._alive[place] = (number, weakref.ref(storage, ends))
         return number
 
     def alive(self) -> set[int]:
@@ -98,7 +110,8 @@ class Numbers:
 
 def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tape:
     """`run` computes the loss. What of it was made and is gone afterwards is on the tape."""
-    tape, numbers, stack, returned = Tape(), Numbers(), list[Called](), list[Returned]()
+    tape, stack, returned = Tape(), list[Called](), list[Returned]()
+    numbers = Numbers(lambda number: tape.ends.setdefault(number, len(tape.events)))
 
     def around(name: str) -> Callable[..., Any]:
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +153,10 @@ def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[
         del loss
     kept = numbers.alive()
     tape.sizes = {number: size for number, size in numbers.sizes.items() if number not in kept}
-    tape.events = [e for e in tape.events if not isinstance(e, Saved) or e.storage in tape.sizes]
+    counts = [not isinstance(event, Saved) or event.storage in tape.sizes for event in tape.events]
+    places = [0, *itertools.accumulate(counts)]
+    tape.ends = {number: places[end] for number, end in tape.ends.items()}
+    tape.events = list(itertools.compress(tape.events, counts))
     for called in tape.calls():
         called.inputs = [number for number in called.inputs if number in tape.sizes]
     return tape

@@ -120,8 +120,9 @@ def black_modules(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
 
 def slowdown(device: torch.device, dtype: torch.dtype) -> float:
     """Time of a small convolution and matrix product in `dtype` over that in float32; above 1 means slower."""
-    conv, x = nn.Conv2d(16, 16, 3, padding=1).to(device), torch.randn(4, 16, 16, 16, device=device)
-    linear, rows = nn.Linear(256, 256).to(device), torch.randn(64, 256, device=device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        conv, x = nn.Conv2d(16, 16, 3, padding=1).to(device), torch.randn(4, 16, 16, 16, device=device)
+        linear, rows = nn.Linear(256, 256).to(device), torch.randn(64, 256, device=device)
 
     def seconds(enabled: bool) -> float:
         times = []
@@ -132,8 +133,7 @@ def slowdown(device: torch.device, dtype: torch.dtype) -> float:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    with torch.random.fork_rng(devices=[]):
-        return seconds(True) / seconds(False)
+    return seconds(True) / seconds(False)
 
 
 @dataclass(frozen=True, kw_only=True)
