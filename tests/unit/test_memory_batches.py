@@ -8,7 +8,8 @@ import pytest
 
 from fleetx.errors import ConfigError
 from fleetx.memory.batches import Growth, largest_that, merged, sizes_to_try
-from fleetx.memory.solve import Element, Profile, Way, cheapest, peak_bytes
+from fleetx.memory.profile import Element, Profile, Way, peak_bytes
+from fleetx.memory.solve import cheapest
 
 # --- a step that grows in a straight line ---------------------------------------------------------------------------------------
 

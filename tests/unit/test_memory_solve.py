@@ -10,7 +10,8 @@ from fractions import Fraction
 
 import pytest
 
-from fleetx.memory.solve import Element, Profile, Way, cheapest, smallest_budget
+from fleetx.memory.profile import Element, Profile, Way
+from fleetx.memory.solve import cheapest, smallest_budget
 
 MANY = 120
 """Random profiles of each kind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .solve import Element, Profile, Way, peak_bytes
+from .profile import Element, Profile, Way, peak_bytes
 
 
 def to_plain(profile: Profile) -> dict[str, Any]:
@@ -33,9 +33,8 @@ def from_plain(told: Any) -> Profile:
 
 def joined(profiles: Sequence[Profile]) -> Profile:
     """The largest of each number. Ranks whose batches took other ways through the model cannot be joined: the heaviest counts."""
-    alike = {(p.units, tuple(_shape(e) for e in p.elements), tuple(p.sizes)) for p in profiles}
     heaviest = max(profiles, key=lambda p: peak_bytes(p, ()))
-    if len(alike) > 1:
+    if not all(p.is_like(heaviest) for p in profiles):
         return heaviest
     elements = [
         Element(e[0].unit, *(_largest([getattr(one, way) for one in e]) for way in ("stored", "again", "joins")))
@@ -50,10 +49,6 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         lingering=frozenset.intersection(*(p.lingering for p in profiles)),
         outlasting=frozenset.intersection(*(p.outlasting for p in profiles)),
     )
-
-
-def _shape(element: Element) -> tuple[Any, ...]:
-    return element.unit, *(None if way is None else way.kept for way in (element.stored, element.again, element.joins))
 
 
 def _largest(ways: Sequence[Way | None]) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError
-from .solve import Profile, Way
+from .profile import Profile, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Growth:
 
     def is_alike(self) -> bool:
         """Whether both batches took one way through the model."""
-        return _shape(self.of_small) == _shape(self.of_large)
+        return self.of_small.is_like(self.of_large)
 
     def at(self, batch: int) -> Profile:
         """A straight line through both, for every number."""
@@ -47,11 +47,6 @@ class Growth:
         floor = max(self.of_small.floor, round(line(self.of_small.floor, self.of_large.floor)))
         sizes = {s: max(0, round(line(self.of_small.sizes[s], self.of_large.sizes[s]))) for s in self.of_large.sizes}
         return replace(self.of_large, elements=tuple(elements), sizes=sizes, floor=floor)
-
-
-def _shape(profile: Profile) -> object:
-    ways = [(e.unit, *(None if way is None else way.kept for way in (e.stored, e.again, e.joins))) for e in profile.elements]
-    return profile.units, ways, set(profile.sizes)
 
 
 def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:

@@ -21,7 +21,8 @@ from ..trees import map_tensors, tensors_in
 from .batches import Growth, largest_that, merged, sizes_to_try
 from .plan import ALLOWANCE, shown
 from .planner import Planner
-from .solve import Solution, cheapest, peak_bytes, smallest_budget
+from .profile import peak_bytes
+from .solve import Solution, cheapest, smallest_budget
 
 MOST = 1 << 20
 

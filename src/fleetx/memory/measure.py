@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..patch import patched
 from .gauge import Gauge
+from .profile import Element, Profile, Way
 from .rows import Piece, total
-from .solve import Element, Profile, Way
 from .tape import MODEL
 
 TIMED_STEPS = 3

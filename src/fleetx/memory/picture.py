@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .solve import Kept, Profile, Solution, brought_by, in_use
+from .profile import Kept, Profile, brought_by, in_use
+from .solve import Solution
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from ..errors import ConfigError
 from ..rehearsal import OutOfMemory
 from .picture import Moment, draw, moments
 from .planner import Planner
-from .solve import Profile, Solution, cheapest, peak_bytes, smallest_budget
+from .profile import Profile, peak_bytes
+from .solve import Solution, cheapest, smallest_budget
 
 CORRECTIONS = 2
 ALLOWANCE = 0.005

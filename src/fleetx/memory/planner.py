@@ -17,10 +17,11 @@ from ..rehearsal import Rehearsal
 from .agreed_profile import from_plain, joined, to_plain
 from .gauge import Gauge, gauge_for
 from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
+from .profile import Profile
 from .replay import Replay
 from .rows import good_units, lingering, outlasting, pieces
 from .slices import cut_sequentials
-from .solve import Profile, Solution
+from .solve import Solution
 from .tape import MODEL, record
 from .units import chosen_units, repeated_blocks
 

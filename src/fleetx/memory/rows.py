@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .tape import MODEL, Called, Ended, Saved, Tape
@@ -40,19 +40,14 @@ class Weights:
 
 def weights(tape: Tape) -> Weights:
     saves: dict[str, Counter[int]] = defaultdict(Counter)
-    inputs: dict[str, set[int]] = defaultdict(set)
     everywhere: Counter[int] = Counter()
-    stack: list[str] = []
-    for event in tape.events:
-        if isinstance(event, Called):
-            stack.append(event.name)
-            inputs[event.name].update(event.inputs)
-        elif isinstance(event, Ended):
-            stack.pop()
-        else:
-            everywhere[event.storage] += 1
-            for name in set(stack):
-                saves[name][event.storage] += 1
+    for storage, inside in saves_of(tape):
+        everywhere[storage] += 1
+        for name in inside:
+            saves[name][storage] += 1
+    inputs: dict[str, set[int]] = defaultdict(set)
+    for call in tape.calls():
+        inputs[call.name].update(call.inputs)
 
     def freed(name: str) -> int:
         own = {storage for storage, count in saves[name].items() if count == everywhere[storage]}
@@ -65,9 +60,8 @@ def weights(tape: Tape) -> Weights:
     )
 
 
-def saved_storages(tape: Tape) -> dict[str, set[int]]:
-    """By each module's calls, its parts' too."""
-    found: dict[str, set[int]] = defaultdict(set)
+def saves_of(tape: Tape) -> Iterator[tuple[int, set[str]]]:
+    """Each storage that is saved, as often as it is, with the modules in whose calls that is."""
     stack: list[str] = []
     for event in tape.events:
         if isinstance(event, Called):
@@ -75,8 +69,15 @@ def saved_storages(tape: Tape) -> dict[str, set[int]]:
         elif isinstance(event, Ended):
             stack.pop()
         else:
-            for name in stack:
-                found[name].add(event.storage)
+            yield event.storage, set(stack)
+
+
+def saved_storages(tape: Tape) -> dict[str, set[int]]:
+    """By each module's calls, its parts' too."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for storage, inside in saves_of(tape):
+        for name in inside:
+            found[name].add(storage)
     return found
 
 

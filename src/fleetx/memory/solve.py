@@ -1,14 +1,7 @@
 """Which units to compute again so that a step fits into a budget, at the least extra time. Pure: numbers in, a plan out.
 
-A step is a row of elements, in the order of forward: calls of units, and the glue between them, which is always stored.
-Each element keeps storages until its backward: what it saved or, if it is computed again, its inputs. Backward runs through the
-row from its end, so when it comes to an element, exactly the elements before it still keep theirs:
-
-    bytes(kept by all before it, and by itself) + what its own backward needs on top  <=  budget      at every element
-
-and likewise in forward, where storages that linger anyway until it is over (16-bit copies of weights) do not count as kept.
-Storages shared by several elements count once. That is why a plan is not a sum of savings, and why the peak of a plan is not
-the sum of what is saved.
+Dynamic programming along the row of elements (profile.py): a partial plan is all that was decided so far, and is worse than
+another if it keeps more bytes and costs more time, unless a later element could tell the two apart.
 
 A unit that is given just what the unit before it returned can also join that one in a segment: it does not keep its input, which
 comes back when the units before it in the segment are run once more. That costs time twice, and is for budgets that nothing else
@@ -18,9 +11,11 @@ keeps to.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, final
+
+from .profile import Element, Kept, Profile, Way, brought_by, in_use, peak_bytes
 
 MOST_STATES = 6000
 """Partial plans compared at one element. Beyond, of those of about equal size only the fastest stay: the plan found still keeps
@@ -31,73 +26,6 @@ FEW_STATES = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One of the ways to treat an element."""
-
-    kept: frozenset[int]
-    """Storages, by number, from its forward to its backward."""
-    forward_extra: int
-    """Its forward needs so many bytes beyond what elements before it keep."""
-    backward_extra: int
-    """Its backward, beyond what they and it keep; being computed again is a part of it."""
-    seconds: float = 0.0
-    """Of being computed again."""
-    brought: int = 0
-    """Bytes of the input that comes back with its segment, and is in use again until the backward of this unit is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Element:
-    unit: int | None
-    """Which unit this is a call of; None for glue."""
-    stored: Way
-    again: Way | None = None
-    """None where it cannot be computed again: glue."""
-    joins: Way | None = None
-    """Computed again, in a segment with the unit before it; None where its input is not just what that one returned."""
-
-    def way(self, *, again: bool, joins: bool) -> Way:
-        if joins and self.joins is not None:
-            return self.joins
-        return self.again if again and self.again is not None else self.stored
-
-
-class Kept(NamedTuple):
-    """Bytes: all, and those that nothing else keeps in use while a unit's forward runs, or the loss is computed."""
-
-    all: int = 0
-    in_forward: int = 0
-    at_loss: int = 0
-
-    def and_(self, own: Kept) -> Kept:
-        return Kept(self.all + own.all, self.in_forward + own.in_forward, self.at_loss + own.at_loss)
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A step, measured."""
-
-    units: tuple[str, ...]
-    elements: tuple[Element, ...]
-    sizes: Mapping[int, int]
-    """Bytes of each storage."""
-    floor: int
-    """Bytes that every plan needs at some time: those of the update."""
-    lingering: frozenset[int] = frozenset()
-    """Storages that are in use until the model's own forward is over, whoever keeps them."""
-    outlasting: frozenset[int] = frozenset()
-    """Of them those that are in use until the last element's is, which is the loss."""
-
-    def own(self, way: Way, held: Collection[int]) -> Kept:
-        """Bytes that it keeps beyond those held."""
-        new = [s for s in way.kept if s not in held]
-        lingers = sum(self.sizes[s] for s in new if s in self.lingering)
-        outlasts = sum(self.sizes[s] for s in new if s in self.outlasting)
-        whole = sum(self.sizes[s] for s in new)
-        return Kept(whole, whole - lingers, whole - outlasts)
-
-
-@dataclass(frozen=True, slots=True)
 class Solution:
     again: frozenset[int]
     """Units that are computed again."""
@@ -105,39 +33,6 @@ class Solution:
     peak_bytes: int
     joins: frozenset[int] = frozenset()
     """Of them those that join the unit before them in a segment."""
-
-
-def peak_bytes(profile: Profile, again: Iterable[int], joins: Iterable[int] = ()) -> int:
-    """The largest number of bytes in use at any time of a step, if these units are computed again."""
-    chosen, joining = set(again), set(joins)
-    held: set[int] = set()
-    kept, brought, peak = Kept(), 0, profile.floor
-    for element in profile.elements:
-        way = element.way(again=element.unit in chosen, joins=element.unit in joining)
-        own = profile.own(way, held)
-        brought = brought_by(brought, element, way)
-        peak = max(peak, *in_use(kept, own, brought, way, is_last=element is profile.elements[-1]))
-        held |= way.kept
-        kept = kept.and_(own)
-    return peak
-
-
-def in_use(kept: Kept, own: Kept, brought: int, way: Way, *, is_last: bool) -> tuple[int, int]:
-    """Bytes in the forward of an element and in its backward, given what those before it keep."""
-    forward = (kept.at_loss if is_last else kept.in_forward) + way.forward_extra
-    return forward, kept.all + own.all + brought + way.backward_extra
-
-
-def brought_by(before: int, element: Element, way: Way) -> int:
-    """Bytes that have come back with the segment, when backward is at this element. Glue does not end a segment."""
-    if element.unit is None:
-        return before
-    return before + way.brought if way.brought else 0
-
-
-def seconds_added(profile: Profile, again: Iterable[int], joins: Iterable[int] = ()) -> float:
-    chosen, joining = set(again), set(joins)
-    return sum(e.way(again=e.unit in chosen, joins=e.unit in joining).seconds for e in profile.elements)
 
 
 def cheapest(profile: Profile, budget: int, *, segments: bool = False) -> Solution | None:
