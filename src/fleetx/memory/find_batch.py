@@ -201,6 +201,10 @@ def found_batches(
     global_batch: int | None,
 ) -> FoundBatches:
     ranks = rehearsal.comm.size
+    asked = rehearsal.comm.gather_json([budget, global_batch, size])
+    if len({(one[0], one[1]) for one in asked}) > 1:
+        raise ConfigError(f"find_batch was asked for other things by the ranks: [budget, global_batch, size] are {asked}.")
+    size = min(one[2] for one in asked)
     with rehearsal.leaving_no_trace():
         finder = Finder(rehearsal, budget, resize, size, strategy.recompute_configs["checkpoints"])
         most = finder.largest()

@@ -38,10 +38,12 @@ class Recompute(Part):
                 'recompute_configs["offload"] is not available yet in this version. Leave it out, and name modules in '
                 '"checkpoints", or give a "budget".'
             )
-        if self.budget is not None and not site.has_sample:
+        without = [rank for rank, has in enumerate(site.comm.gather_json(site.has_sample)) if not has]  # on all ranks or on none
+        if self.budget is not None and without:
+            given = "given no batch" if len(without) == site.comm.size else f"given no batch on ranks {without}"
             raise ConfigError(
                 f'recompute_configs["budget"] is {self.budget}: a plan is made by running steps, and fleet.distribute(...) was '
-                "given no batch. Write model, optimizer = fleet.distribute(model, optimizer, strategy, sample=batch), with "
+                f"{given}. Write model, optimizer = fleet.distribute(model, optimizer, strategy, sample=batch), with "
                 "loss_fn=lambda model, batch: ... where the model has no method loss(batch)."
             )
         chosen_units(site.model, self.checkpoints)
