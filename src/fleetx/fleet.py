@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,28 +18,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import stopping, util, world
+from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
 from .checkpoint import load_checkpoint, save_checkpoint, save_model
-from .compile import check_parts, compile_strategy, require_plain_optimizer
+from .compile import check_parts, require_plain_optimizer
 from .errors import ConfigError
 from .keys import integer
 from .keys import size as size_in_bytes
 from .memory.find_batch import FoundBatches, Resize, found_batches, rows_of, size_of, without_memory_parts
 from .optimizer import FleetOptimizer
-from .patch import restore_forwards
-from .placement import (
-    agree_on_model,
-    broadcast_from_first,
-    frozen_parameters,
-    move,
-    named_trainable,
-    refuse_unsuited,
-    strip_compiled_prefix,
-)
-from .rehearsal import Rehearsal, Sample, own_loss
 from .sampler import FleetSampler
-from .slots import Site
 from .strategy import DistributedStrategy
-from .takeover import give_back
 
 __all__ = [
     "DistributedStrategy",
@@ -179,7 +167,7 @@ def distribute(
     strategy: DistributedStrategy | None = None,
     *,
     sample: Any = None,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    loss_fn: LossFn | None = None,
 ) -> tuple[M, FleetOptimizer]:
     """Prepare a model and its optimizer in place; the very same module comes back, with an optimizer that drives the strategy.
 
@@ -198,7 +186,7 @@ def find_batch(
     *,
     sample: Any,
     budget: int | str,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    loss_fn: LossFn | None = None,
     global_batch: int | None = None,
     resize: Resize = rows_of,
     size: int | None = None,
@@ -207,7 +195,6 @@ def find_batch(
 
     `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
     micro-batches make it up without a rest. Model and optimizer are afterwards as they were."""
-    global _with_autocast
     require_plain_optimizer(optimizer)
     chosen, face = _chosen(strategy), FleetOptimizer(optimizer)
     limit = size_in_bytes().check("budget", budget)
@@ -216,23 +203,21 @@ def find_batch(
     length = size_of(sample) if size is None else integer(2).check("size", size)
     if not callable(resize):
         raise ConfigError(f"resize is {resize!r}; it must be a function: resize(sample, size) gives a batch of that size.")
-    with_autocast = _with_autocast
-    _bind(model, face, without_memory_parts(chosen), checks=chosen, shows=False, loss_fn=loss_fn)
+    require_loss_fn(loss_fn)
+    bind(model, face, without_memory_parts(chosen), has_sample=True, checks=chosen)
     try:
-        here = world.current()
-        rehearsal = _rehearsal(model, face, sample, loss_fn)
+        rehearsal = rehearsal_of(model, face, sample, loss_fn)
         found = found_batches(rehearsal, chosen, budget=limit, resize=resize, size=length, global_batch=global_batch)
     finally:
-        _undo(model, face)
-        _with_autocast = with_autocast  # of a pair that trains already
-    if here.comm.rank == 0:
+        give_up(model, face)
+    if is_first_worker():
         print(found, flush=True)
     return found
 
 
 def distributed_model(model: M) -> M:
     """Fleet's two-call spelling, together with `distributed_optimizer`, in either order."""
-    _require_module(model)
+    require_module(model)
     mine = {id(p) for p in model.parameters()}
     for reference in list(_optimizers_waiting):
         face = reference()
@@ -278,68 +263,16 @@ def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:
     return (strategy or _default_strategy or DistributedStrategy()).copy()
 
 
-def _require_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"distribute was given {type(model).__name__} as the model; it takes a torch.nn.Module.")
-
-
 def _bind(
-    model: nn.Module,
-    face: FleetOptimizer,
-    strategy: DistributedStrategy,
-    *,
-    sample: Any = None,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-    checks: DistributedStrategy | None = None,
-    shows: bool = True,
+    model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, *, sample: Any = None, loss_fn: LossFn | None = None
 ) -> None:
-    """What can be refused is refused before the model is touched; parts may still refuse while they are built."""
+    """Worker 0 shows the strategy before steps of the sample are run: what they settle is told below it."""
     global _with_autocast
-    _require_module(model)
-    if loss_fn is not None and not callable(loss_fn):
-        raise ConfigError(f"loss_fn is {loss_fn!r}; it must be a function: loss_fn(model, batch) gives the loss.")
-    here = world.current()
-    optimizer = face.update
-    check_parts(strategy.parts())
-    params = named_trainable(model, optimizer)
-    refuse_unsuited(model, params)
-    agree_on_model(params, model, optimizer, strategy.to_json(), here.comm)
-    has_sample = sample is not None or checks is not None
-    site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)
-    for part in (checks or strategy).parts():
-        part.check(site)
-    restore_forwards(model)
-    move(model, optimizer, params, here.device)
-    broadcast_from_first(model, params, here.comm)
-    strip_compiled_prefix(model)
-    compiled = compile_strategy(
-        strategy, model=model, optimizer=optimizer, params=params, comm=here.comm.metered(), device=here.device
-    )
-    face.bind(compiled.pipeline, frozen=frozen_parameters(model))
-    if compiled.forward is not None:
-        face.forward_stage = compiled.forward
+    require_loss_fn(loss_fn)
+    bind(model, face, strategy, has_sample=sample is not None)
+    if face.forward_stage is not None:
         _with_autocast = weakref.ref(face)
-    if shows and here.comm.rank == 0:
+    if is_first_worker():
         print(strategy, flush=True)
     if sample is not None:
-        rehearsal = _rehearsal(model, face, sample, loss_fn)
-        try:
-            for part in strategy.parts():
-                part.rehearse(rehearsal)
-        except BaseException:
-            _undo(model, face)
-            raise
-
-
-def _rehearsal(
-    model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: Callable[[nn.Module, Any], torch.Tensor] | None
-) -> Rehearsal:
-    here = world.current()
-    return Rehearsal(model, face, loss_fn or own_loss, Sample(sample, here.device), here.comm, here.device)
-
-
-def _undo(model: nn.Module, face: FleetOptimizer) -> None:
-    """The pair is given up: nothing of it may act in the next one."""
-    restore_forwards(model)
-    face.pipeline.give_up()
-    give_back(face.given)
+        rehearse(model, face, strategy, rehearsal_of(model, face, sample, loss_fn))
