@@ -1,14 +1,14 @@
 """Steps that leave no trace: they are measured, then weights, buffers, optimizer, stages and random numbers are put back.
 
 A rehearsed forward and backward talk to no other rank, so one that runs out of memory leaves nobody waiting: `everywhere` then
-tells all ranks, before the next collective. A rehearsed update does talk; every rank makes it, or none.
+tells all ranks, before the next collective. A rehearsed update does talk; no recompute would make room for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .comm import Comm
 from .errors import ConfigError, FleetError, RecomputeError, first_line
-from .memory.random_states import NUMPY, PYTHON, held_sources, torch_sources
+from .memory.random_states import NUMPY, PYTHON, States, held_sources, torch_sources
 from .optimizer import FleetOptimizer
 from .rehearsing import rehearsing
 from .resume import load_training_state, training_state
@@ -27,6 +27,14 @@ Found = TypeVar("Found")
 
 class OutOfMemory(FleetError):
     """Some rank had not enough memory for a rehearsed step; raised on all of them."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own kind; or what the libraries below it say when there is no room for their workspaces."""
+    told = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in told)
+    )
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -46,17 +54,20 @@ class Sample:
     """A batch on the device, of its own: a forward may write to what it is given, and the next one is to find it as it was."""
 
     def __init__(self, batch: Any, device: torch.device) -> None:
-        self._source = batch
-        self.value = map_tensors(lambda tensor: tensor.to(device, copy=True), batch)
-        self._versions = [tensor._version for tensor in tensors_in(self.value)]
+        self.source = batch
+        self.value = map_tensors(lambda t: t.detach().to(device, copy=True).requires_grad_(t.requires_grad), batch)
+        self._tensors = tensors_in(self.value)
+        self._versions = [tensor._version for tensor in self._tensors]
 
-    @torch.no_grad()
-    def renew(self) -> None:
-        tensors = tensors_in(self.value)
-        for i, (tensor, source) in enumerate(zip(tensors, tensors_in(self._source), strict=True)):
-            if tensor._version != self._versions[i]:
-                tensor.copy_(source)
-                self._versions[i] = tensor._version
+    def renewed(self) -> Any:
+        """In lists and dictionaries of its own, which a forward may empty."""
+        with torch.no_grad():
+            for i, (tensor, source) in enumerate(zip(self._tensors, tensors_in(self.source), strict=True)):
+                tensor.grad = None
+                if tensor._version != self._versions[i]:
+                    tensor.copy_(source)
+                    self._versions[i] = tensor._version
+        return map_tensors(lambda tensor: tensor, self.value)
 
 
 @final
@@ -68,25 +79,38 @@ class Rehearsal:
     sample: Sample
     comm: Comm
     device: torch.device
+    random: States = field(default_factory=list)
 
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        if self.optimizer.pipeline.buckets.has_new():
-            raise ConfigError(
-                "the model has gradients already, which steps that are run to be measured would mix with. Call model.zero_grad() "
-                "before fleet.distribute(...) or fleet.find_batch(...)."
-            )
+        self.everywhere(self._refuse_gradients)
         saved = Snapshot(self.model, self.optimizer, self.device)
-        self.model.train()
+        self.random[:] = saved.random
+        if not self.model.training:  # modules that are not, in a model that is, are the user's choice
+            self.model.train()
         try:
             with rehearsing():
                 yield
         finally:
             saved.put_back()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what a plan that was given up has reserved
+
+    def _refuse_gradients(self) -> None:
+        if self.optimizer.pipeline.buckets.has_new():
+            raise ConfigError(
+                "the model has gradients already, which steps that are run to be measured would mix with. Call model.zero_grad() "
+                "before fleet.distribute(...) or fleet.find_batch(...)."
+            )
+
+    def set_random_back(self) -> None:
+        """Before each step: they are to draw the same, and so to take the same way through the model."""
+        for source, state in self.random:
+            source.set(state)
 
     def forward(self) -> Tensor:
-        self.sample.renew()
-        loss = self.loss_fn(self.model, self.sample.value)
+        self.set_random_back()
+        loss = self.loss_fn(self.model, self.sample.renewed())
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn(model, sample) gave {told}; it must give a loss: one number, with gradients.")
@@ -104,8 +128,16 @@ class Rehearsal:
         self.everywhere(lambda: self.optimizer.pipeline.rehearse(self.forward(), seed=0.0, keeps=True))
 
     def update(self) -> None:
-        """By the gradients gathered. Collective."""
-        self.optimizer.rehearse_update()
+        """By the gradients gathered. Collective, and so are its parts: a rank without memory for the optimizer's state can only
+        leave word of it, and the others hear it when the connection breaks."""
+        try:
+            self.optimizer.rehearse_update()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = f"there is not enough memory for the update itself, whatever is computed again: {first_line(error)}"
+            self.comm.leave_word(f"rank {self.comm.rank}: {text}")
+            raise ConfigError(text) from error
 
     def everywhere(self, work: Callable[[], Found]) -> Found:
         """Its result; or, if it failed on some rank, an error on every one. Collective at the end: `work` itself may not be."""
@@ -114,13 +146,14 @@ class Rehearsal:
         told: dict[str, str] | None = None
         try:
             result = work()
-        except torch.OutOfMemoryError as found:
-            self.optimizer.pipeline.drop_rehearsed()
-            error, told = OutOfMemory(first_line(found)), {"kind": "memory", "text": first_line(found)}
         except RecomputeError as found:
             error, told = found, {"kind": "unit", "text": str(found), "unit": found.unit}
         except Exception as found:
-            error, told = found, {"kind": "other", "text": f"{type(found).__name__}: {found}"}
+            if is_out_of_memory(found):
+                self.optimizer.pipeline.drop_rehearsed()
+                error, told = OutOfMemory(first_line(found)), {"kind": "memory", "text": first_line(found)}
+            else:
+                error, told = found, {"kind": "other", "text": f"{type(found).__name__}: {found}"}
         failed = [(rank, said) for rank, said in enumerate(self.comm.gather_json(told)) if said is not None]
         if failed:
             # By what the first of them says: somebody may go on after one kind of error, and then all ranks must.
@@ -159,7 +192,7 @@ class Snapshot:
         self._values = [(tensor, _on_host(tensor)) for tensor in [*model.parameters(), *model.buffers()]]
         self._training = map_tensors(_on_host, training_state(optimizer))
         held = held_sources(value for module in model.modules() for value in vars(module).values())
-        self._random = [(source, source.get()) for source in [*torch_sources(device), PYTHON, NUMPY, *held]]
+        self.random = [(source, source.get()) for source in [*torch_sources(device), PYTHON, NUMPY, *held]]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -171,7 +204,7 @@ class Snapshot:
         for tensor, value in self._values:
             tensor.copy_(value)
         load_training_state(self._optimizer, self._training)
-        for source, state in self._random:
+        for source, state in self.random:
             source.set(state)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from budget_nets import allocated_in, lasting_bytes
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
+from harness import raised
 from recompute_nets import WIDTH, Inner, Norm
 from recompute_runs import random_now, rows, seed
 
@@ -375,12 +376,17 @@ def test_an_output_changed_after_the_next_block_had_it_is_refused_as_autograd_do
         if budget is None and later:
             with pytest.raises(RuntimeError, match="modified by an inplace"):
                 optimizer.minimize(cross_entropy(model, rows(1, 24)))
-        else:  # in a segment the block's input is not kept, but made again: the change is of no account, as it is for the loss
-            optimizer.minimize(cross_entropy(model, rows(1, 24)))
-            trained[budget] = [p.detach().clone() for p in model.parameters()]
+        else:
+            told = raised(lambda model=model, optimizer=optimizer: optimizer.minimize(cross_entropy(model, rows(1, 24))))
+            trained[budget] = told, [p.detach().clone() for p in model.parameters()]
         del optimizer
         gc.collect()
-    torch.testing.assert_close(trained[least], trained[None], rtol=0, atol=0)
+    # Where the plan, which depends on measured times, has the block in a segment, its input is not kept, but made again, and the
+    # change is of no account, as it is for the loss.
+    if trained[least][0] == "nothing raised":
+        torch.testing.assert_close(trained[least], trained[None], rtol=0, atol=0)
+    else:
+        assert "was changed in place after its forward" in trained[least][0]
 
 
 class Collecting(Norms):

@@ -90,13 +90,14 @@ class Finder:
 
     def __init__(self, rehearsal: Rehearsal, budget: int, resize: Resize, size: int, wanted: Sequence[str]) -> None:
         self._rehearsal, self._budget, self._resize, self._wanted = rehearsal, budget, resize, wanted
-        self._sample = rehearsal.sample.value
+        self._sample = rehearsal.sample.source
         self._units: dict[str, nn.Module] | None = None
         self._aim = int(budget * (1 - ALLOWANCE))
         self._growth = self._measure(size)
 
     def planner(self, size: int) -> Planner:
-        sample = Sample(self._resize(self._sample, size), self._rehearsal.device)
+        device = self._rehearsal.device
+        sample = self._rehearsal.everywhere(lambda: Sample(self._resize(self._sample, size), device))
         rehearsal = replace(self._rehearsal, sample=sample)
         return Planner(rehearsal, self._wanted, units=self._units)
 
@@ -187,7 +188,10 @@ class Finder:
             peak = self.peak(size, solution)
         if peak is None or peak > self._budget:
             return None
-        seconds = self.planner(size).seconds(profile, solution)
+        try:
+            seconds = self.planner(size).seconds(profile, solution)
+        except OutOfMemory:  # it is at the edge: one step fitted, some in a row did not
+            return None
         return size / seconds, peak, tuple(profile.units[unit] for unit in sorted(solution.again))
 
 
@@ -220,7 +224,7 @@ def found_batches(
             chosen = settings_for(
                 strategy, budget=budget if tried[2] else None, merge_steps=None if global_batch is None else steps
             )
-            batches.append(Batch(one, tried[0] * ranks, tried[1], tried[2], steps, chosen, resize(rehearsal.sample.value, one)))
+            batches.append(Batch(one, tried[0] * ranks, tried[1], tried[2], steps, chosen, resize(rehearsal.sample.source, one)))
     if not batches:
         raise ConfigError(f"find_batch: no batch kept to {shown(budget)} when it was run.")
     by_speed = max(batches, key=lambda batch: batch.samples_per_second)

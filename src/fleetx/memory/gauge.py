@@ -6,6 +6,7 @@ Counted are storages, once each, however many tensors share one. Workspaces insi
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, final
@@ -45,6 +46,7 @@ class AllocatorGauge:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        gc.collect()  # what is in a circle would be counted, or go in the middle
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # or what an earlier step has left would be counted as held
         torch.cuda.reset_peak_memory_stats(self._device)

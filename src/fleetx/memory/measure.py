@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
 from ..patch import patched
 from .gauge import Gauge
 from .profile import Element, Profile, Way
@@ -61,6 +62,8 @@ class Marks:
     def forward_seam(self) -> None:
         """A call of a unit begins or ends."""
         self.readings[self._at].forward_peak = self._gauge.peak()
+        if self._at + 1 == len(self._pieces):
+            raise another_way()
         self._enter(self._at + 1)
 
     def forward_ended(self) -> None:
@@ -69,7 +72,9 @@ class Marks:
     def again_begins(self, name: str) -> None:
         self._read_backward()
         calls = self._again[name]
-        self._at = calls.pop() if calls else self._at
+        if not calls:
+            raise another_way()
+        self._at = calls.pop()
         self.readings[self._at].again_start = self._gauge.now()
 
     def again_ends(self) -> None:
@@ -82,6 +87,13 @@ class Marks:
     def _read_backward(self) -> None:
         reading = self.readings[self._at]
         reading.backward_peak = max(reading.backward_peak, self._gauge.peak())
+
+
+def another_way() -> ConfigError:
+    return ConfigError(
+        "recompute: the model called other modules in one step than in the next, for the same batch and the same random numbers, "
+        'so no plan can be made. Name modules in recompute_configs["checkpoints"] instead of a "budget".'
+    )
 
 
 def _name(piece: Piece) -> str:
@@ -201,6 +213,8 @@ def timed(
         watch = Stopwatch(device)
         run_probed(units, again, Probe(begins=lambda name, w=watch: w.begin(), ends=watch.end), step)  # type: ignore[misc]
         runs.append(watch.seconds())
+    if len({tuple((name, len(found)) for name, found in sorted(run.items())) for run in runs}) > 1:
+        raise another_way()
     return {name: [median(run[name][i] for run in runs) for i in range(len(found))][::-1] for name, found in runs[0].items()}
 
 

@@ -100,6 +100,9 @@ def plan_for(budget: int, planner: Planner) -> Settled:
         foretold = min(aim, solution.peak_bytes)
         aim = min(foretold + spare // 2, budget) if spare > 0 else foretold + spare - int(ALLOWANCE * budget)
     if fitting is None:
+        least = cheapest(profile, smallest_budget(profile, segments=True), segments=True)
+        if not tried and least is not None:
+            tried.append(_run(planner, profile, least, budget))  # what an allocator holds beyond it belongs to what is needed
         raise ConfigError(_too_small(budget, profile, [settled.plan for settled in tried]))
     return fitting
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
-from ..errors import RecomputeError
+from ..errors import ConfigError, RecomputeError
 from ..patch import patch_forward, patched
 from ..rehearsal import Rehearsal
 from .agreed_profile import from_plain, joined, to_plain
@@ -52,6 +52,14 @@ class Planner:
     def _profile(self) -> Profile:
         rehearsal = self._rehearsal
         found = rehearsal.everywhere(self._find_units)
+        by_rank = rehearsal.comm.gather_json(list(self.units))
+        if any(names != by_rank[0] for names in by_rank):
+            other = next(names for names in by_rank if names != by_rank[0])
+            raise ConfigError(
+                "recompute: the ranks' samples call other modules, so no plan can hold for all of them. One finds "
+                f"{', '.join(by_rank[0])}; another {', '.join(other)}. Give samples of one kind, or name modules in "
+                'recompute_configs["checkpoints"] instead of a "budget".'
+            )
         with patched((module, self._again(name, module)) for name, module in self.units.items()):
             with self._gauge.watching():
                 rehearsal.gather_gradients()

@@ -5,6 +5,7 @@ A slice runs its layers as the Sequential would, and is a unit like any module; 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -24,10 +25,14 @@ FREED_PER_KEPT = 1.5
 class InSlices:
     """Around the forward of a Sequential (patch_innermost)."""
 
-    def __init__(self, slices: list[nn.Sequential]) -> None:
-        self._slices = slices
+    def __init__(self, module: nn.Sequential, slices: list[nn.Sequential]) -> None:
+        self._layers, self._slices = list(module), slices
+        self._module = weakref.ref(module)
 
     def __call__(self, forward: Callable[..., Any], value: Any) -> Any:
+        module = self._module()
+        if module is None or [id(layer) for layer in module] != [id(layer) for layer in self._layers]:
+            return forward(value)  # layers were put in place of those that the plan was made for: they run, and are stored
         for part in self._slices:
             value = part(value)
         return value
@@ -42,7 +47,7 @@ def cut_sequentials(model: nn.Module, tape: Tape) -> dict[str, nn.Sequential]:
             ranges = cuts(name, [child for child, _ in module.named_children()], tape, weigh)
             slices = {f"{name}[{first}:{end}]": nn.Sequential(*list(module)[first:end]) for first, end in ranges}
             if len(slices) > 1:
-                patch_innermost(module, InSlices(list(slices.values())))
+                patch_innermost(module, InSlices(module, list(slices.values())))
                 found |= slices
     return found
 
