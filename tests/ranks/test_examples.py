@@ -76,7 +76,7 @@ def test_the_readme_names_every_strategy_once_as_available_or_not() -> None:
 
 
 def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path) -> None:
-    printing, looping, enlarging, recomputing, averaging, compressing, saving, _ = blocks("python")
+    printing, looping, enlarging, recomputing, budgeting, averaging, compressing, saving, _ = blocks("python")
     shown = run_python("-c", printing, folder=tmp_path)
     assert (shown.stdout, shown.stderr, shown.returncode) == (blocks("text")[0], "", 0)
     looped = run_python("-c", looping, folder=tmp_path)
@@ -93,6 +93,12 @@ def test_the_readmes_python_runs_and_prints_what_the_readme_says(tmp_path: Path)
     again, stored = (run_python("-c", script, folder=tmp_path) for script in (recomputing, without))
     assert (again.returncode, stored.returncode) == (0, 0), again.stderr + stored.stderr
     assert float(again.stdout.splitlines()[-1]) > 0 and again.stdout.splitlines()[-1] == stored.stdout.splitlines()[-1]
+    budgeted = run_python("-c", budgeting, folder=tmp_path)
+    assert budgeted.returncode == 0, budgeted.stderr
+    plan = re.search(r"Peak: ([\d.]+) MB predicted, ([\d.]+) MB real; the budget is 24.00 MB", budgeted.stdout)
+    assert plan is not None and float(plan[1]) <= 24 and float(plan[2]) <= 24, budgeted.stdout
+    size, steps = map(int, budgeted.stdout.splitlines()[-1].split(")")[-1].split())
+    assert size * steps == 4096
     (tmp_path / "averaging.py").write_text(averaging, encoding="utf-8")
     averaged = run_python("-m", "fleetx.launch", "--nproc_per_node", "2", "averaging.py", folder=tmp_path)
     assert averaged.returncode == 0, averaged.stdout + averaged.stderr
