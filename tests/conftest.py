@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from fleetx import fleet, world
 
@@ -30,3 +32,15 @@ def pytest_configure() -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.testscollected == 0:
         session.exitstatus = 5
+
+
+@pytest.fixture(scope="module")
+def one_thread_and_no_old_objects() -> Iterator[None]:
+    """Nets so small are slower with two threads; and each of many collections would go through all of torch."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)

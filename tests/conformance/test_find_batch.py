@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,16 +41,7 @@ class SmallNet(nn.Module):
         return self.last(x)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _swift() -> Iterator[None]:
-    """Nets so small are slower with two threads; and each of many collections would go through all of torch."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_and_no_old_objects")
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import copy
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,7 @@ from fleetx.rehearsal import OutOfMemory, Rehearsal, Sample, own_loss
 from recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
 from recompute_runs import random_now, rows, seed
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _swift() -> Iterator[None]:
-    """Nets so small are slower with two threads; and each of many collections would go through all of torch."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_and_no_old_objects")
 
 
 class Everything(nn.Module):
