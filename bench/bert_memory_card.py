@@ -97,10 +97,6 @@ def _crossing(points: Sequence[tuple[int, int]], capacity: float) -> int:
     return max(last, min(int((capacity - intercept) / slope), FARTHEST * last)) if slope > 0 else FARTHEST * last
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-
-
 class Card(ABC):
     """Memory of `limit` bytes."""
 

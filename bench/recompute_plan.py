@@ -4,13 +4,15 @@
     python bench/recompute_plan.py --quick    one net, two budgets: to see that it runs; nothing is kept
 
 For each net: the peak of a plain step (A); of one with every unit computed again, by name (B); then budgets between them, and
-below B. Times are medians of steps in turns, so that all of them see the same moods of the machine. On a CPU bytes are counted.
+below B. One after another, each gone before the next: an allocator counts all that is there. The plain step is timed first and
+last, so that a clock that sinks with heat falls on both. On a CPU bytes are counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import time
 from collections.abc import Callable, Sequence
@@ -143,40 +145,55 @@ def smallest(net: Net) -> int:
 
 
 def measure(name: str, net: Net, shares: Sequence[float]) -> list[dict[str, Any]]:
-    plain = pair(net, {"budget": 10**15})
-    most, least = plain.optimizer.memory_plan.real_bytes, smallest(net)
+    first = row_of(name, net, {"budget": 10**15}, "plain")
+    most, least = first["real_bytes"], smallest(net)
+    cleared()
     budgets = [int(least + share * (most - least)) for share in shares] + [int(1.01 * least)]
-    pairs = [plain, pair(net, {}), *(pair(net, {"budget": budget}) for budget in budgets)]
-    seconds: list[list[float]] = [[] for _ in pairs]
-    for turn in range(STEPS + 1):
-        for one, times in zip(pairs, seconds, strict=True):
-            times.append(one.step())
-            del times[: turn == 0]
-    rows = []
-    for one, times in zip(pairs, seconds, strict=True):
-        plan, row = one.optimizer.memory_plan, {"net": name, "step_ms": 1e3 * median(times), "planning_s": one.planning_s}
-        row["of_plain_speed"] = median(seconds[0]) / median(times)
-        if plan is None:
-            row["plan"] = "all units, by name"
-        else:
-            row |= {
-                "plan": "plain" if one is plain else "budget",
-                "budget_bytes": plan.budget,
-                "predicted_bytes": plan.predicted_bytes,
-                "real_bytes": plan.real_bytes,
-                "reserved_bytes": plan.reserved_bytes,
-                "off_percent": 100 * (plan.predicted_bytes / plan.real_bytes - 1),
-                "recomputed": len(plan.recomputed),
-                "units": len(plan.units),
-                "segments": len(plan.segments),
-                "predicted_added_ms": 1e3 * plan.seconds_added,
-            }
-        rows.append(row)
+    rows = [row_of(name, net, {}, "all units, by name"), *(row_of(name, net, {"budget": budget}, "budget") for budget in budgets)]
+    last = row_of(name, net, {"budget": 10**15}, "plain")
+    plain_ms = (first["step_ms"] + last["step_ms"]) / 2
+    for row in [first, *rows]:
+        if "step_ms" in row:
+            row["of_plain_speed"] = plain_ms / row["step_ms"]
         print(told(row), flush=True)
-    return rows
+    return [first, *rows]
+
+
+def row_of(name: str, net: Net, recompute: dict[str, Any], kind: str) -> dict[str, Any]:
+    """One pair: made, timed, and gone."""
+    row: dict[str, Any] = {"net": name, "plan": kind}
+    try:
+        one = pair(net, recompute)
+    except ConfigError as error:
+        return row | {"refused": str(error), "budget_bytes": recompute["budget"]}
+    row |= {"planning_s": one.planning_s, "step_ms": 1e3 * median([one.step() for _ in range(1 + STEPS)][1:])}
+    plan = one.optimizer.memory_plan
+    if plan is not None:
+        row |= {
+            "budget_bytes": plan.budget,
+            "predicted_bytes": plan.predicted_bytes,
+            "real_bytes": plan.real_bytes,
+            "reserved_bytes": plan.reserved_bytes,
+            "off_percent": 100 * (plan.predicted_bytes / plan.real_bytes - 1),
+            "recomputed": len(plan.recomputed),
+            "units": len(plan.units),
+            "segments": len(plan.segments),
+            "predicted_added_ms": 1e3 * plan.seconds_added,
+        }
+    del one
+    cleared()
+    return row
+
+
+def cleared() -> None:
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
 
 
 def told(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return f"{row['net']:18} budget {row['budget_bytes'] / 1e6:.1f} MB: {row['refused']}"
     if "budget_bytes" not in row:
         return f"{row['net']:18} {row['plan']:20} {row['step_ms']:8.1f} ms  {row['of_plain_speed']:.2f} of plain"
     budget = "" if row["plan"] == "plain" else f"{row['budget_bytes'] / 1e6:.1f} MB"
@@ -195,10 +212,11 @@ def main() -> None:
     fleet.init()
     chosen = dict(list(nets().items())[:1]) if flags.quick else nets()
     rows = [row for name, net in chosen.items() for row in measure(name, net, SHARES[:1] if flags.quick else SHARES)]
-    planned = [row for row in rows if row["plan"] == "budget"]
+    planned = [row for row in rows if row["plan"] == "budget" and "refused" not in row]
     figures = {
         "rows": rows,
         "worst_off_percent": max(abs(row["off_percent"]) for row in planned),
+        "refused": sum("refused" in row for row in rows),
         "over_budget": sum(row["reserved_bytes"] > row["budget_bytes"] for row in planned),
     }
     if not flags.quick:

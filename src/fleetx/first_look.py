@@ -51,7 +51,7 @@ class FirstLook:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._compiled_before = _is_compiled(model)
+        self._compiled_before = is_compiled(model)
         self._digest: str | None = None
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -74,7 +74,7 @@ class FirstLook:
     def finish(self, comm: Comm, *, loss: Tensor | None, weighted: bool) -> None:
         """Compare the ranks once, at the first update. Every rank is here: it is about to reduce."""
         self._handle.remove()
-        if not self._compiled_before and _is_compiled(self._model):
+        if not self._compiled_before and is_compiled(self._model):
             raise ConfigError(COMPILE_FIRST)
         if comm.size == 1:
             return
@@ -98,7 +98,7 @@ def _look_at_nothing() -> FirstLook:
     return look
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     return type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
 
 

@@ -24,7 +24,8 @@ from .compile import check_parts, require_plain_optimizer
 from .errors import ConfigError
 from .keys import integer
 from .keys import size as size_in_bytes
-from .memory.find_batch import FoundBatches, Resize, found_batches, rows_of, size_of, without_memory_parts
+from .memory.find_batch import FoundBatches, Resize, found_batches, size_of, without_memory_parts
+from .memory.measured_growth import rows_of
 from .optimizer import FleetOptimizer
 from .sampler import FleetSampler
 from .strategy import DistributedStrategy

@@ -31,7 +31,7 @@ class OutOfMemory(FleetError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's own kind; or what the libraries below it say when there is no room for their workspaces."""
-    told = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine")
+    told = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine")
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in told)
     )
@@ -43,7 +43,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     if not callable(compute):
         raise ConfigError(
             f"{type(model).__name__} has no method `loss(batch)`. Say how its loss is computed: "
-            "fleet.distribute(model, optimizer, strategy, sample=batch, loss_fn=lambda model, batch: ...)."
+            "loss_fn=lambda model, batch: ..., beside sample=, in fleet.distribute(...) or fleet.find_batch(...)."
         )
     found: Tensor = compute(batch)
     return found
@@ -150,7 +150,6 @@ class Rehearsal:
             error, told = found, {"kind": "unit", "text": str(found), "unit": found.unit}
         except Exception as found:
             if is_out_of_memory(found):
-                self.optimizer.pipeline.drop_rehearsed()
                 error, told = OutOfMemory(first_line(found)), {"kind": "memory", "text": first_line(found)}
             else:
                 error, told = found, {"kind": "other", "text": f"{type(found).__name__}: {found}"}
@@ -158,6 +157,8 @@ class Rehearsal:
         if failed:
             # By what the first of them says: somebody may go on after one kind of error, and then all ranks must.
             rank, said = failed[0]
+            if said["kind"] != "other":
+                self.optimizer.pipeline.drop_rehearsed()  # also where it went well
             raise _verdict(rank, said, own=error if told is not None and told["kind"] == said["kind"] else None)
         return result  # type: ignore[return-value]
 

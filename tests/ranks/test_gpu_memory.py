@@ -1,8 +1,12 @@
-"""Recompute on a GPU: the bits of training without it, budgets that hold, and real out-of-memory errors. Skipped without one."""
+"""Recompute on a GPU: the bits of training without it, budgets that hold, and real out-of-memory errors. Skipped without one.
+
+With expandable segments: a budget bounds what the allocator holds, and else that depends on the order in which it was asked.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +23,7 @@ from harness import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 UPDATES = 5
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when a GPU is first used
 
 
 class Encoder(nn.Module):

@@ -133,14 +133,14 @@ def _fails(rank: int, call: int, kind: str) -> tuple[str, float, bool, list[floa
 
 @pytest.mark.parametrize("kind", ["memory", "other"])
 @pytest.mark.parametrize("call", range(1, 8))
-def test_a_failure_of_one_rank_in_any_rehearsed_step_is_an_error_on_both_at_once(call: int, kind: str) -> None:
+def test_a_failure_of_one_rank_in_any_rehearsed_step_is_heard_by_both_at_once(call: int, kind: str) -> None:
     ranks = run_ranks(_fails, 2, call, kind)
     for told, seconds, restored, losses in ranks:
         assert seconds < PROMPT_S and restored and len(losses) == 2
         if kind == "memory" and call == 7:  # the plan's own step: another plan may fit, and the batch is simply too large
             assert told.startswith(("ConfigError", "nothing raised"))
-        elif kind == "memory":
-            assert told.startswith("ConfigError") and "does not fit into this device's memory" in told
+        elif kind == "memory":  # where a step cannot be measured, smaller ones are
+            assert told == "nothing raised"
         else:
             assert told.startswith(("ValueError", "FleetError")) and "made up: a bad row" in told
     assert kind == "memory" or "rank 1" in ranks[0][0]

@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-import torch
-from torch import nn
-
 from ..errors import ConfigError
 from ..rehearsal import OutOfMemory, Rehearsal, Sample
 from ..strategy import DistributedStrategy
-from ..trees import map_tensors, tensors_in
-from .batches import Growth, largest_that, merged, sizes_to_try
+from .batches import largest_that, merged, sizes_to_try
+from .measured_growth import Units, measured_growth, rows_in
 from .plan import ALLOWANCE, shown
 from .planner import Planner
 from .profile import peak_bytes
@@ -62,26 +59,28 @@ class FoundBatches:
     def __str__(self) -> str:
         rows = [
             f"  {batch.size:>6}  {batch.samples_per_second:>10.1f}  {shown(batch.peak_bytes):>10}  {len(batch.recomputed):>10}"
+            f"  {batch.merge_steps:>5}"
             + ("  largest" if batch is self.largest else "")
             + ("  fastest" if batch is self.fastest else "")
             for batch in self.tried
         ]
-        return "\n".join([f"   batch   samples/s        peak  recomputed   (budget {shown(self.budget)})", *rows])
-
-
-def rows_of(sample: Any, size: int) -> Any:
-    """A batch of this size, of the sample's rows, over and over: the first dimension of every tensor counts them."""
-    return map_tensors(lambda tensor: tensor[torch.arange(size, device=tensor.device) % len(tensor)], sample)
+        head = f"   batch   samples/s        peak  recomputed  merge   (budget {shown(self.budget)})"
+        most = f"  {self.most} fit at most, {self.stored or 'none'} with nothing computed again"
+        return "\n".join([head, *rows, most])
 
 
 def size_of(sample: Any) -> int:
-    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(sample)}
+    sizes = rows_in(sample)
     if len(sizes) != 1 or not min(sizes):
         raise ConfigError(
-            f"find_batch cannot tell the batch size of the sample: its tensors have {sorted(sizes)} rows. Give tensors of one "
+            f"find_batch cannot tell the batch size of the sample: {_told(sizes)}. Give tensors of one "
             "length, or resize=lambda sample, size: ... and size=..., which say how a batch of another size is made."
         )
     return sizes.pop()
+
+
+def _told(sizes: set[int]) -> str:
+    return f"its tensors have {', '.join(map(str, sorted(sizes)))} rows" if sizes else "there is no tensor in it"
 
 
 @final
@@ -91,38 +90,15 @@ class Finder:
     def __init__(self, rehearsal: Rehearsal, budget: int, resize: Resize, size: int, wanted: Sequence[str]) -> None:
         self._rehearsal, self._budget, self._resize, self._wanted = rehearsal, budget, resize, wanted
         self._sample = rehearsal.sample.source
-        self._units: dict[str, nn.Module] | None = None
         self._aim = int(budget * (1 - ALLOWANCE))
-        self._growth = self._measure(size)
+        self._growth, measured = measured_growth(self.planner, size, who="find_batch")
+        self._units = measured.units
 
-    def planner(self, size: int) -> Planner:
+    def planner(self, size: int, units: Units | None = None) -> Planner:
         device = self._rehearsal.device
         sample = self._rehearsal.everywhere(lambda: Sample(self._resize(self._sample, size), device))
         rehearsal = replace(self._rehearsal, sample=sample)
-        return Planner(rehearsal, self._wanted, units=self._units)
-
-    def _measure(self, size: int) -> Growth:
-        """At the size given, or the largest below it that fits at all, and at half of it."""
-        while True:
-            try:
-                large = self.planner(size)
-                of_large = large.profile()
-                self._units = large.units
-                small = max(1, size // 2)
-                if small == size:
-                    raise ConfigError("find_batch needs a sample of at least 2 rows, to see how a step grows with its batch.")
-                growth = Growth(small, self.planner(small).profile(), size, of_large)
-                break
-            except OutOfMemory:
-                if size <= 2:
-                    raise ConfigError("find_batch: not even a batch of 2 fits into this device's memory.") from None
-                size //= 2
-        if not growth.is_alike():
-            raise ConfigError(
-                f"find_batch: batches of {growth.small} and {growth.large} took other ways through the model, so nothing can be "
-                "foretold from them. Give a larger sample."
-            )
-        return growth
+        return Planner(rehearsal, self._wanted, units=units)
 
     def stored(self) -> int:
         return largest_that(lambda size: peak_bytes(self._growth.at(size), ()) <= self._aim, at_most=MOST)
@@ -175,7 +151,7 @@ class Finder:
         """Bytes held, by trying; None where memory ran out."""
         profile = self._growth.at(size)
         try:
-            return max(profile.floor, self.planner(size).real(profile, solution)[1])
+            return max(profile.floor, self.planner(size, self._units).real(profile, solution)[1])
         except OutOfMemory:
             return None
 
@@ -189,7 +165,7 @@ class Finder:
         if peak is None or peak > self._budget:
             return None
         try:
-            seconds = self.planner(size).seconds(profile, solution)
+            seconds = self.planner(size, self._units).seconds(profile, solution)
         except OutOfMemory:  # it is at the edge: one step fitted, some in a row did not
             return None
         return size / seconds, peak, tuple(profile.units[unit] for unit in sorted(solution.again))

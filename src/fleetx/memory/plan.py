@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..rehearsal import OutOfMemory
+from .measured_growth import profile_from_smaller
 from .picture import Moment, draw, moments
 from .planner import Planner
 from .profile import Profile, peak_bytes
@@ -73,13 +74,7 @@ def shown(count: float) -> str:
 
 def plan_for(budget: int, planner: Planner) -> Settled:
     """The cheapest plan found whose step, run once, has kept to the budget."""
-    try:
-        profile = planner.profile()
-    except OutOfMemory as error:
-        raise ConfigError(
-            "recompute: even with every unit computed again, a step does not fit into this device's memory. Use a smaller batch "
-            f"in sample=, or amp. ({error})"
-        ) from None
+    profile = _profiled(planner, budget)
     aim = int(budget * (1 - ALLOWANCE))
     fitting: Settled | None = None
     tried: list[Settled] = []
@@ -105,6 +100,21 @@ def plan_for(budget: int, planner: Planner) -> Settled:
             tried.append(_run(planner, profile, least, budget))  # what an allocator holds beyond it belongs to what is needed
         raise ConfigError(_too_small(budget, profile, [settled.plan for settled in tried]))
     return fitting
+
+
+def _profiled(planner: Planner, budget: int) -> Profile:
+    """Measured; or, where a step with every unit computed again does not fit, foretold from smaller batches."""
+    try:
+        return planner.profile()
+    except OutOfMemory as error:
+        profile = profile_from_smaller(planner)
+        if profile is None:
+            raise ConfigError(
+                f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and a step of this sample does not fit into '
+                "this device's memory even with every unit computed again. Use a smaller batch in sample=, or amp. "
+                f"({error})"
+            ) from None
+        return profile
 
 
 def _solved(profile: Profile, aim: int, budget: int) -> Solution | None:
@@ -149,7 +159,16 @@ def _too_small(budget: int, profile: Profile, tried: Sequence[MemoryPlan]) -> st
     beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
     needed = int((smallest_budget(profile, segments=True) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
     plain = peak_bytes(profile, ())
+    loose = [plan for plan in tried if plan.real_bytes <= budget < plan.reserved_bytes]
+    holds = min(loose, key=lambda plan: plan.reserved_bytes) if loose else None
+    allocator = (
+        f" (A plan was found whose tensors need {shown(holds.real_bytes)}; torch's allocator held {shown(holds.reserved_bytes)} "
+        "for them, in parts that it cannot join. With PYTORCH_ALLOC_CONF=expandable_segments:True in the environment it can.)"
+        if holds
+        else ""
+    )
     return (
         f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and no plan keeps to it: a step of this sample needs '
         f'{shown(plain)} as it is and at least {shown(needed)} with recompute. Write "budget": {needed}, or use a smaller batch.'
+        + allocator
     )

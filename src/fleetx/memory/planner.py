@@ -6,6 +6,7 @@ Every number is the largest of all ranks, so all of them come to the same plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigError, RecomputeError
 from ..patch import patch_forward, patched
-from ..rehearsal import Rehearsal
+from ..rehearsal import Rehearsal, Sample
 from .agreed_profile import from_plain, joined, to_plain
 from .gauge import Gauge, gauge_for
 from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
@@ -32,12 +33,15 @@ class Planner:
 
     def __init__(self, rehearsal: Rehearsal, wanted: Sequence[str] = (), *, units: Mapping[str, nn.Module] | None = None) -> None:
         """`wanted`: names or patterns of the user's; `units`: those that a planner for another batch has found."""
-        self._rehearsal, self._wanted = rehearsal, wanted
+        self.rehearsal, self._wanted = rehearsal, wanted
         self._gauge: Gauge = gauge_for(rehearsal.device, rehearsal.lasting)
         self.units: dict[str, nn.Module] = dict(units or {})
         self._are_found = units is not None
         self._left_out: set[str] = set()
         self._storages: dict[str, Any] = {}
+
+    def for_sample(self, sample: Sample, units: Mapping[str, nn.Module] | None) -> Planner:
+        return Planner(replace(self.rehearsal, sample=sample), self._wanted, units=units)
 
     def profile(self) -> Profile:
         """Measured on this rank, joined with the others'. A unit that turns out to compute something else again is left out."""
@@ -50,7 +54,7 @@ class Planner:
                 self._left_out.add(error.unit)
 
     def _profile(self) -> Profile:
-        rehearsal = self._rehearsal
+        rehearsal = self.rehearsal
         found = rehearsal.everywhere(self._find_units)
         by_rank = rehearsal.comm.gather_json(list(self.units))
         if any(names != by_rank[0] for names in by_rank):
@@ -81,7 +85,7 @@ class Planner:
         return joined([from_plain(told) for told in rehearsal.comm.gather_json(to_plain(mine))])
 
     def _find_units(self) -> Any:
-        model, run = self._rehearsal.model, self._rehearsal.forward
+        model, run = self.rehearsal.model, self.rehearsal.forward
         named = {**dict(model.named_modules()), **self.units}
         tape = record(model, named, run)
         if self._are_found:
@@ -100,19 +104,19 @@ class Planner:
         return pieces(tape, self.units)
 
     def _again(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        return Replay(name, module, self._rehearsal.device)
+        return Replay(name, module, self.rehearsal.device)
 
     def real(self, profile: Profile, solution: Solution) -> tuple[int, int]:
         """Bytes in use and held, of a step by this plan: the most of all ranks."""
 
         def step() -> tuple[int, int]:
             with patched(self._replays(profile, solution)), self._gauge.watching():
-                self._rehearsal.step()
+                self.rehearsal.step()
                 in_use = self._gauge.peak()
                 return in_use, self._gauge.reserved()
 
-        mine = self._rehearsal.everywhere(step)
-        ranks = self._rehearsal.comm.gather_json(list(mine))
+        mine = self.rehearsal.everywhere(step)
+        ranks = self.rehearsal.comm.gather_json(list(mine))
         return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
 
     def seconds(self, profile: Profile, solution: Solution) -> float:
@@ -120,16 +124,16 @@ class Planner:
 
         def steps() -> float:
             with patched(self._replays(profile, solution)):
-                return median(seconds_of(self._rehearsal.step, self._rehearsal.device) for _ in range(1 + TIMED_STEPS))
+                return median(seconds_of(self.rehearsal.step, self.rehearsal.device) for _ in range(1 + TIMED_STEPS))
 
-        return float(max(self._rehearsal.comm.gather_json(self._rehearsal.everywhere(steps))))
+        return float(max(self.rehearsal.comm.gather_json(self.rehearsal.everywhere(steps))))
 
     def _replays(self, profile: Profile, solution: Solution) -> list[tuple[nn.Module, Replay]]:
         made: dict[int, Replay] = {}
         for unit in sorted(solution.again):
             name = profile.units[unit]
             joins = made[unit - 1] if unit in solution.joins else None
-            made[unit] = Replay(name, self.units[name], self._rehearsal.device, joins=joins)
+            made[unit] = Replay(name, self.units[name], self.rehearsal.device, joins=joins)
         return [(self.units[profile.units[unit]], replay) for unit, replay in made.items()]
 
     def keep(self, profile: Profile, solution: Solution) -> None:

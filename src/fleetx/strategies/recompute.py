@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
+from ..first_look import is_compiled
 from ..keys import boolean, key, names, optional, size
 from ..memory.plan import plan_for
 from ..memory.planner import Planner
@@ -45,6 +46,11 @@ class Recompute(Part):
                 f'recompute_configs["budget"] is {self.budget}: a plan is made by running steps, and fleet.distribute(...) was '
                 f"{given}. Write model, optimizer = fleet.distribute(model, optimizer, strategy, sample=batch), with "
                 "loss_fn=lambda model, batch: ... where the model has no method loss(batch)."
+            )
+        if self.budget is not None and is_compiled(site.model):
+            raise ConfigError(
+                'recompute_configs["budget"] is kept to by watching modules run; torch.compile(model) makes one piece of them. '
+                'Compile its blocks instead (for block in model.layers: block.compile()), or name modules in "checkpoints".'
             )
         chosen_units(site.model, self.checkpoints)
 
