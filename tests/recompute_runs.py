@@ -50,10 +50,12 @@ def rows(index: int, count: int = 6) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 4, (count,), generator=generator)
 
 
-def distribute(model: nn.Module, recompute: list[str] | None, optimizer: Any = None, **strategy: Any) -> Any:
+def distribute(
+    model: nn.Module, recompute: list[str] | None, optimizer: Any = None, *, offload: bool = False, **strategy: Any
+) -> Any:
     """With None, without recompute."""
     if recompute is not None:
-        strategy |= {"recompute": True, "recompute_configs": {"checkpoints": recompute}}
+        strategy |= {"recompute": True, "recompute_configs": {"checkpoints": recompute, "offload": offload}}
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if optimizer is None else optimizer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FleetWarning)  # 16-bit arithmetic is slow on most CPUs, and says so

@@ -166,8 +166,8 @@ def test_merge_steps_that_were_asked_for_stay_where_no_global_batch_is_named() -
 
 
 def test_a_strategy_that_distribute_would_refuse_is_refused() -> None:
-    with pytest.raises(ConfigError, match="offload"):
-        find(SmallNet(), strategy=strategy_of(recompute=True, recompute_configs={"offload": True}))
+    with pytest.raises(ConfigError, match="xyzzy"):
+        find(SmallNet(), strategy=strategy_of(recompute=True, recompute_configs={"checkpoints": ["xyzzy"]}))
 
 
 class Reduced(nn.Module):

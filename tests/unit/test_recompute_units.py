@@ -75,13 +75,6 @@ def test_checkpoints_are_a_list_of_names_and_nothing_else(wrong: Any) -> None:
         fleet.DistributedStrategy(recompute=True, recompute_configs={"checkpoints": wrong})
 
 
-def test_offload_is_refused_as_not_available_yet(alone: None) -> None:
-    model = ConvNet()
-    strategy = fleet.DistributedStrategy(recompute=True, recompute_configs={"offload": True})
-    with pytest.raises(ConfigError, match=re.escape('recompute_configs["offload"] is not available yet in this version')):
-        fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
-
-
 def test_a_refusal_leaves_the_model_as_it_was(alone: None) -> None:
     model = EncoderDecoder()
     with pytest.raises(ConfigError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, final
@@ -28,6 +28,7 @@ from ..errors import RecomputeError, first_line
 from ..inside import as_inside, inside
 from ..trees import tensors_in
 from .buffers import Buffers, Place
+from .parking import Parking, Stay, unparked
 from .random_states import Source, States, held_sources, kept, set_back, torch_sources
 from .segment import LastCall, bring_back
 
@@ -76,15 +77,28 @@ class Call:
     random: States = field(default_factory=list)
     said: list[Any] = field(default_factory=list)
     """What was agreed with other ranks in it, in order."""
+    stay: Stay | None = None
+    """Which of its inputs are in host memory; None where none of any unit are."""
 
 
 @final
 class Replay:
     """Around the forward of one unit (patch_forward)."""
 
-    def __init__(self, name: str, module: nn.Module, device: torch.device, *, joins: Replay | None = None) -> None:
-        """`joins`: the unit before, which this one shares a segment with."""
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        joins: Replay | None = None,
+        parking: Parking | None = None,
+        parks: Collection[int] | None = None,
+    ) -> None:
+        """`joins`: the unit before, which this one shares a segment with. `parking`: shared by all units of a model; `parks`: the
+        places of the inputs that this one parks there, None for all."""
         self._name, self._module, self._joins = name, module, joins
+        self._parking, self._parks = parking, parks
         self._last: LastCall | None = None
         self._shared_sources, self._drawn = torch_sources(device), set[Source]()
         self._written: set[Place] | None = None
@@ -101,17 +115,23 @@ class Replay:
                 with self._first(call, (*args, *kwargs.values())):
                     return forward(*args, **kwargs)
             bring_back(call)
-            return self._run_again(forward, call)
+            return self._run_again(forward, call, is_own=True)
 
-        # Random states are ours to keep: torch looks for devices among positional arguments alone, and not at Python's.
-        out = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        with self._parked(call):
+            # Random states are ours to keep: torch looks for devices among positional arguments alone, and not at Python's.
+            out = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
         if self._joins is not None and self._joins._last is not None:
             self._joins._last.drop_from(call)
         self._last = LastCall(out, call, partial(self._run_again, forward)) if isinstance(out, Tensor) else None
         return out
 
-    def _run_again(self, forward: Callable[..., Any], call: Call) -> Any:
+    def _run_again(self, forward: Callable[..., Any], call: Call, *, is_own: bool = False) -> Any:
+        """Its own second run; else one for the units after it in its segment."""
         args, kwargs = fresh(call.arguments)
+        if self._parking is not None and call.stay is not None:
+            args, kwargs = unparked((args, kwargs)) if call.stay.parked else (args, kwargs)
+            if is_own:
+                self._parking.go_on(call.stay)
         with self._again(call):
             return forward(*args, **kwargs)
 
@@ -128,6 +148,18 @@ class Replay:
             unchanging=unchanging,
             versions=versions_of(unchanging),
         )
+
+    @contextlib.contextmanager
+    def _parked(self, call: Call) -> Iterator[None]:
+        """Around the first run: inputs leave beside it, and are gone after it."""
+        if self._parking is None:
+            yield
+            return
+        call.stay = self._parking.begin(call.arguments, self._parks)
+        try:
+            yield
+        finally:
+            call.stay.settle(call)
 
     # --- the first run ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from ..errors import ConfigError
 from ..first_look import is_compiled
 from ..keys import boolean, key, names, optional, size
+from ..memory.host import mover_for, warn_of_no_offload
+from ..memory.parking import Parking
 from ..memory.plan import plan_for
 from ..memory.planner import Planner
 from ..memory.replay import Replay
@@ -34,10 +36,9 @@ class Recompute(Part):
         return frozenset({Slot.MODULE})
 
     def check(self, site: Site) -> None:
-        if self.offload:
+        if self.offload and self.budget is not None:
             raise ConfigError(
-                'recompute_configs["offload"] is not available yet in this version. Leave it out, and name modules in '
-                '"checkpoints", or give a "budget".'
+                'recompute_configs["offload"] is not available with a "budget" yet. Leave it out, or name modules in "checkpoints".'
             )
         without = [rank for rank, has in enumerate(site.comm.gather_json(site.has_sample)) if not has]  # on all ranks or on none
         if self.budget is not None and without:
@@ -55,9 +56,13 @@ class Recompute(Part):
         chosen_units(site.model, self.checkpoints)
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
+        mover = mover_for(site.device) if self.offload else None
+        if self.offload and mover is None and site.comm.rank == 0:
+            warn_of_no_offload(site.device)
         if self.budget is None:
+            parking = Parking(mover) if mover is not None else None
             for name, module in chosen_units(site.model, self.checkpoints).items():
-                patch_forward(module, Replay(name, module, site.device))
+                patch_forward(module, Replay(name, module, site.device, parking=parking))
         return {}
 
     def rehearse(self, rehearsal: Rehearsal) -> None:
