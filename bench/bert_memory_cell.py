@@ -22,7 +22,7 @@ from fleetx.rehearsal import is_out_of_memory
 
 BUDGET = 31 * 2**30
 """Of the partial plan, which bounds what the allocator reserves; the context has the rest."""
-SMALL_LIMIT = 2**21
+SMALL_LIMIT, SMALL_ROWS = 2**21, 10
 PROBES = {"fp32": (6, 12), "fp32_recompute": (24, 48), "bf16": (12, 24), "bf16_recompute": (32, 64)}
 """The first two batches whose peaks foretell the largest."""
 SLACK = 0.985
@@ -132,6 +132,7 @@ def recompute_over_stored(kind: str, rows: int, size: Size, card: Card, *, small
 
 
 def partial_plan(rows: int, size: Size, card: Card, *, small: bool) -> dict[str, Any]:
+    rows = min(rows, SMALL_ROWS) if small else rows
     stored = Recipe("ours", amp=True)
     runner = Runner(stored, size, card)
     runner.steps(2 if small else 8, 2)
