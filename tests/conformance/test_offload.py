@@ -224,6 +224,34 @@ def test_a_memory_that_every_decoder_layer_is_given_is_parked_and_fetched_once(l
     assert (late.out, late.back) == (2, 2)  # the memory, and what the first decoder layer gives the second
 
 
+def test_a_segment_whose_first_unit_parks_has_its_input_back_once_for_all_its_units(mover: Any) -> None:
+    """Units 0-1 stored, 2 parks, 3 and 4 join it, 5 parks, 6 joins it, 7 computed again on its own."""
+    torch.manual_seed(0)
+    model, x = row_of_blocks(), torch.randn(BATCH, WIDE)
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    theirs = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    parking, made = Parking(mover), dict[int, Replay]()
+    for unit in range(2, BLOCKS):
+        joins = made[unit - 1] if unit in (3, 4, 6) else None
+        parks = None if unit in (2, 5) else ()
+        made[unit] = Replay(str(unit), model[unit], torch.device("cpu"), joins=joins, parking=parking, parks=parks)
+    with patched((model[unit], replay) for unit, replay in made.items()):
+        torch.manual_seed(1)
+        loss = model(x).square().sum()
+        assert (mover.out, mover.back, parking.pool.host_bytes) == (2, 0, 2 * INPUT)
+        loss.backward(retain_graph=True)
+        assert (mover.out, mover.back) == (2, 2)
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], theirs, rtol=0, atol=0)
+        loss.backward()
+        assert (mover.out, mover.back) == (2, 4)
+        doubled = [2 * gradient for gradient in theirs]
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], doubled, rtol=0, atol=0)
+        del loss
+    assert parking.pool.idle_bytes == parking.pool.host_bytes == 2 * INPUT
+
+
 def test_nothing_moves_without_gradients(late: LateMover) -> None:
     model, _ = distribute(Chain(Inner()), ["unit"], offload=True)
     with torch.no_grad():
@@ -392,7 +420,7 @@ def test_host_memory_that_cannot_be_had_is_refused_with_its_bytes(monkeypatch: p
 # --- on a CPU -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [None])
+@pytest.mark.parametrize("budget", [None, "1GB"])
 def test_on_a_cpu_a_warning_says_that_there_is_nothing_to_move_and_training_is_the_same(budget: str | None) -> None:
     found = []
     for configs in ({"offload": True, "checkpoints": ["unit"], "budget": budget}, None):

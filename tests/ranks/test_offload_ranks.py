@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from fleetx import fleet
+from fleetx.errors import ConfigError
 from harness import run_ranks
 from parking_runs import LateMover, use_mover
 from recompute_nets import NETS
@@ -46,3 +50,41 @@ def test_two_ranks_end_with_the_bits_and_the_collectives_of_training_without(cas
         assert_same(ours, without)
         assert_ran_again(ours, without)
         assert fetched
+
+
+class SlowOnRankOne(LateMover):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._speed = 1e12 if rank == 0 else 1e6
+
+    def bytes_per_second(self) -> float:
+        return self._speed
+
+
+def _planned(rank: int, budget: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(8)))
+    with pytest.MonkeyPatch.context() as patch:
+        use_mover(patch, SlowOnRankOne(rank))
+        configs = {"budget": budget, "offload": True, "checkpoints": ["?"]}
+        try:
+            model, optimizer = fleet.distribute(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                fleet.DistributedStrategy(recompute=True, recompute_configs=configs),
+                sample=torch.randn(256 + 64 * rank, 16),
+                loss_fn=lambda model, batch: model(batch).square().mean(),
+            )
+        except ConfigError as error:
+            return {"needed": int(str(error).split('"budget": ')[-1].split(",")[0])}
+        optimizer.minimize(model(torch.randn(256, 16)).square().mean())
+        return asdict(optimizer.memory_plan)
+
+
+def test_ranks_of_other_speeds_and_batches_make_one_plan() -> None:
+    one, other = run_ranks(_planned, 2, 1)
+    assert one == other
+    one, other = run_ranks(_planned, 2, one["needed"])
+    assert one == other and one["parked"] and one["reserved_bytes"] <= one["budget"]
+    assert one["seconds_added"] > len(one["parked"]) * 320 * 16 * 4 / 1e6  # by the slower rank, of the larger batch

@@ -10,15 +10,18 @@ from .profile import Element, Profile, Way, peak_bytes
 
 def to_plain(profile: Profile) -> dict[str, Any]:
     def way(one: Way | None) -> Any:
-        return None if one is None else [sorted(one.kept), one.forward_extra, one.backward_extra, one.seconds, one.brought]
+        if one is None:
+            return None
+        return [sorted(one.kept), one.forward_extra, one.backward_extra, one.seconds, one.brought, one.parked]
 
     return {
         "units": list(profile.units),
-        "elements": [[e.unit, way(e.stored), way(e.again), way(e.joins)] for e in profile.elements],
+        "elements": [[e.unit, *map(way, (e.stored, e.again, e.joins, e.parks))] for e in profile.elements],
         "sizes": sorted(profile.sizes.items()),
         "floor": profile.floor,
         "lingering": sorted(profile.lingering),
         "outlasting": sorted(profile.outlasting),
+        "places": [sorted(places) for places in profile.places],
     }
 
 
@@ -27,8 +30,9 @@ def from_plain(told: Any) -> Profile:
         return None if one is None else Way(frozenset(one[0]), *one[1:])
 
     elements = [Element(unit, *map(way, ways)) for unit, *ways in told["elements"]]
-    rest = (frozenset(told[name]) for name in ("lingering", "outlasting"))
-    return Profile(tuple(told["units"]), tuple(elements), dict(told["sizes"]), told["floor"], *rest)
+    lingering, outlasting = (frozenset(told[name]) for name in ("lingering", "outlasting"))
+    places = tuple(map(frozenset, told["places"]))
+    return Profile(tuple(told["units"]), tuple(elements), dict(told["sizes"]), told["floor"], lingering, outlasting, places)
 
 
 def joined(profiles: Sequence[Profile]) -> Profile:
@@ -37,7 +41,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
     if not all(p.is_like(heaviest) for p in profiles):
         return heaviest
     elements = [
-        Element(e[0].unit, *(_largest([getattr(one, way) for one in e]) for way in ("stored", "again", "joins")))
+        Element(e[0].unit, *(_largest([getattr(one, way) for one in e]) for way in ("stored", "again", "joins", "parks")))
         for e in zip(*(p.elements for p in profiles), strict=True)
     ]
     sizes = {s: max(p.sizes[s] for p in profiles) for s in heaviest.sizes}
@@ -48,6 +52,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         floor=max(p.floor for p in profiles),
         lingering=frozenset.intersection(*(p.lingering for p in profiles)),
         outlasting=frozenset.intersection(*(p.outlasting for p in profiles)),
+        places=heaviest.places,
     )
 
 
@@ -61,4 +66,5 @@ def _largest(ways: Sequence[Way | None]) -> Any:
         max(way.backward_extra for way in given),
         max(way.seconds for way in given),
         max(way.brought for way in given),
+        max(way.parked for way in given),
     )

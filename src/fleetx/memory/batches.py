@@ -38,10 +38,11 @@ class Growth:
                 backward_extra=round(line(low.backward_extra, high.backward_extra)),
                 seconds=max(low.seconds / 4, line(low.seconds, high.seconds)),  # of a very small batch the line may say nothing
                 brought=round(line(low.brought, high.brought)),
+                parked=round(line(low.parked, high.parked)),
             )
 
         elements = [
-            replace(two, stored=way(one.stored, two.stored), again=way(one.again, two.again), joins=way(one.joins, two.joins))
+            replace(two, **{kind: way(getattr(one, kind), getattr(two, kind)) for kind in ("stored", "again", "joins", "parks")})
             for one, two in zip(self.of_small.elements, self.of_large.elements, strict=True)
         ]
         floor = max(self.of_small.floor, round(line(self.of_small.floor, self.of_large.floor)))

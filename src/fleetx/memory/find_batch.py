@@ -15,11 +15,12 @@ from ..errors import ConfigError
 from ..rehearsal import OutOfMemory, Rehearsal, Sample
 from ..strategy import DistributedStrategy
 from .batches import largest_that, merged, sizes_to_try
+from .host import mover_for, warn_of_no_offload
 from .measured_growth import Units, measured_growth, rows_in
 from .plan import ALLOWANCE, shown
 from .planner import Planner
 from .profile import peak_bytes
-from .solve import Solution, cheapest, smallest_budget
+from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 
 MOST = 1 << 20
 
@@ -87,8 +88,13 @@ def _told(sizes: set[int]) -> str:
 class Finder:
     """Inside `rehearsal.leaving_no_trace()`, on every rank."""
 
-    def __init__(self, rehearsal: Rehearsal, budget: int, resize: Resize, size: int, wanted: Sequence[str]) -> None:
+    def __init__(
+        self, rehearsal: Rehearsal, budget: int, resize: Resize, size: int, wanted: Sequence[str], *, offload: bool
+    ) -> None:
         self._rehearsal, self._budget, self._resize, self._wanted = rehearsal, budget, resize, wanted
+        self._mover = mover_for(rehearsal.device) if offload else None
+        if offload and self._mover is None and rehearsal.comm.rank == 0:
+            warn_of_no_offload(rehearsal.device)
         self._sample = rehearsal.sample.source
         self._aim = int(budget * (1 - ALLOWANCE))
         self._growth, measured = measured_growth(self.planner, size, who="find_batch")
@@ -98,16 +104,16 @@ class Finder:
         device = self._rehearsal.device
         sample = self._rehearsal.everywhere(lambda: Sample(self._resize(self._sample, size), device))
         rehearsal = replace(self._rehearsal, sample=sample)
-        return Planner(rehearsal, self._wanted, units=units)
+        return Planner(rehearsal, self._wanted, units=units, mover=self._mover)
 
     def stored(self) -> int:
         return largest_that(lambda size: peak_bytes(self._growth.at(size), ()) <= self._aim, at_most=MOST)
 
     def largest(self) -> int:
         """Tried: by the plan of least peak it keeps to the budget, and the next one tried did not."""
-        foretold = largest_that(lambda size: smallest_budget(self._growth.at(size), segments=True) <= self._aim, at_most=MOST)
+        foretold = largest_that(lambda size: smallest_budget(self._growth.at(size), **ANY_WAY) <= self._aim, at_most=MOST)
         if not foretold:
-            least = smallest_budget(self._growth.at(1), segments=True)
+            least = smallest_budget(self._growth.at(1), **ANY_WAY)
             raise ConfigError(
                 f"budget is {self._budget} bytes ({shown(self._budget)}); a batch of 1 needs {shown(least)}, with everything "
                 "computed again that can be."
@@ -137,15 +143,11 @@ class Finder:
         return fits
 
     def _least(self, size: int) -> Solution:
-        """The plan of least peak."""
-        profile = self._growth.at(size)
-        found = cheapest(profile, smallest_budget(profile, segments=True), segments=True)
-        assert found is not None
-        return found
+        return least_peak(self._growth.at(size))
 
     def solution(self, size: int) -> Solution:
         """The cheapest plan for this size."""
-        return cheapest(self._growth.at(size), self._aim) or self._least(size)
+        return cheapest_that_fits(self._growth.at(size), self._aim) or self._least(size)
 
     def peak(self, size: int, solution: Solution) -> int | None:
         """Bytes held, by trying; None where memory ran out."""
@@ -186,7 +188,8 @@ def found_batches(
         raise ConfigError(f"find_batch was asked for other things by the ranks: [budget, global_batch, size] are {asked}.")
     size = min(one[2] for one in asked)
     with rehearsal.leaving_no_trace():
-        finder = Finder(rehearsal, budget, resize, size, strategy.recompute_configs["checkpoints"])
+        recompute = strategy.recompute_configs
+        finder = Finder(rehearsal, budget, resize, size, recompute["checkpoints"], offload=recompute["offload"])
         most = finder.largest()
         stored = min(finder.stored(), most)
         sizes = sizes_to_try(stored, most)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .profile import Kept, Profile, brought_by, in_use
+from .profile import Profile, passings
 from .solve import Solution
 
 
@@ -24,25 +24,20 @@ class Moment:
     """By it and all before it, for a backward to come."""
     peak_bytes: int
     """All that is in use at the most while it runs."""
+    parks: bool = False
+    """It has inputs in host memory from its forward to its backward."""
 
 
 def moments(profile: Profile, solution: Solution) -> tuple[Moment, ...]:
-    """As foretold by the profile: the walk of `peak_bytes`, there and back."""
+    """As foretold by the profile, there and back."""
     there: list[Moment] = []
     back: list[Moment] = []
-    held: set[int] = set()
-    kept, brought = Kept(), 0
-    for element in profile.elements:
-        again, joins = element.unit in solution.again, element.unit in solution.joins
-        way = element.way(again=again, joins=joins)
-        own = profile.own(way, held)
-        brought = brought_by(brought, element, way)
-        forward, backward = in_use(kept, own, brought, way, is_last=element is profile.elements[-1])
-        held |= way.kept
-        kept = kept.and_(own)
-        name = "" if element.unit is None else profile.units[element.unit]
-        there.append(Moment(name, False, again, kept.all, forward))
-        back.append(Moment(name, True, again, kept.all, backward))
+    for passing in passings(profile, solution.again, solution.joins, solution.parks):
+        unit, kept = passing.element.unit, passing.kept.all
+        name = "" if unit is None else profile.units[unit]
+        again, parks = unit in solution.again, unit in solution.parks
+        there.append(Moment(name, False, again, kept, passing.forward, parks))
+        back.append(Moment(name, True, again, kept, passing.backward, parks))
     return (*there, *reversed(back))
 
 

@@ -12,8 +12,8 @@ from ..rehearsal import OutOfMemory
 from .measured_growth import profile_from_smaller
 from .picture import Moment, draw, moments
 from .planner import Planner
-from .profile import Profile, peak_bytes
-from .solve import Solution, cheapest, smallest_budget
+from .profile import Profile, host_bytes, peak_bytes
+from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 
 CORRECTIONS = 2
 ALLOWANCE = 0.005
@@ -33,6 +33,10 @@ class MemoryPlan:
     """Those that are."""
     segments: tuple[tuple[str, ...], ...]
     """Of them those that keep one input among them, and are run twice more."""
+    parked: tuple[str, ...]
+    """Of those recomputed the ones whose inputs are in host memory from forward to backward."""
+    host_bytes: int
+    """So many of them, on the rank that has most."""
     predicted_bytes: int
     real_bytes: int
     reserved_bytes: int
@@ -50,6 +54,8 @@ class MemoryPlan:
         told = f"{len(self.recomputed)} of {len(self.units)} units are computed again" + (f" ({listed})" if listed else "")
         if self.segments:
             told += f", {sum(map(len, self.segments))} of them in {len(self.segments)} segments"
+        if self.parked:
+            told += f", {len(self.parked)} of them with inputs in host memory ({shown(self.host_bytes)})"
         held = "" if self.reserved_bytes == self.real_bytes else f", {shown(self.reserved_bytes)} reserved"
         return (
             f"recompute: {told}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {shown(self.predicted_bytes)} "
@@ -80,7 +86,7 @@ def plan_for(budget: int, planner: Planner) -> Settled:
     tried: list[Settled] = []
     for attempt in range(1 + CORRECTIONS):
         is_last_hope = attempt == CORRECTIONS and fitting is None
-        solution = _solved(profile, min(aim, smallest_budget(profile, segments=True)) if is_last_hope else aim, budget)
+        solution = _solved(profile, min(aim, smallest_budget(profile, **ANY_WAY)) if is_last_hope else aim, budget)
         if solution is None or any(solution == settled.solution for settled in tried):
             break
         settled = _run(planner, profile, solution, budget)
@@ -95,9 +101,10 @@ def plan_for(budget: int, planner: Planner) -> Settled:
         foretold = min(aim, solution.peak_bytes)
         aim = min(foretold + spare // 2, budget) if spare > 0 else foretold + spare - int(ALLOWANCE * budget)
     if fitting is None:
-        least = cheapest(profile, smallest_budget(profile, segments=True), segments=True)
-        if not tried and least is not None:
-            tried.append(_run(planner, profile, least, budget))  # what an allocator holds beyond it belongs to what is needed
+        if not tried:
+            tried.append(
+                _run(planner, profile, least_peak(profile), budget)
+            )  # what an allocator holds beyond it belongs to what is needed
         raise ConfigError(_too_small(budget, profile, [settled.plan for settled in tried]))
     return fitting
 
@@ -118,12 +125,9 @@ def _profiled(planner: Planner, budget: int) -> Profile:
 
 
 def _solved(profile: Profile, aim: int, budget: int) -> Solution | None:
-    """Without segments if that is possible; and the plan of least peak if the allowance is all that is missing."""
-    found = cheapest(profile, aim) or cheapest(profile, aim, segments=True)
-    if found is not None:
-        return found
-    least = smallest_budget(profile, segments=True)
-    return cheapest(profile, least, segments=True) if least <= budget else None
+    """Without host memory or segments if that is possible; and the plan of least peak if the allowance is all that is missing."""
+    found = cheapest_that_fits(profile, aim)
+    return found if found is not None or smallest_budget(profile, **ANY_WAY) > budget else least_peak(profile)
 
 
 def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) -> Settled:
@@ -136,6 +140,8 @@ def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) ->
         units=profile.units,
         recomputed=tuple(profile.units[unit] for unit in sorted(solution.again)),
         segments=_segments(profile, solution),
+        parked=tuple(profile.units[unit] for unit in sorted(solution.parks)),
+        host_bytes=host_bytes(profile, solution.parks),
         predicted_bytes=solution.peak_bytes,
         real_bytes=in_use,
         reserved_bytes=held,
@@ -157,7 +163,7 @@ def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ..
 
 def _too_small(budget: int, profile: Profile, tried: Sequence[MemoryPlan]) -> str:
     beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
-    needed = int((smallest_budget(profile, segments=True) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
+    needed = int((smallest_budget(profile, **ANY_WAY) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
     plain = peak_bytes(profile, ())
     loose = [plan for plan in tried if plan.real_bytes <= budget < plan.reserved_bytes]
     holds = min(loose, key=lambda plan: plan.reserved_bytes) if loose else None

@@ -17,7 +17,10 @@ from ..patch import patch_forward, patched
 from ..rehearsal import Rehearsal, Sample
 from .agreed_profile import from_plain, joined, to_plain
 from .gauge import Gauge, gauge_for
+from .host import Mover
 from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
+from .parkable import parking_places, with_parking
+from .parking import Parking
 from .profile import Profile
 from .replay import Replay
 from .rows import good_units, lingering, outlasting, pieces
@@ -31,17 +34,26 @@ from .units import chosen_units, repeated_blocks
 class Planner:
     """For one model, batch and strategy. Its methods are called inside `rehearsal.leaving_no_trace()`, on every rank."""
 
-    def __init__(self, rehearsal: Rehearsal, wanted: Sequence[str] = (), *, units: Mapping[str, nn.Module] | None = None) -> None:
-        """`wanted`: names or patterns of the user's; `units`: those that a planner for another batch has found."""
-        self.rehearsal, self._wanted = rehearsal, wanted
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        wanted: Sequence[str] = (),
+        *,
+        units: Mapping[str, nn.Module] | None = None,
+        mover: Mover | None = None,
+    ) -> None:
+        """`wanted`: names or patterns of the user's; `units`: those that a planner for another batch has found; `mover`: by it
+        plans may park inputs in host memory."""
+        self.rehearsal, self._wanted, self._mover = rehearsal, wanted, mover
         self._gauge: Gauge = gauge_for(rehearsal.device, rehearsal.lasting)
         self.units: dict[str, nn.Module] = dict(units or {})
         self._are_found = units is not None
         self._left_out: set[str] = set()
         self._storages: dict[str, Any] = {}
+        self._places: dict[str, frozenset[int]] = {}
 
     def for_sample(self, sample: Sample, units: Mapping[str, nn.Module] | None) -> Planner:
-        return Planner(replace(self.rehearsal, sample=sample), self._wanted, units=units)
+        return Planner(replace(self.rehearsal, sample=sample), self._wanted, units=units, mover=self._mover)
 
     def profile(self) -> Profile:
         """Measured on this rank, joined with the others'. A unit that turns out to compute something else again is left out."""
@@ -82,6 +94,8 @@ class Planner:
         )
         seconds = rehearsal.everywhere(lambda: timed(self.units, self._again, rehearsal.device, rehearsal.step))
         mine = profile_of(found, readings, seconds, update_peak=update_peak, **self._storages)
+        if self._mover is not None:
+            mine = with_parking(mine, found, self._places, rehearsal.everywhere(self._mover.bytes_per_second))
         return joined([from_plain(told) for told in rehearsal.comm.gather_json(to_plain(mine))])
 
     def _find_units(self) -> Any:
@@ -101,7 +115,9 @@ class Planner:
         self.units = {name: named[name] for name in names if name not in self._left_out}
         self._are_found = True
         self._storages = {"sizes": tape.sizes, "lingering": lingering(tape), "outlasting": outlasting(tape)}
-        return pieces(tape, self.units)
+        found = pieces(tape, self.units)
+        self._places = parking_places(tape, found)
+        return found
 
     def _again(self, name: str, module: nn.Module) -> Callable[..., Any]:
         return Replay(name, module, self.rehearsal.device)
@@ -130,10 +146,12 @@ class Planner:
 
     def _replays(self, profile: Profile, solution: Solution) -> list[tuple[nn.Module, Replay]]:
         made: dict[int, Replay] = {}
+        parking = Parking(self._mover) if self._mover is not None and solution.parks else None
         for unit in sorted(solution.again):
             name = profile.units[unit]
             joins = made[unit - 1] if unit in solution.joins else None
-            made[unit] = Replay(name, self.units[name], self.rehearsal.device, joins=joins)
+            parks = profile.places[unit] if unit in solution.parks else ()
+            made[unit] = Replay(name, self.units[name], self.rehearsal.device, joins=joins, parking=parking, parks=parks)
         return [(self.units[profile.units[unit]], replay) for unit, replay in made.items()]
 
     def keep(self, profile: Profile, solution: Solution) -> None:

@@ -8,11 +8,14 @@ row from its end, so when it comes to an element, exactly the elements before it
 and likewise in forward, where storages that linger anyway until it is over (16-bit copies of weights) do not count as kept.
 Storages shared by several elements count once. That is why a plan is not a sum of savings, and why the peak of a plan is not
 the sum of what is saved.
+
+A unit computed again may also park inputs in host memory. They are back for its own backward, and on their way before: from the
+moment when the next unit after it is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +34,8 @@ class Way:
     """Of being computed again."""
     brought: int = 0
     """Bytes of the input that comes back with its segment, and is in use again until the backward of this unit is over."""
+    parked: int = 0
+    """Bytes of the inputs that are in host memory instead of being kept; in its own backward they are a part of the extra."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,18 @@ class Element:
     """None where it cannot be computed again: glue."""
     joins: Way | None = None
     """Computed again, in a segment with the unit before it; None where its input is not just what that one returned."""
+    parks: Way | None = None
+    """Computed again, with inputs in host memory; None where none of them would leave the device."""
 
-    def way(self, *, again: bool, joins: bool) -> Way:
+    def way(self, *, again: bool, joins: bool, parks: bool = False) -> Way:
         if joins and self.joins is not None:
             return self.joins
+        if parks and self.parks is not None:
+            return self.parks
         return self.again if again and self.again is not None else self.stored
+
+    def ways(self) -> list[Way]:
+        return [way for way in (self.stored, self.again, self.joins, self.parks) if way is not None]
 
 
 class Kept(NamedTuple):
@@ -74,14 +86,18 @@ class Profile:
     """Storages that are in use until the model's own forward is over, whoever keeps them."""
     outlasting: frozenset[int] = frozenset()
     """Of them those that are in use until the last element's is, which is the loss."""
+    places: tuple[frozenset[int], ...] = ()
+    """Of each unit: which of its arguments' tensors, counted in order, it parks if it does. Empty where no unit can."""
 
     def is_like(self, other: Profile) -> bool:
         """The same units, storages and elements; bytes and seconds may differ."""
         return self._form() == other._form()
 
     def _form(self) -> object:
-        ways = [(e.unit, *(None if way is None else way.kept for way in (e.stored, e.again, e.joins))) for e in self.elements]
-        return self.units, ways, set(self.sizes)
+        ways = [
+            (e.unit, *(None if way is None else way.kept for way in (e.stored, e.again, e.joins, e.parks))) for e in self.elements
+        ]
+        return self.units, ways, set(self.sizes), self.places
 
     def own(self, way: Way, held: Collection[int]) -> Kept:
         """Bytes that it keeps beyond those held."""
@@ -92,25 +108,44 @@ class Profile:
         return Kept(whole, whole - lingers, whole - outlasts)
 
 
-def peak_bytes(profile: Profile, again: Iterable[int], joins: Iterable[int] = ()) -> int:
-    """The largest number of bytes in use at any time of a step, if these units are computed again."""
-    chosen, joining = set(again), set(joins)
+class Passing(NamedTuple):
+    """An element in a step by a plan."""
+
+    element: Element
+    kept: Kept
+    """By it and those before it."""
+    forward: int
+    """Bytes in use at the most in its forward."""
+    backward: int
+
+
+def passings(profile: Profile, again: Iterable[int], joins: Iterable[int], parks: Iterable[int]) -> Iterator[Passing]:
+    """The step element by element, if these units are computed again."""
+    chosen, joining, parking = set(again), set(joins), set(parks)
+    last_again = max((i for i, e in enumerate(profile.elements) if e.unit in chosen), default=-1)
     held: set[int] = set()
-    kept, brought, peak = Kept(), 0, profile.floor
-    for element in profile.elements:
-        way = element.way(again=element.unit in chosen, joins=element.unit in joining)
+    kept, brought, coming = Kept(), 0, 0
+    for i, element in enumerate(profile.elements):
+        way = element.way(again=element.unit in chosen, joins=element.unit in joining, parks=element.unit in parking)
         own = profile.own(way, held)
         brought = brought_by(brought, element, way)
-        peak = max(peak, *in_use(kept, own, brought, way, is_last=element is profile.elements[-1]))
+        back = brought + (coming if i <= last_again else 0)
+        forward, backward = in_use(kept, own, back, way, is_last=i == len(profile.elements) - 1)
         held |= way.kept
         kept = kept.and_(own)
-    return peak
+        coming = way.parked or coming
+        yield Passing(element, kept, forward, backward)
 
 
-def in_use(kept: Kept, own: Kept, brought: int, way: Way, *, is_last: bool) -> tuple[int, int]:
-    """Bytes in the forward of an element and in its backward, given what those before it keep."""
+def peak_bytes(profile: Profile, again: Iterable[int], joins: Iterable[int] = (), parks: Iterable[int] = ()) -> int:
+    """The largest number of bytes in use at any time of a step, if these units are computed again."""
+    return max([profile.floor, *(max(p.forward, p.backward) for p in passings(profile, again, joins, parks))])
+
+
+def in_use(kept: Kept, own: Kept, back: int, way: Way, *, is_last: bool) -> tuple[int, int]:
+    """Bytes in the forward of an element and in its backward, given what those before it keep, and what of them has come back."""
     forward = (kept.at_loss if is_last else kept.in_forward) + way.forward_extra
-    return forward, kept.all + own.all + brought + way.backward_extra
+    return forward, kept.all + own.all + back + way.backward_extra
 
 
 def brought_by(before: int, element: Element, way: Way) -> int:
@@ -120,6 +155,10 @@ def brought_by(before: int, element: Element, way: Way) -> int:
     return before + way.brought if way.brought else 0
 
 
-def seconds_added(profile: Profile, again: Iterable[int], joins: Iterable[int] = ()) -> float:
-    chosen, joining = set(again), set(joins)
-    return sum(e.way(again=e.unit in chosen, joins=e.unit in joining).seconds for e in profile.elements)
+def host_bytes(profile: Profile, parks: Collection[int]) -> int:
+    """In host memory at the end of forward: a tensor that several units park is there once."""
+    parked: set[int] = set()
+    for element in profile.elements:
+        if element.unit in parks and element.again is not None and element.parks is not None:
+            parked |= element.again.kept - element.parks.kept
+    return sum(profile.sizes[storage] for storage in parked)

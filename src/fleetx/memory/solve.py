@@ -5,14 +5,15 @@ another if it keeps more bytes and costs more time, unless a later element could
 
 A unit that is given just what the unit before it returned can also join that one in a segment: it does not keep its input, which
 comes back when the units before it in the segment are run once more. That costs time twice, and is for budgets that nothing else
-keeps to.
+keeps to. A unit may also park inputs in host memory. They come back early if a later unit is computed again: a partial plan says
+of each such unit whether it is the last.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 from .profile import Element, Kept, Profile, Way, brought_by, in_use, peak_bytes
@@ -22,7 +23,11 @@ MOST_STATES = 6000
 to the budget, and may be a little slower than the best one."""
 
 FEW_STATES = 100
-"""Up to so many are compared in all respects; beyond, bytes that count in forward decide nothing."""
+"""Up to so many are compared in all respects; beyond, bytes that count in forward decide nothing, and those that come back with a
+segment and from the host are taken together."""
+
+ANY_WAY = {"segments": True, "parks": True}
+"""For budgets that need all there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +38,27 @@ class Solution:
     peak_bytes: int
     joins: frozenset[int] = frozenset()
     """Of them those that join the unit before them in a segment."""
+    parks: frozenset[int] = frozenset()
+    """Of them those that have inputs in host memory."""
 
 
-def cheapest(profile: Profile, budget: int, *, segments: bool = False) -> Solution | None:
-    """The plan of least extra time whose peak is within the budget; None if there is none. `segments`: units may be joined."""
+def cheapest(profile: Profile, budget: int, *, segments: bool = False, parks: bool = False) -> Solution | None:
+    """The plan of least extra time whose peak is within the budget; None if there is none. `segments`: units may be joined;
+    `parks`: they may park inputs."""
     if profile.floor > budget:
         return None
-    fronts: dict[Key, list[State]] = {Key(frozenset(), frozenset(), False): [State(Kept(), 0, 0.0, None, None)]}
+    allowed = Allowed(segments, parks and any(element.parks is not None for element in profile.elements))
+    fronts: dict[Key, list[State]] = {Key(): [State(Kept(), 0, 0, 0.0, None, None)]}
     for step in _steps(profile):
         grown: dict[Key, list[State]] = {}
         for key, states in fronts.items():
-            for chosen, way in step.ways(key, segments=segments):
+            for chosen, way in step.ways(key, allowed):
                 own = profile.own(way, key.held | step.always_held)
-                reached = grown.setdefault(step.next_key(key, way, chosen), [])
-                for state in states:
-                    brought = brought_by(state.brought, step.element, way)
-                    if max(in_use(state.kept, own, brought, way, is_last=step.is_last)) <= budget:
-                        reached.append(State(state.kept.and_(own), brought, state.seconds + way.seconds, chosen, state))
+                reached = [state for old in states if (state := step.reached(old, own, way, chosen, budget)) is not None]
+                for following in step.next_keys(key, way, chosen, allowed):
+                    grown.setdefault(following, []).extend(
+                        state.settled() if following.none_later else state for state in reached
+                    )
         fronts = thinned({key: not_dominated(states) for key, states in grown.items() if states})
     ends = [state for states in fronts.values() for state in states]
     if not ends:
@@ -58,16 +67,34 @@ def cheapest(profile: Profile, budget: int, *, segments: bool = False) -> Soluti
     choices = list(best.choices())
     again = frozenset(choice.unit for choice in choices if choice.again)
     joins = frozenset(choice.unit for choice in choices if choice.joins)
-    return Solution(again, best.seconds, peak_bytes(profile, again, joins), joins)
+    parked = frozenset(choice.unit for choice in choices if choice.parks)
+    return Solution(again, best.seconds, peak_bytes(profile, again, joins, parked), joins, parked)
 
 
-def smallest_budget(profile: Profile, *, segments: bool = False) -> int:
+def cheapest_that_fits(profile: Profile, budget: int) -> Solution | None:
+    """By computing again alone if that is possible; else by host memory or segments, whichever takes less time; else by both."""
+    found = cheapest(profile, budget)
+    if found is not None:
+        return found
+    either = [cheapest(profile, budget, parks=True), cheapest(profile, budget, segments=True)]
+    fitting = [solution for solution in either if solution is not None]
+    return min(fitting, key=lambda solution: solution.seconds) if fitting else cheapest(profile, budget, **ANY_WAY)
+
+
+def least_peak(profile: Profile) -> Solution:
+    """The cheapest plan of the least peak that there is."""
+    found = cheapest(profile, smallest_budget(profile, **ANY_WAY), **ANY_WAY)
+    assert found is not None
+    return found
+
+
+def smallest_budget(profile: Profile, *, segments: bool = False, parks: bool = False) -> int:
     """The least peak that any plan has."""
     everything = {e.unit for e in profile.elements if e.again is not None and e.unit is not None}
     low, high = profile.floor - 1, peak_bytes(profile, everything)  # low: too little; high: enough
     while high - low > 1:
         middle = (low + high) // 2
-        found = cheapest(profile, middle, segments=segments)
+        found = cheapest(profile, middle, segments=segments, parks=parks)
         low, high = (middle, high) if found is None else (low, found.peak_bytes)
     return high
 
@@ -75,21 +102,29 @@ def smallest_budget(profile: Profile, *, segments: bool = False) -> int:
 # --- the walk -------------------------------------------------------------------------------------------------------
 
 
+class Allowed(NamedTuple):
+    segments: bool
+    parks: bool
+
+
 class Choice(NamedTuple):
     unit: int
     again: bool
-    joins: bool
+    joins: bool = False
+    parks: bool = False
 
 
 class Key(NamedTuple):
     """All of a partial plan that later elements can notice, beside the bytes it keeps."""
 
-    held: frozenset[int]
+    held: frozenset[int] = frozenset()
     """Of storages that one plan keeps and another does not, and that a later element may keep too: those kept."""
-    chosen: frozenset[Choice]
+    chosen: frozenset[Choice] = frozenset()
     """Of units that are called again later."""
-    ends_again: bool
+    ends_again: bool = False
     """The last unit is computed again, and the next one may join it."""
+    none_later: bool = False
+    """No later unit is computed again, so nothing that is parked comes back before its own backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +133,8 @@ class State:
 
     kept: Kept
     brought: int
+    coming: int
+    """Bytes of what the last unit that parks has parked."""
     seconds: float
     chosen: Choice | None
     before: State | None
@@ -107,9 +144,13 @@ class State:
             self.kept.all <= other.kept.all
             and self.seconds <= other.seconds
             and self.brought <= other.brought
+            and self.coming <= other.coming
             and self.kept.in_forward <= other.kept.in_forward
             and self.kept.at_loss <= other.kept.at_loss
         )
+
+    def settled(self) -> State:
+        return replace(self, coming=0)
 
     def choices(self) -> Iterator[Choice]:
         state: State | None = self
@@ -134,21 +175,40 @@ class Walk:
     """The next unit may join this one."""
     is_last: bool
 
-    def ways(self, key: Key, *, segments: bool) -> list[tuple[Choice | None, Way]]:
+    def ways(self, key: Key, allowed: Allowed) -> list[tuple[Choice | None, Way]]:
         unit, element = self.element.unit, self.element
         if unit is None or element.again is None:
             return [(None, element.stored)]
-        found = [(Choice(unit, False, False), element.stored), (Choice(unit, True, False), element.again)]
-        if segments and element.joins is not None and key.ends_again:
-            found.append((Choice(unit, True, True), element.joins))
-        decided = next((choice.again for choice in key.chosen if choice.unit == unit), None)
-        return [(choice, way) for choice, way in found if decided is None or choice.again == decided]
+        found = [(Choice(unit, False), element.stored)]
+        if not key.none_later:
+            found.append((Choice(unit, True), element.again))
+            if allowed.segments and element.joins is not None and key.ends_again:
+                found.append((Choice(unit, True, joins=True), element.joins))
+            if allowed.parks and element.parks is not None:
+                found.append((Choice(unit, True, parks=True), element.parks))
+        decided = next((choice for choice in key.chosen if choice.unit == unit), None)
+        return [(choice, way) for choice, way in found if decided is None or _are_alike(choice, decided)]
 
-    def next_key(self, key: Key, way: Way, chosen: Choice | None) -> Key:
+    def reached(self, state: State, own: Kept, way: Way, chosen: Choice | None, budget: int) -> State | None:
+        """Where the element is treated so; None where that is over the budget."""
+        brought = brought_by(state.brought, self.element, way)
+        if max(in_use(state.kept, own, brought + state.coming, way, is_last=self.is_last)) > budget:
+            return None
+        return State(state.kept.and_(own), brought, way.parked or state.coming, state.seconds + way.seconds, chosen, state)
+
+    def next_keys(self, key: Key, way: Way, chosen: Choice | None, allowed: Allowed) -> list[Key]:
         others = frozenset(c for c in key.chosen if chosen is None or c.unit != chosen.unit)
         remembered = others | {chosen} if chosen is not None and self.called_later else others
         ends_again = key.ends_again if chosen is None else chosen.again
-        return Key((key.held | way.kept) & self.contested_later, remembered, ends_again and self.joined_later)
+        held = (key.held | way.kept) & self.contested_later
+        found = Key(held, remembered, ends_again and self.joined_later, key.none_later)
+        may_be_last = allowed.parks and chosen is not None and chosen.again and not self.called_later
+        return [found, found._replace(ends_again=False, none_later=True)] if may_be_last else [found]
+
+
+def _are_alike(one: Choice, other: Choice) -> bool:
+    """Every call of a unit is treated so; only units that are called once are joined."""
+    return one.again == other.again and one.parks == other.parks
 
 
 def _steps(profile: Profile) -> Iterator[Walk]:
@@ -164,19 +224,15 @@ def _steps(profile: Profile) -> Iterator[Walk]:
     mentioned: set[int] = set()
     for i, element in enumerate(profile.elements):
         before = always
-        always |= frozenset.intersection(*(way.kept for way in _ways(element)))
+        always |= frozenset.intersection(*(way.kept for way in element.ways()))
         mentioned |= _mentions(element)
         mentioned = {s for s in mentioned if last_mention[s] > i and s not in always}
         called_later = element.unit is not None and last_call[element.unit] > i
         yield Walk(element, before, frozenset(mentioned), called_later, joined_later[i], i == len(profile.elements) - 1)
 
 
-def _ways(element: Element) -> list[Way]:
-    return [way for way in (element.stored, element.again, element.joins) if way is not None]
-
-
 def _mentions(element: Element) -> frozenset[int]:
-    return frozenset().union(*(way.kept for way in _ways(element)))
+    return frozenset().union(*(way.kept for way in element.ways()))
 
 
 def _joined_later(elements: tuple[Element, ...]) -> list[bool]:
@@ -192,15 +248,15 @@ def _joined_later(elements: tuple[Element, ...]) -> list[bool]:
 
 
 def not_dominated(states: list[State]) -> list[State]:
-    """Those that no other beats in bytes kept, bytes brought back and time, by size."""
-    states.sort(key=lambda state: (state.kept, state.brought, state.seconds))
+    """Those that no other beats in bytes kept, bytes that come back and time, by size."""
+    states.sort(key=lambda state: (state.kept, _back(state), state.seconds))
     if len(states) <= FEW_STATES:
         return [state for i, state in enumerate(states) if not any(other.beats(state) for other in states[:i])]
     front: list[State] = []
     fastest: list[State] = []
-    """Of the front: by bytes brought back, ever faster."""
+    """Of the front: by bytes that come back, ever faster."""
     for state in states:
-        place = bisect.bisect_right(fastest, state.brought, key=lambda known: known.brought)
+        place = bisect.bisect_right(fastest, _back(state), key=_back)
         if place and fastest[place - 1].seconds <= state.seconds:
             continue
         front.append(state)
@@ -209,6 +265,10 @@ def not_dominated(states: list[State]) -> list[State]:
             end += 1
         fastest[place:end] = [state]
     return front
+
+
+def _back(state: State) -> int:
+    return state.brought + state.coming
 
 
 def thinned(fronts: dict[Key, list[State]]) -> dict[Key, list[State]]:

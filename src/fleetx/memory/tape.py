@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..patch import patched
 from ..trees import tensors_in
 from .gauge import storage_of
+from .parking import can_be_parked
 
 MODEL = ""
 """The name of the model itself."""
@@ -37,6 +38,8 @@ class Called:
     """It had gradients to compute, and changed no input."""
     given_by: list[tuple[Called, int]] = field(default_factory=list)
     """Calls that returned a tensor alone, which is now among its arguments, unchanged; with the number of its storage."""
+    parkable: dict[int, int] = field(default_factory=dict)
+    """Storages of those arguments that could wait in host memory, by their place among all its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,9 @@ def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             tensors = tensors_in((args, kwargs))
             versions = [0 if t.is_inference() else t._version for t in tensors]
-            inputs = [number for t in tensors if (number := numbers.of(t)) is not None]
-            called = Called(name, stack[-1] if stack else None, inputs, torch.is_grad_enabled())
+            known = [(place, t, number) for place, t in enumerate(tensors) if (number := numbers.of(t)) is not None]
+            called = Called(name, stack[-1] if stack else None, [one[2] for one in known], torch.is_grad_enabled())
+            called.parkable = {place: number for place, t, number in known if can_be_parked(t)}
             called.given_by = [
                 (r.call, number) for r in returned for t in tensors if r.is_still(t) and (number := numbers.of(t)) is not None
             ]
@@ -159,4 +163,5 @@ def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[
     tape.events = list(itertools.compress(tape.events, counts))
     for called in tape.calls():
         called.inputs = [number for number in called.inputs if number in tape.sizes]
+        called.parkable = {place: number for place, number in called.parkable.items() if number in tape.sizes}
     return tape

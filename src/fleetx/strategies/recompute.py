@@ -36,10 +36,6 @@ class Recompute(Part):
         return frozenset({Slot.MODULE})
 
     def check(self, site: Site) -> None:
-        if self.offload and self.budget is not None:
-            raise ConfigError(
-                'recompute_configs["offload"] is not available with a "budget" yet. Leave it out, or name modules in "checkpoints".'
-            )
         without = [rank for rank, has in enumerate(site.comm.gather_json(site.has_sample)) if not has]  # on all ranks or on none
         if self.budget is not None and without:
             given = "given no batch" if len(without) == site.comm.size else f"given no batch on ranks {without}"
@@ -68,7 +64,7 @@ class Recompute(Part):
     def rehearse(self, rehearsal: Rehearsal) -> None:
         if self.budget is None:
             return
-        planner = Planner(rehearsal, self.checkpoints)
+        planner = Planner(rehearsal, self.checkpoints, mover=mover_for(rehearsal.device) if self.offload else None)
         with rehearsal.leaving_no_trace():
             settled = plan_for(self.budget, planner)
         planner.keep(settled.profile, settled.solution)
