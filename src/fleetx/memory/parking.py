@@ -59,17 +59,18 @@ class Copy:
     """Under way. The memory at both ends stays until the device is told to wait for it: used again before, it would be torn."""
 
     def __init__(self, mover: Mover, target: Tensor, source: Tensor) -> None:
-        self._mover, self._ends = mover, (target, source)
+        self._mover = mover
+        self._ends: tuple[Tensor, ...] = ()
         self._mark = mover.begin(target, source)
+        self._ends = target, source
 
     def finish(self) -> None:
         if self._ends:
             self._mover.wait(self._mark)
-            self._ends = ()  # type: ignore[assignment]
+            self._ends = ()
 
     def __del__(self) -> None:
-        if hasattr(self, "_mark"):
-            self.finish()
+        self.finish()
 
 
 @final
