@@ -8,7 +8,8 @@
 
 A cell is one contestant (bench/bert_memory_contestants.py) in a process of its own, with expandable segments for all alike.
     ours-KIND, hf-KIND    KIND is fp32 (TF32 off), fp32_recompute, bf16 (autocast) or bf16_recompute: the largest batch within
-                          32 GiB, each trial two whole steps, and sentences a second at it, the median of some steps by events
+                          32 GiB, each trial two whole steps, and sentences a second at it, the median of some steps by events;
+                          also of batches a little smaller, which may be faster
     equal-fp32, -bf16     ours at the largest batch that is stored: recomputing over storing
     partial-BATCH         ours in bf16, recompute by a budget of 31 GiB, over storing everything on the whole card
 What is capped, and how: bench/bert_memory_card.py. A cell that fails is null, and its error is beside it.

@@ -28,6 +28,8 @@ PROBES = {"fp32": (6, 12), "fp32_recompute": (24, 48), "bf16": (12, 24), "bf16_r
 SLACK = 0.985
 """Of the allocator's memory, how much is expected to be usable."""
 TIMED_SECONDS, LEAST_TIMED, MOST_TIMED = 12.0, 3, 7
+NEAR = (31 / 32, 15 / 16)
+"""Of the largest batch, others that are timed: products of some sizes leave a part of the card idle, which the largest may do."""
 
 
 class Runner:
@@ -112,11 +114,21 @@ def largest_and_speed(recipe: Recipe, kind: str, size: Size, card: Card, *, smal
             runner.drop()
             runner.make()
             rows -= step
+    near = [] if speed is None else speeds_near(runner, rows, speed, small=small)
     return {
-        "max_batch": rows, "too_large": found.too_large, "resolution": step, "guess": guess, **(speed or {}),
+        "max_batch": rows, "near": near, "too_large": found.too_large, "resolution": step, "guess": guess, **(speed or {}),
         "bytes_per_sentence": round(slope), "bytes_of_no_sentence": round(intercept), **card.facts(),
         "peaks": points, "trials": found.trials,
     }  # fmt: skip
+
+
+def speeds_near(runner: Runner, largest: int, speed: dict[str, Any], *, small: bool) -> list[dict[str, Any]]:
+    """Of somewhat smaller batches, where their steps are short enough to be tried."""
+    if LEAST_TIMED * speed["step_s"] > TIMED_SECONDS / 2:
+        return []
+    batches = sorted({max(1, int(share * largest)) for share in NEAR} - {largest}, reverse=True)
+    steps = 1 if small else LEAST_TIMED
+    return [{"batch": rows, "sentences_per_s": runner.speed(rows, in_steps=steps)["sentences_per_s"]} for rows in batches]
 
 
 def recompute_over_stored(kind: str, rows: int, size: Size, card: Card, *, small: bool) -> dict[str, Any]:

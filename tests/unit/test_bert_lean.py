@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from fleetx import fleet
 from fleetx.applications.bert import Bert, Bert_base
@@ -153,8 +154,8 @@ def test_a_float64_model_is_not_touched_by_autocast() -> None:
 def test_the_linear_layer_of_a_gelu_has_the_right_first_and_second_gradients() -> None:
     torch.manual_seed(0)
     inputs, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4), (5, 4), (5,)))
-    assert torch.autograd.gradcheck(_LinearOfGelu.apply, (inputs, weight, bias))
-    assert torch.autograd.gradgradcheck(_LinearOfGelu.apply, (inputs, weight, bias))
+    assert torch.autograd.gradcheck(_LinearOfGelu.apply, (inputs, weight, bias, False))
+    assert torch.autograd.gradgradcheck(_LinearOfGelu.apply, (inputs, weight, bias, False))
 
 
 @pytest.mark.parametrize("frozen", [[], ["weight"], ["bias"], ["weight", "bias"], ["inputs"]])
@@ -213,6 +214,58 @@ def test_recomputing_every_layer_changes_no_bit_of_the_gradients(dtype: torch.dt
     torch.testing.assert_close(loss, expected_loss, rtol=0, atol=0)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0, msg=name)
+
+
+def _products(model: Bert, **recompute: Any) -> tuple[list[Tensor], int]:
+    """Losses and weights after two updates, and matrix products of the last one; through fleet.distribute, which recomputes."""
+    strategy = fleet.DistributedStrategy(**recompute)
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    torch.manual_seed(5)
+    optimizer.minimize(model.loss(_batch()))
+    with FlopCounterMode(display=False) as counter:
+        optimizer.minimize(model.loss(_batch()))
+    return [tensor.clone() for tensor in model.state_dict().values()], counter.get_total_flops()
+
+
+def test_a_layer_that_recompute_runs_again_has_the_same_bits_without_its_last_product(alone: None) -> None:
+    plain, products = _products(_model(dropout=0.1))
+    again, more = _products(_model(dropout=0.1), recompute=True)
+    for ours, theirs in zip(again, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    width, tokens, layers, attention = 32, 4 * 16, 4, 2 * 2 * 4 * 16 * 16 * 32
+    of_a_layer = 2 * tokens * (3 + 1 + 4) * width**2 + attention  # query, key, value; output; the first of the two wide ones
+    wanted = len(_batch()["mlm_positions"]) + 4
+    of_the_last = 2 * tokens * 3 * width**2 + attention + 2 * wanted * (1 + 4) * width**2
+    assert more - products == (layers - 1) * of_a_layer + of_the_last
+
+
+@pytest.mark.parametrize("which", ["layer", "inner", "replaced"])
+def test_where_somebody_looks_at_a_layer_it_is_whole_and_recompute_changes_no_bit(which: str, alone: None) -> None:
+    def watched() -> tuple[Bert, list[Tensor]]:
+        model, seen = _model(dropout=0.1), []
+        layer = model.bert.encoder.layer[1]
+        if which == "replaced":
+            model.bert.encoder.layer[2] = Whole(model.bert.encoder.layer[2])
+        watched = layer if which == "layer" else layer.output if which == "inner" else model.bert.encoder.layer[2]
+        watched.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+        return model, seen
+
+    (plain, of_plain), (again, of_again) = watched(), watched()
+    of_weights = [_products(model, **how)[0] for model, how in ((plain, {}), (again, {"recompute": True}))]
+    for ours, theirs in zip(of_weights[1], of_weights[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(of_again[0], of_plain[0], rtol=0, atol=0)
+
+
+class Whole(nn.Module):
+    """A user's own layer, which knows of no norm that was left to it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        return 0.5 * self.inner(hidden, mask, rows)  # type: ignore[no-any-return]
 
 
 # --- bytes

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError
+from ..memory.replay import result_is_unwanted
+from ..patch import PatchedForward
 from .bert_lean import LayerNorm, in_matmul_dtype, linear_of_gelu
 from .bert_weights import before_loading_body
 
@@ -93,9 +95,12 @@ def is_untouched(module: nn.Module) -> bool:
 
     A patch that says `only_outermost` does nothing on a call from inside the model, which is what this is.
     """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     patch = vars(module).get("forward")
-    return (patch is None or getattr(patch, "only_outermost", False)) and not any(hooks)
+    return (patch is None or getattr(patch, "only_outermost", False)) and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -145,7 +150,10 @@ class BertResidual(nn.Module):
         return self.joined(self.dense(hidden), before)
 
     def joined(self, update: Tensor, before: Tensor) -> Tensor:
-        return self.LayerNorm(before + self.dropout(update))  # type: ignore[no-any-return]
+        return self.LayerNorm(self.added(update, before))  # type: ignore[no-any-return]
+
+    def added(self, update: Tensor, before: Tensor) -> Tensor:
+        return before + self.dropout(update)  # type: ignore[no-any-return]
 
 
 @final
@@ -183,13 +191,31 @@ class BertLayer(nn.Module):
         self.intermediate = GeluLinear(config.hidden, width)
         self.output = BertResidual(width, config)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
-        """`rows`: of the flattened tokens, the only ones whose result is wanted; attention still reads all."""
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        rows: Tensor | None = None,
+        *,
+        norm: nn.Module | None = None,
+        leaves_norm: bool = False,
+    ) -> Tensor:
+        """`rows`: of the flattened tokens, the only ones whose result is wanted; attention still reads all.
+
+        `norm`: that of the layer before, which left it to this one; `leaves_norm`: this one leaves its own to the next."""
+        hidden = hidden if norm is None else norm(hidden)
         attended = self.attention(hidden, mask, rows)
         if not self._is_plain():
             return self.output(self.intermediate(attended), attended)  # type: ignore[no-any-return]
-        update = linear_of_gelu(self.intermediate.dense(attended), self.output.dense)
-        return self.output.joined(update, attended)
+        wide = self.intermediate.dense(attended)
+        if not leaves_norm:
+            return self.output.joined(linear_of_gelu(wide, self.output.dense), attended)
+        update = linear_of_gelu(wide, self.output.dense, is_unwanted=result_is_unwanted(self))
+        return self.output.added(update, attended)
+
+    def leaves_norm(self) -> bool:
+        """A strategy may compute it again, and nobody else looks at what it returns."""
+        return isinstance(vars(self).get("forward"), PatchedForward) and not has_hooks(self) and self._is_plain()
 
     def _is_plain(self) -> bool:
         """Whether GELU and the layer after it may be computed at once: their modules are then not called."""
@@ -205,10 +231,15 @@ class BertEncoder(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
         """All tokens [B, S, hidden], or of the last layer only some rows [R, hidden]: the rest of it is not computed."""
-        last = len(self.layer) - 1
+        last, norm = len(self.layer) - 1, None
         for number, layer in enumerate(self.layer):
-            hidden = layer(hidden, mask, rows if number == last else None)
-        return hidden
+            leaves_norm = isinstance(layer, BertLayer) and layer.leaves_norm()
+            if norm is not None and not leaves_norm:
+                hidden = norm(hidden)
+            left = {"norm": norm, "leaves_norm": True} if leaves_norm else {}
+            hidden = layer(hidden, mask, rows if number == last else None, **left)
+            norm = cast(BertLayer, layer).output.LayerNorm if leaves_norm else None
+        return hidden if norm is None else norm(hidden)
 
 
 @final

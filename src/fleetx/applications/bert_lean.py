@@ -5,6 +5,9 @@ Of one layer and sentence, 512 tokens 1024 wide, in 16 bits; a mask of dropout i
     input 1 + query, key, value 3 + attended 1 + mask 0.5 + sum 1 + normed 1 + GELU's input 4 + mask 0.5 + sum 1  =  13 MiB
 
 Torch alone keeps the GELU's result too, 4 MiB. Under autocast it also keeps both sums in float32, 2 MiB more.
+
+A layer that is computed again (recompute) leaves its last norm to the layer after it: what it keeps is as large, the sum in the
+place of the normed. And then nothing in it needs the last product, a third of all its work, for the second time.
 """
 
 from __future__ import annotations
@@ -53,17 +56,19 @@ class _LinearOfGelu(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(inputs: Tensor, weight: Tensor, bias: Tensor, is_unwanted: bool) -> Tensor:
+        if is_unwanted:
+            return inputs.new_empty(*inputs.shape[:-1], len(weight))
         return F.linear(F.gelu(inputs), weight, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        for_inputs, for_weight, for_bias = ctx.needs_input_grad
+        for_inputs, for_weight, for_bias, _ = ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         grad_weight = grad_inputs = grad_bias = None
         if for_weight:
@@ -73,7 +78,7 @@ class _LinearOfGelu(torch.autograd.Function):
             grad_bias = rows.sum(0)
         if for_inputs:
             grad_inputs = _gelu_backward((rows @ weight).view_as(inputs), inputs)
-        return grad_inputs, grad_weight, grad_bias
+        return grad_inputs, grad_weight, grad_bias, None
 
 
 def _gelu_backward(grad: Tensor, inputs: Tensor) -> Tensor:
@@ -83,10 +88,12 @@ def _gelu_backward(grad: Tensor, inputs: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward.grad_input(grad, inputs, grad_input=grad)  # type: ignore[no-any-return]
 
 
-def linear_of_gelu(inputs: Tensor, layer: nn.Linear) -> Tensor:
-    """`layer(gelu(inputs))`, keeping `inputs` alone. Compiled, the compiler chooses what to keep."""
+def linear_of_gelu(inputs: Tensor, layer: nn.Linear, *, is_unwanted: bool = False) -> Tensor:
+    """`layer(gelu(inputs))`, keeping `inputs` alone. Compiled, the compiler chooses what to keep.
+
+    `is_unwanted`: only what it keeps is, and its result may be anything."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_matmul_dtype(inputs).dtype != inputs.dtype:
         return F.linear(F.gelu(inputs), layer.weight, layer.bias)
     with torch.autocast(inputs.device.type, enabled=False):
         weight, bias = layer.weight.to(inputs.dtype), layer.bias.to(inputs.dtype)
-        return _LinearOfGelu.apply(inputs, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+        return _LinearOfGelu.apply(inputs, weight, bias, is_unwanted)  # type: ignore[no-untyped-call, no-any-return]

@@ -41,6 +41,8 @@ LEAVE_OUT = 'leave it out of recompute_configs["checkpoints"]'
 class _Here(threading.local):
     ask: Callable[[Callable[[], Any]], Any] | None = None
     """How the unit that runs in this thread, for the first time or again, asks other ranks. None: no unit runs."""
+    for_backward: nn.Module | None = None
+    """The unit that runs again, for what it saves alone."""
 
 
 _here = _Here()
@@ -51,6 +53,21 @@ def agreed(ask: Callable[[], Found]) -> Found:
     are run again."""
     answer: Found = ask() if _here.ask is None else _here.ask(ask)
     return answer
+
+
+def result_is_unwanted(module: nn.Module) -> bool:
+    """Whether this very module runs again for what it saves: what it returns goes nowhere. One that ends with a large product
+    may leave that out, if all it saves there is what goes in."""
+    return _here.for_backward is module
+
+
+@contextlib.contextmanager
+def _for_backward(module: nn.Module) -> Iterator[None]:
+    before, _here.for_backward = _here.for_backward, module
+    try:
+        yield
+    finally:
+        _here.for_backward = before
 
 
 @contextlib.contextmanager
@@ -115,7 +132,8 @@ class Replay:
                 with self._first(call, (*args, *kwargs.values())):
                     return forward(*args, **kwargs)
             bring_back(call)
-            return self._run_again(forward, call, is_own=True)
+            with _for_backward(self._module):
+                return self._run_again(forward, call, is_own=True)
 
         with self._parked(call):
             # Random states are ours to keep: torch looks for devices among positional arguments alone, and not at Python's.
