@@ -4,7 +4,7 @@
     python bench/bert_memory.py --only ours                   ours alone
     python bench/bert_memory.py --cells ours-bf16 hf-bf16     some cells; they join those in --out, if any are there
     python bench/bert_memory.py --small                       a tiny model on the CPU, to see that it runs; nothing is kept
-    python bench/bert_memory.py --table                       the tables of what was published, as Markdown; no run
+    python bench/bert_memory.py --table                       makes docs/memory.md of what was published; no run
 
 A cell is one contestant (bench/bert_memory_contestants.py) in a process of its own, with expandable segments for all alike.
     ours-KIND, hf-KIND    KIND is fp32 (TF32 off), fp32_recompute, bf16 (autocast) or bf16_recompute: the largest batch within
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from bert_memory_card import LIMIT
-from bert_memory_table import KINDS, table, told, verdicts
-from results import FOLDER, publish, published, surroundings
+from bert_memory_table import KINDS, page, told, verdicts
+from results import FOLDER, publish, published, surroundings, write_page
 
 NAME = "bert_memory"
 PARTIAL_BATCHES = (64, 112)
@@ -46,6 +46,7 @@ CELLS = [
     *(f"partial-{batch}" for batch in PARTIAL_BATCHES),
 ]
 PUBLISHED = FOLDER / f"{NAME}.json"
+PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 
 
 def arguments_of(cell: str, cells: dict[str, Any]) -> list[str] | str:
@@ -88,31 +89,35 @@ def run_cell(cell: str, cells: dict[str, Any], *, small: bool) -> tuple[dict[str
 
 def earlier(out: Path | None) -> dict[str, Any]:
     file = out / f"{NAME}.json" if out else None
-    return json.loads(file.read_text()) if file and file.exists() else {"cells": {}, "errors": {}}
+    return json.loads(file.read_text()) if file and file.exists() else {"cells": {}, "errors": {}, "made": {}}
 
 
 def run(wanted: Sequence[str], out: Path | None, *, small: bool) -> dict[str, Any]:
     known = earlier(out)
-    cells, errors = known["cells"], known["errors"]
+    cells, errors, made = known["cells"], known["errors"], known["made"]
     for cell in wanted:
         start = time.perf_counter()
         cells[cell], error = run_cell(cell, cells, small=small)
         errors.pop(cell, None)
+        made[cell] = {"date": now(), "commit": surroundings()["commit"]}  # cells of several runs may be joined
         if error is not None:
             errors[cell] = error
         short = error or {name: cells[cell][name] for name in ("max_batch", "sentences_per_s", "ratio") if name in cells[cell]}
         print(f"{cell:22} {time.perf_counter() - start:6.1f} s  {short}", flush=True)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{NAME}.json").write_text(json.dumps(record(cells, errors), indent=2) + "\n")
-    return record(cells, errors)
+            (out / f"{NAME}.json").write_text(json.dumps(record(cells, errors, made), indent=2) + "\n")
+    return record(cells, errors, made)
 
 
-def record(cells: dict[str, Any], errors: dict[str, str]) -> dict[str, Any]:
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def record(cells: dict[str, Any], errors: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
     """All that is published, so that the file of a run on another machine can be put into bench/results as it is."""
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    figures = {"allocator": ALLOCATOR, "limit_bytes": LIMIT, "cells": cells, "errors": errors, "verdicts": verdicts(cells)}
-    return {"bench": NAME, "date": date, **surroundings(), **figures}
+    figures = {"allocator": ALLOCATOR, "limit_bytes": LIMIT, "cells": cells, "errors": errors, "made": made}
+    return {"bench": NAME, "date": now(), **surroundings(), **figures, "verdicts": verdicts(cells)}
 
 
 def chosen(only: str | None, cells: Sequence[str] | None) -> list[str]:
@@ -132,8 +137,9 @@ def flags_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--table", type=Path, nargs="?", const=PUBLISHED, default=None, metavar="FILE",
-        help=f"prints the tables of these figures, and runs nothing (default: off; without FILE: {PUBLISHED.name})",
+        help=f"makes a page of these figures, and runs nothing (default: off; without FILE: {PUBLISHED.name})",
     )  # fmt: skip
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="for --table (default: docs/memory.md)")
     flags = parser.parse_args(arguments)
     for cell in flags.cells or []:
         if cell not in CELLS and not (cell.startswith("partial-") and cell.removeprefix("partial-").isdigit()):
@@ -146,7 +152,7 @@ def flags_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     flags = flags_of(arguments)
     if flags.table is not None:
-        print(table(published(flags.table, NAME)["cells"]))
+        write_page(flags.page, page(published(flags.table, NAME)))
         return 0
     figures = run(chosen(flags.only, flags.cells), flags.out, small=flags.small)
     if flags.small:
