@@ -17,11 +17,13 @@ Forward = Callable[..., Any]
 class PatchedForward:
     """Stands in `module.__dict__["forward"]`. A copy of the module (deepcopy, pickle) gets the original forward, its own."""
 
-    def __init__(self, module: nn.Module, around: Callable[..., Any], *, only_outermost: bool) -> None:
+    def __init__(
+        self, module: nn.Module, around: Callable[..., Any], *, only_outermost: bool, is_of_the_whole: bool = False
+    ) -> None:
         self.module = module
         self.inner: Forward = module.forward
         self.around = around
-        self._only_outermost = only_outermost
+        self._only_outermost, self._is_of_the_whole = only_outermost, is_of_the_whole
         functools.update_wrapper(self, self.inner, updated=())  # the signature stays readable: Hugging Face asks for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -32,6 +34,12 @@ class PatchedForward:
         """It acts on a call from outside the model alone: a parent that computes for its children at once may go past it."""
         inner = self.inner
         return self._only_outermost and (not isinstance(inner, PatchedForward) or inner.only_outermost)
+
+    @property
+    def is_of_the_whole(self) -> bool:
+        """It acts on all that the module computes: no part of that may be left to another."""
+        inner = self.inner
+        return self._is_of_the_whole or (isinstance(inner, PatchedForward) and inner.is_of_the_whole)
 
     def original(self) -> Forward:
         """The forward before any patch."""
@@ -68,9 +76,11 @@ def restore_forwards(model: nn.Module) -> None:
                 module.forward = original
 
 
-def patch_forward(module: nn.Module, around: Callable[..., Any], *, only_outermost: bool = False) -> None:
+def patch_forward(
+    module: nn.Module, around: Callable[..., Any], *, only_outermost: bool = False, is_of_the_whole: bool = False
+) -> None:
     """Call `around(forward, *args, **kwargs)` wherever the module's forward was called."""
-    module.forward = PatchedForward(module, around, only_outermost=only_outermost)
+    module.forward = PatchedForward(module, around, only_outermost=only_outermost, is_of_the_whole=is_of_the_whole)
 
 
 def patch_innermost(module: nn.Module, around: Callable[..., Any]) -> None:

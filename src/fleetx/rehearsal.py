@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .comm import Comm
 from .errors import ConfigError, FleetError, RecomputeError, first_line
+from .memory.host import NoHostMemory
 from .memory.random_states import NUMPY, PYTHON, States, held_sources, torch_sources
 from .optimizer import FleetOptimizer
 from .rehearsing import rehearsing
@@ -31,8 +32,8 @@ class OutOfMemory(FleetError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's own kind; or what the libraries below it say when there is no room for their workspaces."""
-    told = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine")
-    return isinstance(error, torch.OutOfMemoryError) or (
+    told = ("error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine")
+    return isinstance(error, torch.OutOfMemoryError | NoHostMemory) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in told)
     )
 

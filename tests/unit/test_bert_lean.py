@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from fleetx import fleet
 from fleetx.applications.bert import Bert, Bert_base
@@ -216,15 +217,29 @@ def test_recomputing_every_layer_changes_no_bit_of_the_gradients(dtype: torch.dt
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0, msg=name)
 
 
+class Products(TorchDispatchMode):
+    """Counts the operations of matrix products and attention. Torch's own counter hooks all modules, which has an effect here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        self.operations += count(*args, **(kwargs or {}), out_val=out) if count is not None else 0
+        return out
+
+
 def _products(model: Bert, **recompute: Any) -> tuple[list[Tensor], int]:
     """Losses and weights after two updates, and matrix products of the last one; through fleet.distribute, which recomputes."""
     strategy = fleet.DistributedStrategy(**recompute)
     model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     torch.manual_seed(5)
     optimizer.minimize(model.loss(_batch()))
-    with FlopCounterMode(display=False) as counter:
+    with Products() as counter:
         optimizer.minimize(model.loss(_batch()))
-    return [tensor.clone() for tensor in model.state_dict().values()], counter.get_total_flops()
+    return [tensor.clone() for tensor in model.state_dict().values()], counter.operations
 
 
 def test_a_layer_that_recompute_runs_again_has_the_same_bits_without_its_last_product(alone: None) -> None:
@@ -239,14 +254,18 @@ def test_a_layer_that_recompute_runs_again_has_the_same_bits_without_its_last_pr
     assert more - products == (layers - 1) * of_a_layer + of_the_last
 
 
-@pytest.mark.parametrize("which", ["layer", "inner", "replaced"])
+@pytest.mark.parametrize("which", ["layer", "inner", "replaced", "dropout", "norm"])
 def test_where_somebody_looks_at_a_layer_it_is_whole_and_recompute_changes_no_bit(which: str, alone: None) -> None:
     def watched() -> tuple[Bert, list[Tensor]]:
         model, seen = _model(dropout=0.1), []
         layer = model.bert.encoder.layer[1]
         if which == "replaced":
             model.bert.encoder.layer[2] = Whole(model.bert.encoder.layer[2])
-        watched = layer if which == "layer" else layer.output if which == "inner" else model.bert.encoder.layer[2]
+        if which == "dropout":  # what it returns is saved, and must be there the second time
+            layer.output.dropout.register_forward_hook(lambda module, args, out: out.tanh())
+        if which == "norm":
+            layer.output.LayerNorm = Counting(layer.output.LayerNorm)
+        watched = {"inner": layer.output, "replaced": model.bert.encoder.layer[2]}.get(which, layer)
         watched.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
         return model, seen
 
@@ -255,6 +274,42 @@ def test_where_somebody_looks_at_a_layer_it_is_whole_and_recompute_changes_no_bi
     for ours, theirs in zip(of_weights[1], of_weights[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     torch.testing.assert_close(of_again[0], of_plain[0], rtol=0, atol=0)
+
+
+def test_the_second_run_has_the_weights_that_functional_call_gave_the_first(alone: None) -> None:
+    """Also of the norm that the layer before has left to it."""
+    gradients = []
+    for recompute in (False, True):
+        model, strategy = _model(), fleet.DistributedStrategy(recompute=recompute)
+        model, _ = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+        weights = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+        torch.manual_seed(5)
+        loss = torch.func.functional_call(model, weights, (), _batch()).loss
+        gradients.append(torch.autograd.grad(loss, list(weights.values()), allow_unused=True))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def test_a_layer_on_amps_black_list_keeps_its_norm_in_float32() -> None:
+    model = _distributed(_model(), dtype="bfloat16", custom_black_list=["bert.encoder.layer.1"])
+    seen = []
+    model.bert.encoder.layer[1].output.LayerNorm.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model.loss(_batch())
+    assert seen == [torch.float32]
+
+
+class Counting(nn.Module):
+    """A norm that counts its calls, and adds noise of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.generator = inner, torch.Generator().manual_seed(3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(hidden) + 0.01 * torch.randn(hidden.shape, generator=self.generator)  # type: ignore[no-any-return]
 
 
 class Whole(nn.Module):

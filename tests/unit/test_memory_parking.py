@@ -42,6 +42,11 @@ def made(change: Callable[[Tensor], Tensor]) -> Tensor:
     return change(torch.ones(4, 6, requires_grad=True) * 2)
 
 
+def marked(x: Tensor) -> Tensor:
+    x.gate = 0.5  # type: ignore[attr-defined]  # a copy would not have it
+    return x
+
+
 @pytest.mark.parametrize(
     ("tensor", "answer"),
     [
@@ -49,6 +54,7 @@ def made(change: Callable[[Tensor], Tensor]) -> Tensor:
         (made(lambda x: x.half()), True),
         (made(lambda x: x.t().contiguous()), True),
         (made(lambda x: x.sum()), True),
+        (made(marked), False),
         (made(lambda x: x.t()), False),
         (made(lambda x: x[:2]), False),
         (made(lambda x: x[:, :1].expand(4, 6)), False),

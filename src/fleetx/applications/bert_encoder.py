@@ -100,7 +100,9 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    """Of its own, or of all modules."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -213,9 +215,15 @@ class BertLayer(nn.Module):
         update = linear_of_gelu(wide, self.output.dense, is_unwanted=result_is_unwanted(self))
         return self.output.added(update, attended)
 
-    def leaves_norm(self) -> bool:
-        """A strategy may compute it again, and nobody else looks at what it returns."""
-        return isinstance(vars(self).get("forward"), PatchedForward) and not has_hooks(self) and self._is_plain()
+    def can_leave_norm(self) -> bool:
+        """Whether the next layer may apply it: nobody looks at what this one returns, or wants all of it in another type, and
+        what comes after the last product saves nothing of its result."""
+        patch = vars(self).get("forward")
+        if has_hooks(self) or not (patch is None or (isinstance(patch, PatchedForward) and not patch.is_of_the_whole)):
+            return False
+        dropout = self.output.dropout
+        ours = type(self.output.LayerNorm) in (LayerNorm, nn.LayerNorm) and type(dropout) is nn.Dropout and is_untouched(dropout)
+        return ours and self._is_plain()
 
     def _is_plain(self) -> bool:
         """Whether GELU and the layer after it may be computed at once: their modules are then not called."""
@@ -233,7 +241,7 @@ class BertEncoder(nn.Module):
         """All tokens [B, S, hidden], or of the last layer only some rows [R, hidden]: the rest of it is not computed."""
         last, norm = len(self.layer) - 1, None
         for number, layer in enumerate(self.layer):
-            leaves_norm = isinstance(layer, BertLayer) and layer.leaves_norm()
+            leaves_norm = isinstance(layer, BertLayer) and layer.can_leave_norm()
             if norm is not None and not leaves_norm:
                 hidden = norm(hidden)
             left = {"norm": norm, "leaves_norm": True} if leaves_norm else {}

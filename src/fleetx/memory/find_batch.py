@@ -96,6 +96,7 @@ class Finder:
         if offload and self._mover is None and rehearsal.comm.rank == 0:
             warn_of_no_offload(rehearsal.device)
         self._sample = rehearsal.sample.source
+        self._ran_out = ""
         self._aim = int(budget * (1 - ALLOWANCE))
         self._growth, measured = measured_growth(self.planner, size, who="find_batch")
         self._units = measured.units
@@ -138,7 +139,7 @@ class Finder:
         if not fits:
             raise ConfigError(
                 f"find_batch: a batch of {foretold} was foretold to fit into {shown(self._budget)}, and not even one of "
-                f"{too_large} did. Is there less memory free than the budget?"
+                f"{too_large} did. Is there less memory free than the budget?{self._ran_out}"
             )
         return fits
 
@@ -154,7 +155,8 @@ class Finder:
         profile = self._growth.at(size)
         try:
             return max(profile.floor, self.planner(size, self._units).real(profile, solution)[1])
-        except OutOfMemory:
+        except OutOfMemory as error:
+            self._ran_out = f" ({error})"
             return None
 
     def try_size(self, size: int) -> tuple[float, int, tuple[str, ...]] | None:

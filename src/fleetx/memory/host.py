@@ -14,6 +14,10 @@ from ..errors import ConfigError, FleetWarning, first_line
 PROBE_BYTES = 64 * 2**20
 
 
+class NoHostMemory(ConfigError):
+    """The host has no more pinned memory to give."""
+
+
 class Mover(Protocol):
     """Copies between a device and host memory. They run in the order in which they were begun, so a buffer may be given to the
     next one before the last is over."""
@@ -77,6 +81,7 @@ class CudaMover:
     def _seconds(self, target: Tensor, source: Tensor) -> float:
         """The second copy's: the first one finds pages that nobody has touched."""
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             begun.record()
@@ -110,7 +115,7 @@ class Pool:
         try:
             made = self._make(size)
         except RuntimeError as error:
-            raise ConfigError(
+            raise NoHostMemory(
                 f'recompute_configs["offload"] asked the host for {size} bytes of pinned memory beside {self.host_bytes} that it '
                 f"holds, and did not get them ({first_line(error)}). Free host memory, raise the limit on locked memory "
                 '(`ulimit -l`), use a smaller batch, or leave "offload" out.'

@@ -45,7 +45,7 @@ def measured_growth(planner_for: Callable[[int, Units | None], Planner], size: i
         except OutOfMemory:
             if size <= 2:
                 raise ConfigError(f"{who}: not even a batch of 2 fits into this device's memory.") from None
-            size //= 2
+            size = max(2, size // 2)
     if not growth.is_alike():
         raise ConfigError(
             f"{who}: batches of {growth.small} and {growth.large} rows took other ways through the model, so nothing can be "

@@ -33,6 +33,8 @@ def can_be_parked(tensor: Tensor) -> bool:
     """Made by the graph, and all that is in its storage: a part or a view of another tensor would free nothing."""
     if type(tensor) is not Tensor or tensor.grad_fn is None or tensor.layout is not torch.strided or tensor.is_nested:
         return False
+    if vars(tensor):  # somebody has hung something on it, which a copy would not have
+        return False
     if tensor._is_view() or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return False
     storage = storage_of(tensor)

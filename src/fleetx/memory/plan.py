@@ -16,6 +16,8 @@ from .profile import Profile, host_bytes, peak_bytes
 from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 
 CORRECTIONS = 2
+AFTER_RUNNING_OUT = 0.9
+"""Of what a plan was foretold to need, for the one after it, if there was not enough memory."""
 ALLOWANCE = 0.005
 """Of the budget, left free by the first plan: predictions are about this good."""
 TOO_CAREFUL = 0.03
@@ -69,6 +71,8 @@ class Settled(NamedTuple):
     plan: MemoryPlan
     profile: Profile
     solution: Solution
+    ran_out: str | None = None
+    """What was said when there was not enough memory for it."""
 
 
 def shown(count: float) -> str:
@@ -91,6 +95,9 @@ def plan_for(budget: int, planner: Planner) -> Settled:
             break
         settled = _run(planner, profile, solution, budget)
         tried.append(settled)
+        if settled.ran_out is not None:
+            aim = int(AFTER_RUNNING_OUT * min(aim, solution.peak_bytes))
+            continue
         held = settled.plan.reserved_bytes
         if held <= budget and (fitting is None or solution.seconds < fitting.solution.seconds):
             fitting = settled
@@ -101,11 +108,9 @@ def plan_for(budget: int, planner: Planner) -> Settled:
         foretold = min(aim, solution.peak_bytes)
         aim = min(foretold + spare // 2, budget) if spare > 0 else foretold + spare - int(ALLOWANCE * budget)
     if fitting is None:
-        if not tried:
-            tried.append(
-                _run(planner, profile, least_peak(profile), budget)
-            )  # what an allocator holds beyond it belongs to what is needed
-        raise ConfigError(_too_small(budget, profile, [settled.plan for settled in tried]))
+        if not tried:  # what an allocator holds beyond it belongs to what is needed
+            tried.append(_run(planner, profile, least_peak(profile), budget))
+        raise ConfigError(_too_small(budget, profile, tried))
     return fitting
 
 
@@ -118,8 +123,9 @@ def _profiled(planner: Planner, budget: int) -> Profile:
         if profile is None:
             raise ConfigError(
                 f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and a step of this sample does not fit into '
-                "this device's memory even with every unit computed again. Use a smaller batch in sample=, or amp. "
-                f"({error})"
+                "this device's memory even with every unit computed again; and smaller batches, from which it could be foretold, "
+                "cannot be made of it, since its tensors have less than 4 rows or not as many each. Use a smaller batch in "
+                f"sample=, or amp. ({error})"
             ) from None
         return profile
 
@@ -133,8 +139,10 @@ def _solved(profile: Profile, aim: int, budget: int) -> Solution | None:
 def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) -> Settled:
     try:
         in_use, held = (max(profile.floor, count) for count in planner.real(profile, solution))
-    except OutOfMemory:
-        in_use = held = max(2 * budget, solution.peak_bytes)
+        ran_out = None
+    except OutOfMemory as error:
+        in_use = held = solution.peak_bytes
+        ran_out = str(error)
     plan = MemoryPlan(
         budget=budget,
         units=profile.units,
@@ -148,7 +156,7 @@ def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) ->
         seconds_added=solution.seconds,
         moments=moments(profile, solution),
     )
-    return Settled(plan, profile, solution)
+    return Settled(plan, profile, solution, ran_out)
 
 
 def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ...]:
@@ -161,7 +169,14 @@ def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ..
     return tuple(tuple(profile.units[unit] for unit in row) for row in rows if len(row) > 1)
 
 
-def _too_small(budget: int, profile: Profile, tried: Sequence[MemoryPlan]) -> str:
+def _too_small(budget: int, profile: Profile, settled: Sequence[Settled]) -> str:
+    if settled[-1].ran_out is not None:
+        return (
+            f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and a plan that is foretold to need '
+            f"{shown(settled[-1].solution.peak_bytes)} found less memory than that on this device ({settled[-1].ran_out}). Use a "
+            "smaller batch in sample=, or amp; or end what else is using this memory."
+        )
+    tried = [one.plan for one in settled if one.ran_out is None]
     beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
     needed = int((smallest_budget(profile, **ANY_WAY) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
     plain = peak_bytes(profile, ())

@@ -154,7 +154,8 @@ class Replay:
             return forward(*args, **kwargs)
 
     def _remembered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        modules = list(self._module.modules())
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+        modules = list(dict.fromkeys(module for root in (self._module, *given) for module in root.modules()))
         buffers = Buffers(modules, self._written)
         unchanging = [*tensors_in((args, kwargs)), *weights_of(modules), *buffers.uncopied]
         return Call(

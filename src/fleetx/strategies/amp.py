@@ -168,7 +168,7 @@ class Amp(Part):
         autocast = Autocast(site.device.type, dtype)
         black = black_modules(site.model, self.custom_black_list)
         for module in black:
-            patch_forward(module, autocast.around_black)
+            patch_forward(module, autocast.around_black, is_of_the_whole=True)
         for module in outermost_candidates(site.model):
             patch_forward(module, autocast.around, only_outermost=True)
         stages: dict[Slot, Any] = {Slot.FORWARD: autocast}
