@@ -17,7 +17,7 @@ from fleetx.errors import ConfigError, FleetWarning, StrategyConflict
 from fleetx.slots import Slot
 from fleetx.strategies import catalogue
 from harness import run_ranks
-from models import batch, cnn, learnable_images
+from models import batch, cnn
 
 PARTS = catalogue()
 AVAILABLE = [name for name, part in PARTS.items() if part.available]
@@ -98,33 +98,6 @@ def test_every_pair_compiles_or_names_the_slot(first: str, second: str) -> None:
     else:
         with pytest.raises(ConfigError, match="not available yet"):
             check_parts(parts)
-
-
-def _train_pair(rank: int, first: str, second: str) -> tuple[list[float], list[torch.Tensor]]:
-    model = cnn()
-    learning = {"gradient_merge": {"k_steps": 2}, "lars": {"lars_coeff": 0.1}}
-    strategy = _strategy(first, second, configs={name: learning[name] for name in (first, second) if name in learning})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FleetWarning)
-        inner = fitting([first, second], model.parameters(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
-        model, optimizer = fleet.distribute(model, inner, strategy)
-    losses = []
-    for micro in range(24):
-        x, y = learnable_images(2 * (micro % 4) + rank)
-        losses.append(optimizer.minimize(F.cross_entropy(model(x), y)).loss)
-    return [float(loss) for loss in losses if loss is not None], [t.detach().clone() for t in model.state_dict().values()]
-
-
-LEGAL = [pair for pair in itertools.combinations(AVAILABLE, 2) if not PARTS[pair[0]]().claims() & PARTS[pair[1]]().claims()]
-
-
-@pytest.mark.parametrize(("first", "second"), LEGAL)
-def test_every_legal_pair_trains_and_keeps_the_ranks_equal(first: str, second: str) -> None:
-    ranks = run_ranks(_train_pair, 2, first, second)
-    for a, b in zip(ranks[0][1], ranks[1][1], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-    for losses, _ in ranks:
-        assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
 def test_all_conflicts_are_reported_at_once() -> None:
