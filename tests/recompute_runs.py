@@ -169,3 +169,33 @@ def same_in_loop(build: Callable[[], nn.Module], loop: Loop = three_steps, **str
         del optimizer
     torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
     assert found[1][1] == found[0][1]
+
+
+# --- loops that several files train with --------------------------------------------------------------------------------------
+
+
+def one_loss_twice(model: Any, optimizer: Any) -> None:
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradient_penalty(model: Any, optimizer: Any) -> None:
+    for step in range(3):
+        x, y = rows(step)
+        out = model(x.requires_grad_())
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        optimizer.minimize(F.cross_entropy(out, y) + slope.square().mean())
+
+
+def evaluated_before_backward(model: Any, optimizer: Any) -> None:
+    for step in range(3):
+        loss = loss_of(model, step)
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 10 + step)
+        model.train()
+        optimizer.minimize(loss)

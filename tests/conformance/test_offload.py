@@ -24,7 +24,10 @@ from recompute_runs import (
     assert_ran_again,
     assert_same,
     distribute,
+    evaluated_before_backward,
+    gradient_penalty,
     loss_of,
+    one_loss_twice,
     random_now,
     rows,
     seed,
@@ -75,28 +78,11 @@ def test_under_autocast_and_with_merged_gradients_too(name: str, settings: dict[
     equal_with_and_without(NETS[name], late, **settings)
 
 
-def _two_backwards(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        loss = loss_of(model, step)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _gradients_asked_for(model: Any, optimizer: Any) -> None:
     for step in range(3):
         loss = loss_of(model, step)
         torch.autograd.grad(loss, [model.last.weight, model.unit.leave.weight], retain_graph=True)
         optimizer.minimize(loss)
-
-
-def _gradient_penalty(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        x, y = rows(step)
-        out = model(x.requires_grad_())
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        optimizer.minimize(F.cross_entropy(out, y) + slope.square().mean())
 
 
 def _several_forwards(model: Any, optimizer: Any) -> None:
@@ -111,15 +97,12 @@ def _several_forwards(model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def _evaluated(model: Any, optimizer: Any) -> None:
+def _graphs_thrown_away(model: Any, optimizer: Any) -> None:
     for step in range(3):
         loss = loss_of(model, step)
-        model.eval()
-        with torch.no_grad():
-            loss_of(model, 10 + step)
-        model.train()
+        loss_of(model, 20 + step)
         optimizer.minimize(loss)
-        loss_of(model, 20 + step)  # a graph that is thrown away
+        loss_of(model, 30 + step)
 
 
 def _lengths_that_change(model: Any, optimizer: Any) -> None:
@@ -130,11 +113,12 @@ def _lengths_that_change(model: Any, optimizer: Any) -> None:
 
 LOOPS = [
     three_steps,
-    _two_backwards,
+    one_loss_twice,
     _gradients_asked_for,
-    _gradient_penalty,
+    gradient_penalty,
     _several_forwards,
-    _evaluated,
+    evaluated_before_backward,
+    _graphs_thrown_away,
     _lengths_that_change,
 ]
 

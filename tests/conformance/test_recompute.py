@@ -14,7 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet20
 from recompute_nets import NETS, Chain, Inner, Mixed, Net, Norm, call_three_times, in_float32
-from recompute_runs import Loop, assert_ran_again, assert_same, distribute, loss_of, random_now, rows, same_in_loop, seed, train
+from recompute_runs import (
+    Loop,
+    assert_ran_again,
+    assert_same,
+    distribute,
+    evaluated_before_backward,
+    loss_of,
+    random_now,
+    rows,
+    same_in_loop,
+    seed,
+    train,
+)
 
 AMP: dict[str, dict[str, Any]] = {
     "bfloat16": {"amp": True, "amp_configs": {"dtype": "bfloat16"}},
@@ -180,16 +192,6 @@ def _evaluated_between_steps(model: Any, optimizer: Any) -> None:
             loss_of(model, 30 + step)  # counts in the running statistics
 
 
-def _evaluated_before_backward(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        loss = loss_of(model, step)
-        model.eval()
-        with torch.no_grad():
-            loss_of(model, 10 + step)
-        model.train()
-        optimizer.minimize(loss)
-
-
 def _several_forwards_before_backward(model: Any, optimizer: Any) -> None:
     for step in range(0, 9, 3):
         losses = [loss_of(model, step + i) for i in range(3)]
@@ -211,7 +213,7 @@ def _random_numbers_between_forward_and_backward(model: Any, optimizer: Any) -> 
         _bare_backward,
         _retained_but_not_used_again,
         _evaluated_between_steps,
-        _evaluated_before_backward,
+        evaluated_before_backward,
         _several_forwards_before_backward,
         _random_numbers_between_forward_and_backward,
     ],

@@ -12,18 +12,9 @@ from torch.nn import functional as F
 
 from fleetx.errors import FleetError
 from recompute_nets import Chain, Inner, Norm, call_three_times
-from recompute_runs import Loop, distribute, loss_of, rows, same_in_loop
+from recompute_runs import Loop, distribute, gradient_penalty, loss_of, one_loss_twice, rows, same_in_loop
 
 # --- several backwards through one forward ----------------------------------------------------------------------------------
-
-
-def _one_loss_twice(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        loss = loss_of(model, step)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _two_losses_of_one_forward(model: Any, optimizer: Any) -> None:
@@ -43,15 +34,7 @@ def _a_look_at_one_gradient(model: Any, optimizer: Any) -> None:
         optimizer.minimize(loss)
 
 
-def _gradient_penalty(model: Any, optimizer: Any) -> None:
-    for step in range(3):
-        x, y = rows(step)
-        out = model(x.requires_grad_())
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        optimizer.minimize(F.cross_entropy(out, y) + slope.square().mean())
-
-
-@pytest.mark.parametrize("loop", [_one_loss_twice, _two_losses_of_one_forward, _a_look_at_one_gradient, _gradient_penalty])
+@pytest.mark.parametrize("loop", [one_loss_twice, _two_losses_of_one_forward, _a_look_at_one_gradient, gradient_penalty])
 def test_a_unit_is_computed_again_for_each_backward_of_its_forward(loop: Loop, alone: None) -> None:
     same_in_loop(lambda: Chain(Norm(), call_three_times), loop)
 

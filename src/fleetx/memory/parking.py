@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Collection
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -19,14 +19,7 @@ from torch import Tensor
 from ..trees import map_leaves, tensors_in
 from .gauge import storage_of
 from .host import Mover, Pool
-
-
-class Remembered(Protocol):
-    """A call of a unit."""
-
-    arguments: Any
-    unchanging: list[Tensor]
-    versions: list[int]
+from .remembered import Remembered
 
 
 def can_be_parked(tensor: Tensor) -> bool:

@@ -10,21 +10,14 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..trees import map_leaves, tensors_in
-
-
-class Remembered(Protocol):
-    """A call of a unit."""
-
-    arguments: Any
-    unchanging: list[Tensor]
-    versions: list[int]
+from .remembered import Remembered
 
 
 @final
