@@ -6,8 +6,8 @@ Of one layer and sentence, 512 tokens 1024 wide, in 16 bits; a mask of dropout i
 
 Torch alone keeps the GELU's result too, 4 MiB. Under autocast it also keeps both sums in float32, 2 MiB more.
 
-A layer that is computed again (recompute) leaves its last norm to the layer after it: what it keeps is as large, the sum in the
-place of the normed. And then nothing in it needs the last product, a third of all its work, for the second time.
+Inside the encoder a layer leaves its last norm to the layer after it, where nobody could tell. One that is computed again
+(recompute) then keeps as much, the sum in the place of the normed, and needs its last product, a third of its work, only once.
 """
 
 from __future__ import annotations
