@@ -68,8 +68,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(trained, lr=1e-5, fused=True)
 
 
-def their_step(recipe: Recipe, size: Size, device: torch.device) -> Step:
-    """transformers' model in the usual loop."""
+def their_model(recipe: Recipe, size: Size, device: torch.device) -> nn.Module:
+    """transformers' own."""
     import transformers
 
     ours = BertConfig(**BERT_LARGE | size.options)
@@ -78,9 +78,15 @@ def their_step(recipe: Recipe, size: Size, device: torch.device) -> Step:
         intermediate_size=ours.feed_forward, max_position_embeddings=ours.max_position, attn_implementation="sdpa",
     )  # fmt: skip
     with torch.device(device):
-        model = transformers.BertForMaskedLM(config).train()
+        model: nn.Module = transformers.BertForMaskedLM(config).train()
     if recipe.recompute:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+def their_step(recipe: Recipe, size: Size, device: torch.device) -> Step:
+    """transformers' model in the usual loop."""
+    model = their_model(recipe, size, device)
     optimizer = adam(model)
 
     def step(batch: Batch) -> Tensor:
@@ -103,14 +109,20 @@ def strategy_of(recipe: Recipe) -> fleet.DistributedStrategy:
     return strategy
 
 
-def our_step(
-    recipe: Recipe, size: Size, device: torch.device, sample: Batch | None = None, told: Callable[[str], None] | None = None
-) -> Step:
-    """What a user of this library writes. The loss is of masked tokens alone, as theirs: what only pairs need is frozen."""
+def our_model(size: Size, device: torch.device) -> Any:
+    """The loss is of masked tokens alone, as theirs: what only pairs need is frozen."""
     with torch.device(device):
         model: Any = Bert_large(**size.options).train()
     for unused in (model.bert.pooler, model.cls.seq_relationship):
         unused.requires_grad_(False)
+    return model
+
+
+def our_step(
+    recipe: Recipe, size: Size, device: torch.device, sample: Batch | None = None, told: Callable[[str], None] | None = None
+) -> Step:
+    """What a user of this library writes."""
+    model = our_model(size, device)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
         warnings.simplefilter("ignore")  # 16 bits are slow on many CPUs
         given = {} if sample is None else {"sample": sample}

@@ -14,7 +14,7 @@ strategy = fleet.DistributedStrategy()
 strategy.auto = True
 
 parser = own_flags()
-configs = X.parse_train_configs(defaults={"lr": 0.01, "data": "digits", "strategy": strategy}, parser=parser)
+configs = X.parse_train_configs(defaults={"lr": 0.001, "data": "digits", "strategy": strategy}, parser=parser)
 steps = parser.parse_args(configs.rest).steps
 fleet.init()
 

@@ -46,10 +46,12 @@ def bind(
     *,
     has_sample: bool = False,
     checks: DistributedStrategy | None = None,
+    is_placed: bool = False,
 ) -> None:
     """What can be refused is refused before the model is touched; parts may still refuse while they are built.
 
-    `checks`: the strategy that is looked at for that, where another one is built."""
+    `checks`: the strategy that is looked at for that, where another one is built. `is_placed`: the model is on its device, and
+    the same on all ranks, since an earlier pair was bound to it."""
     require_module(model)
     here = world.current()
     optimizer = face.update
@@ -61,8 +63,9 @@ def bind(
     for part in (checks or strategy).parts():
         part.check(site)
     restore_forwards(model)
-    move(model, optimizer, params, here.device)
-    broadcast_from_first(model, params, here.comm)
+    if not is_placed:
+        move(model, optimizer, params, here.device)
+        broadcast_from_first(model, params, here.comm)
     strip_compiled_prefix(model)
     compiled = compile_strategy(
         strategy, model=model, optimizer=optimizer, params=params, comm=here.comm.metered(), device=here.device
@@ -90,4 +93,6 @@ def give_up(model: nn.Module, face: FleetOptimizer) -> None:
     """Nothing of this pair may act in the next one."""
     restore_forwards(model)
     face.pipeline.give_up()
+    if face.update is not face.given:
+        face.given.state = face.update.state  # what was put back was put back into the one that stood in its place
     give_back(face.given)

@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import stopping, util, world
+from .auto.choose import chosen_plan
+from .auto.subject import Subject
 from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
 from .checkpoint import load_checkpoint, save_checkpoint, save_model
 from .compile import check_parts, require_plain_optimizer
@@ -28,7 +30,8 @@ from .memory.find_batch import FoundBatches, Resize, found_batches, size_of, wit
 from .memory.measured_growth import rows_of
 from .optimizer import FleetOptimizer
 from .sampler import FleetSampler
-from .strategy import DistributedStrategy
+from .strategies.auto import Auto
+from .strategy import SCALARS, DistributedStrategy
 
 __all__ = [
     "DistributedStrategy",
@@ -172,7 +175,8 @@ def distribute(
 ) -> tuple[M, FleetOptimizer]:
     """Prepare a model and its optimizer in place; the very same module comes back, with an optimizer that drives the strategy.
 
-    `sample` (one batch) and `loss_fn(model, batch)` are for parts that must run steps themselves.
+    `sample` (one batch) and `loss_fn(model, batch)` are for parts that must run steps themselves; for `auto` with a global batch
+    `sample` may also be a function that makes a batch of so many rows.
     """
     require_plain_optimizer(optimizer)
     face = FleetOptimizer(optimizer)
@@ -264,12 +268,31 @@ def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:
     return (strategy or _default_strategy or DistributedStrategy()).copy()
 
 
+def _planned(
+    model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, auto: Auto, sample: Any, loss_fn: LossFn | None
+) -> tuple[DistributedStrategy, Any]:
+    """The strategy that `auto` chooses, by steps that leave no trace, and a batch for it; worker 0 shows why."""
+    require_module(model)
+    here = world.current()
+    scalars = {name: value for name, value in strategy.to_dict().items() if name in SCALARS}
+    subject = Subject(model, face.given, sample, loss_fn, here.comm, here.device, scalars)
+    face.plan = plan = chosen_plan(subject, auto)
+    if here.comm.rank == 0:
+        print(plan, flush=True)
+    return plan.strategy, subject.of_rows(plan.micro_batch) if plan.micro_batch else sample
+
+
 def _bind(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, *, sample: Any = None, loss_fn: LossFn | None = None
 ) -> None:
     """Worker 0 shows the strategy before steps of the sample are run: what they settle is told below it."""
     global _with_autocast
     require_loss_fn(loss_fn)
+    auto = next((part for part in strategy.parts() if isinstance(part, Auto)), None)
+    if auto is not None:
+        strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
+    elif callable(sample):
+        raise ConfigError("sample is a function, which only strategy.auto takes. Give one batch, as the loop gives it.")
     bind(model, face, strategy, has_sample=sample is not None)
     if face.forward_stage is not None:
         _with_autocast = weakref.ref(face)

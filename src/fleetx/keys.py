@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,16 @@ def choice(*allowed: str) -> Kind:
         return str(value)
 
     return Kind("one of " + ", ".join(repr(a) for a in allowed), parse)
+
+
+def path(suffix: str) -> Kind:
+    """The place of a file."""
+
+    def parse(value: Any) -> str:
+        require(isinstance(value, str | os.PathLike) and str(value).endswith(suffix))
+        return str(value)
+
+    return Kind(f'a path that ends in "{suffix}"', parse)
 
 
 def names(*example: str) -> Kind:

@@ -20,6 +20,7 @@ from .report import Report
 from .strategy import DistributedStrategy
 
 if TYPE_CHECKING:
+    from .auto.plan import Plan
     from .memory.plan import MemoryPlan
 
 
@@ -62,6 +63,8 @@ class FleetOptimizer(Optimizer):
         """Autocast, under amp."""
         self.memory_plan: MemoryPlan | None = None
         """What recompute's budget came to."""
+        self.plan: Plan | None = None
+        """What strategy.auto came to."""
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
         super().__setstate__({"defaults": dict(inner.defaults)})
 

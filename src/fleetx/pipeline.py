@@ -334,6 +334,12 @@ class Pipeline:
         finally:
             self._checks.first_look, self.weighing.weighted = look, weighted
 
+    def look_at_no_data(self) -> None:
+        """Real updates of a sample follow, to be timed and undone: it may well be the same on all ranks."""
+        if self._checks.first_look is not None:
+            self._checks.first_look.give_up()
+            self._checks.first_look = None
+
     def give_up(self) -> None:
         """This pair will train nothing: its parameters are free for another."""
         pairs.dismiss(self)

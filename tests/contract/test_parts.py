@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from auto_runs import short_measuring
 from fitting import fitting
 from fleetx import fleet
 from fleetx.compile import check_parts
@@ -42,17 +43,24 @@ def test_settings_survive_json_and_yaml(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_built_or_says_that_it_is_not(name: str, alone: None) -> None:
+def test_a_part_is_built_or_says_that_it_is_not(name: str, alone: None, one_thread_and_no_old_objects: None) -> None:
     model = cnn()
     optimizer = fitting([name], model.parameters(), lambda params: torch.optim.SGD(params, lr=0.1))
     if PARTS[name].available:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), short_measuring():
             warnings.simplefilter("ignore", FleetWarning)
-            _, ours = fleet.distribute(model, optimizer, _strategy(name))
+            _, ours = fleet.distribute(model, optimizer, _strategy(name), **_steps_for(name))
         assert ours.minimize(F.cross_entropy(model(batch(0, shape=(1, 6, 6))[0]), batch(0)[1])).due
     else:
         with pytest.raises(ConfigError, match=f"`{name}` is not available yet"):
             fleet.distribute(model, optimizer, _strategy(name))
+
+
+def _steps_for(name: str) -> dict[str, Any]:
+    """What a part needs that must run steps itself."""
+    if name != "auto":
+        return {}
+    return {"sample": batch(0, shape=(1, 6, 6)), "loss_fn": lambda model, given: F.cross_entropy(model(given[0]), given[1])}
 
 
 def _train(rank: int, name: str | None, configs: dict[str, Any]) -> list[torch.Tensor]:

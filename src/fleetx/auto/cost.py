@@ -1,14 +1,14 @@
-"""How long an update takes, and what it sends, for any choice of merging, recompute and reducer: pure functions of measures.
+"""How long an update takes, what it sends and what memory it needs, for any strategy: pure functions of what was measured.
 
-    update = k (forward + backward + computing again) + what of the reducer is not hidden + the optimizer's step
+    update = k (forward + backward + computing again) + wire + work + the optimizer's step - what backward hides of the wire
 
-A dense reducer runs beside the last backward of a merge window, and only what is longer than that shows. Compressors begin when
-all gradients are there. Local SGD sends weights, every few updates. How well a batch teaches is told beside it, never mixed in.
+A dense reducer runs beside the last backward of a merge window. Compressors begin when all gradients are there. Local SGD sends
+weights, every few updates. How well a batch teaches is told beside it, never mixed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -32,28 +32,11 @@ class Gradients:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Measures:
-    """Of one rank."""
-
-    samples: int
-    """In one micro-step."""
-    forward_s: float
-    backward_s: float
-    update_s: float
-    gradients: Gradients
-    hidden_share: float = 1.0
-    """Of backward's time, how much a dense reducer can hide behind: 1 if it begins with the first gradient."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Reducer:
     """How ranks come together. `setting` is the sparsity of DGC, the rank of PowerSGD, the period of Local SGD."""
 
     kind: str = "dense"
     setting: float = 0.0
-    work_s: float = 0.0
-    """On the device, in each update: choosing what to send, and putting together what came."""
 
     def __post_init__(self) -> None:
         if self.kind not in COSTS:
@@ -61,7 +44,13 @@ class Reducer:
 
     @property
     def is_hidden(self) -> bool:
+        """Whether it works beside backward."""
         return self.kind in HIDDEN
+
+    @property
+    def period(self) -> int:
+        """Updates from one exchange to the next."""
+        return int(self.setting) if self.kind == "localsgd" else 1
 
 
 def _sparse(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
@@ -74,57 +63,114 @@ def _low_rank(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
     return wire_cost.low_rank(gradients.matrices, link, rank=int(reducer.setting), dense_numel=rest)
 
 
+def _16_bits(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
+    return wire_cost.dense(gradients.numel, link, item_bytes=2)
+
+
 COSTS: Mapping[str, Callable[[Reducer, Gradients, Link], Cost]] = {
     "dense": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link),
-    "16 bits": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link, item_bytes=2),
+    "bf16_allreduce": _16_bits,
+    "fp16_allreduce": _16_bits,
     "dgc": _sparse,
     "powersgd": _low_rank,
-    "localsgd": lambda reducer, gradients, link: wire_cost.averaging(gradients.numel, link, period=int(reducer.setting)),
+    "localsgd": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link),
 }
-HIDDEN = ("dense", "16 bits")
+"""Of one exchange."""
+HIDDEN = ("dense", "bf16_allreduce", "fp16_allreduce")
+
+
+def wire(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
+    """Of one exchange, over any link."""
+    return COSTS[reducer.kind](reducer, gradients, link)
+
+
+# --- one update -------------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """One forward and backward."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float = 0.0
+    """Of computing again, in backward."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s + self.again_s
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Of one reducer, with nothing beside it."""
+
+    reducer: Reducer
+    wire_s: float
+    work_s: float
+    """On the device: choosing what to send, and putting together what came."""
+    bytes_sent: float
+
+    @property
+    def seconds(self) -> float:
+        return self.wire_s + self.work_s
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """Of one update of all ranks."""
+    """Of one update, on the mean of a period."""
 
     seconds: float
-    samples: int
-    """Of all ranks: the global batch."""
     bytes_sent: float
     """By one rank."""
-    wire_s: float
     shown_s: float
-    """Of it, what nothing hides."""
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.seconds
+    """What of the exchange nothing hides."""
 
 
 def update_cost(
-    measures: Measures, link: Link, reducer: Reducer | None = None, *, merge_steps: int = 1, again_s: float = 0.0
+    micro: Micro, exchange: Exchange, *, update_s: float, merge_steps: int = 1, hidden_share: float = 1.0
 ) -> UpdateCost:
-    """`again_s`: of computing again, in each micro-step."""
-    reducer = reducer or Reducer()
-    wire = COSTS[reducer.kind](reducer, measures.gradients, link)
-    hidden = measures.hidden_share * (measures.backward_s + again_s) if reducer.is_hidden else 0.0
-    shown = max(0.0, wire.seconds - hidden)
-    compute = merge_steps * (measures.forward_s + measures.backward_s + again_s)
-    seconds = compute + shown + reducer.work_s + measures.update_s
-    return UpdateCost(seconds, measures.samples * merge_steps * link.ranks, wire.bytes_sent, wire.seconds, shown)
+    """`hidden_share`: of what could be hidden behind one backward, what is."""
+    reducer = exchange.reducer
+    beside = hidden_share * min(exchange.wire_s, micro.backward_s + micro.again_s) if reducer.is_hidden else 0.0
+    shown = (exchange.seconds - beside) / reducer.period
+    return UpdateCost(merge_steps * micro.seconds + shown + update_s, exchange.bytes_sent / reducer.period, shown)
+
+
+def hidden_share(micro: Micro, exchange: Exchange, *, update_s: float, seconds: float) -> float:
+    """From a real update of a dense reducer without merging, `seconds` long: the inverse of `update_cost`.
+
+    Below 0 where the two get in each other's way, as on a CPU that has no core to spare."""
+    possible = min(exchange.wire_s, micro.backward_s + micro.again_s)
+    saved = micro.seconds + exchange.seconds + update_s - seconds
+    return min(1.0, max(-1.0, saved / possible)) if possible > 0 else 1.0
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One plan of recompute."""
+
+    peak_bytes: int
+    again_s: float
+    units: int
+    """That are computed again."""
+
+
+def rung_for(ladder: Sequence[Rung], limit: float) -> Rung | None:
+    """The cheapest that keeps to the limit; None if none does."""
+    return min((rung for rung in ladder if rung.peak_bytes <= limit), key=lambda rung: rung.again_s, default=None)
+
+
+# --- how well a batch teaches -----------------------------------------------------------------------------------------------
 
 
 def statistical_efficiency(global_batch: float, noise_scale: float) -> float:
     """How much one sample of so large a batch still teaches, of what it does in a small one (McCandlish et al. 2018)."""
     return 1.0 / (1.0 + global_batch / noise_scale)
-
-
-def compared(measures: Measures, link: Link, reducer: Reducer) -> str:
-    """A sentence: what it saves of a dense reducer's time, and what it costs."""
-    dense, other = update_cost(measures, link), update_cost(measures, link, reducer)
-    saved = 1e3 * (dense.shown_s - other.shown_s)
-    wire = f"saves {saved:.1f} ms of waiting for the wire" if saved >= 0 else f"waits {-saved:.1f} ms longer for the wire"
-    verdict = "it pays" if other.seconds < dense.seconds else "it does not pay"
-    return f"{reducer.kind}: {wire}, costs {1e3 * reducer.work_s:.1f} ms of its own; {verdict} here."

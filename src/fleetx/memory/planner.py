@@ -6,6 +6,7 @@ Every number is the largest of all ranks, so all of them come to the same plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from statistics import median
 from typing import Any, final
@@ -126,7 +127,7 @@ class Planner:
         """Bytes in use and held, of a step by this plan: the most of all ranks."""
 
         def step() -> tuple[int, int]:
-            with patched(self._replays(profile, solution)), self._gauge.watching():
+            with self.by(profile, solution), self._gauge.watching():
                 self.rehearsal.step()
                 in_use = self._gauge.peak()
                 return in_use, self._gauge.reserved()
@@ -139,10 +140,14 @@ class Planner:
         """Of a forward and backward by this plan: the median of some, of the slowest rank."""
 
         def steps() -> float:
-            with patched(self._replays(profile, solution)):
+            with self.by(profile, solution):
                 return median(seconds_of(self.rehearsal.step, self.rehearsal.device) for _ in range(1 + TIMED_STEPS))
 
         return float(max(self.rehearsal.comm.gather_json(self.rehearsal.everywhere(steps))))
+
+    def by(self, profile: Profile, solution: Solution) -> AbstractContextManager[None]:
+        """Steps inside are by this plan."""
+        return patched(self._replays(profile, solution))
 
     def _replays(self, profile: Profile, solution: Solution) -> list[tuple[nn.Module, Replay]]:
         made: dict[int, Replay] = {}

@@ -6,26 +6,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..keys import choice, integer, key, optional, size
-from ..slots import Part, Risk, Site, Slot, not_available
+from ..errors import ConfigError
+from ..keys import choice, integer, key, optional, path, size
+from ..slots import Part, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Part):
+    """Never built: fleet.distribute(...) puts the strategy in its place that it chose (auto/choose.py)."""
+
     name: ClassVar[str] = "auto"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
-    available: ClassVar[bool] = False
     why: ClassVar[str] = "Auto chooses the parts itself."
 
     risk: str = key("rounding", choice(*(r.value for r in Risk)), "the riskiest class of part it may choose")
     trials: int = key(3, integer(1), "candidates that are run for some real steps")
     memory: int | None = key(None, optional(size()), "peak memory to stay under; None is what the device has")
+    global_batch: int | None = key(
+        None, optional(integer(1)), "samples of one update of all ranks; None: what one sample on each rank makes"
+    )
+    plan: str | None = key(None, optional(path(".json")), "file of the plan: used again if it fits, written if not")
 
     def claims(self) -> frozenset[Slot]:
         return frozenset()
 
+    def check(self, site: Site) -> None:
+        raise ConfigError(
+            "strategy.auto chooses by running steps, inside fleet.distribute(...) alone. Write model, optimizer = "
+            "fleet.distribute(model, optimizer, strategy, sample=batch), with loss_fn=lambda model, batch: ... where the model "
+            'has no method loss(batch); a batch is found by auto_configs["global_batch"].'
+        )
+
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        raise not_available(self.name)
+        return {}
 
     @classmethod
     def neutral(cls) -> None:

@@ -1,0 +1,236 @@
+"""What does `auto` choose for BERT-large on a card of 32 GB, for an update of 1,024 sentences? With fixed settings beside it.
+
+    python bench/auto_bert.py               on a GPU: all rows, each in a process of its own, about five minutes
+    python bench/auto_bert.py --rows plan   some of them; they join those in --out
+    python bench/auto_bert.py --small       a tiny model on the CPU, to see that it runs; nothing is kept
+
+Rows: `plan` is fleet.distribute(..., DistributedStrategy(auto=True)) with the global batch and the card's memory; `ours-...` are
+fixed settings a user of this library might write (KIND-ROWS: micro-batches of so many sentences); `hf-...` is transformers' model
+in the usual loop with gradient accumulation, "checkpoint everything" or the largest batch that fits. 512 tokens, as in
+bench/bert_memory.py, whose cap it shares. An update is timed by its micro-steps: (k - 1) x the median of those inside, and the
+last one with the optimizer's step. The last line is one JSON object, kept in bench/results/auto_bert.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bert_memory import ALLOCATOR, last_error
+from bert_memory_card import LIMIT, Card, CountedCard, CudaCard
+from bert_memory_contestants import LARGE, SMALL, Recipe, Size, adam, our_model, our_step, strategy_of, their_model
+from fleetx import fleet
+from results import publish, surroundings
+
+NAME = "auto_bert"
+GLOBAL_BATCH, SMALL_BATCH = 1024, 8
+ROWS = (
+    "plan",
+    "ours-bf16-64",
+    "ours-bf16_recompute-512",
+    "ours-bf16_recompute-128",
+    "ours-fp32-32",
+    "ours-fp32_recompute-256",
+    "hf-bf16-32",
+    "hf-bf16-41",
+    "hf-bf16_recompute-128",
+)
+SMALL_ROWS = ("plan", "ours-bf16-4", "hf-bf16_recompute-4")
+INNER = {"bf16": 6, "fp32": 1}
+"""Micro-steps inside a window that are timed, at the most: float32's take ten times as long."""
+UPDATES = 2
+FEW = 2
+"""Rows of the step that loads kernels, before the cap is set."""
+WANTED = {"checkpoint everything": 230.0, "largest batch that fits": 269.0}
+MARGIN, WITHIN = 1.15, 0.10
+
+Micro = Callable[[bool], object]
+"""One micro-step; whether it is the last of an update."""
+
+
+def ours(model: Any, optimizer: Any, batch: Any) -> Micro:
+    def micro(is_last: bool) -> None:
+        report = optimizer.minimize(model.loss(batch))
+        assert report.due is is_last
+
+    return micro
+
+
+def theirs(recipe: Recipe, size: Size, batch: Any, steps: int, device: torch.device) -> Micro:
+    model = their_model(recipe, size, device)
+    optimizer = adam(model)
+
+    def micro(is_last: bool) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.amp):
+            loss = model(**batch).loss / steps
+        loss.backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return micro
+
+
+def seconds_of(card: Card, micro: Micro, steps: int, inner_steps: int) -> float:
+    """Of an update of so many micro-steps, of which some are run."""
+    timed, inner, last = min(steps - 1, inner_steps), [], []
+    for _ in range(1 + UPDATES):
+        found = [card.seconds(lambda: micro(False), 1)[0] for _ in range(timed)]
+        inner += found
+        last.append(card.seconds(lambda: micro(True), 1)[0])
+    inner = inner[timed:]
+    return (steps - 1) * (median(inner) if inner else 0.0) + median(last[1:])
+
+
+def prepare(card: Card, size: Size) -> None:
+    """Load the kernels, so that what lies outside of torch's allocator is there when the cap is set."""
+    step: Any = our_step(Recipe("ours", amp=True, recompute=True), size, card.device)
+    batch = size.batch("ours", FEW, card.device)
+    with card.watched():
+        card.seconds(lambda: step(batch), 2)
+    step = None
+    card.clear()
+    card.settle()
+
+
+def planned(size: Size, card: Card, whole: int, *, small: bool) -> dict[str, Any]:
+    model, begun = our_model(size, card.device), time.perf_counter()
+    memory = {} if small else {"memory": card.capacity}
+    strategy = fleet.DistributedStrategy(auto=True, auto_configs={"global_batch": whole, **memory})
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore")
+        model, optimizer = fleet.distribute(
+            model, adam(model), strategy, sample=lambda rows: size.batch("ours", rows, card.device)
+        )
+    plan, planning_s = optimizer.plan, time.perf_counter() - begun
+    row = plan.row(plan.chosen)
+    inner = INNER["fp32" if plan.chosen.startswith("fp32") else "bf16"]
+    shorten(optimizer, min(plan.merge_steps, 1 + inner))
+    micro = ours(model, optimizer, size.batch("ours", plan.micro_batch, card.device))
+    with card.watched():
+        seconds = seconds_of(card, micro, plan.merge_steps, inner)
+    return {
+        "batch": plan.micro_batch, "steps": plan.merge_steps, "update_s": seconds, "samples_per_s": whole / seconds,
+        "chosen": plan.chosen, "predicted_s": row.predicted_s, "off": row.predicted_s / seconds - 1,
+        "predicted_bytes": row.predicted_bytes, "planning_s": round(planning_s, 1), "told": str(plan).splitlines(),
+        "passes": [[p.precision, p.batch, p.forward_s, p.backward_s, p.is_foretold] for p in plan.measured.passes],
+        **card.facts(),
+    }  # fmt: skip
+
+
+def shorten(optimizer: Any, steps: int) -> None:
+    """Windows of as many micro-steps as are timed: the others would be like them."""
+    stages = optimizer.pipeline.stages
+    optimizer.pipeline.stages = replace(stages, merge=replace(stages.merge, micro_steps=steps))
+
+
+def fixed(side: str, kind: str, rows: int, size: Size, card: Card, whole: int) -> dict[str, Any]:
+    recipe, steps = Recipe.named(side, kind), max(1, round(whole / rows))
+    batch, inner = size.batch(side, rows, card.device), INNER[kind.split("_")[0]]
+    if side == "hf":
+        micro = theirs(recipe, size, batch, steps, card.device)
+    else:
+        strategy = strategy_of(recipe)
+        if steps > 1:
+            strategy.gradient_merge = True
+            strategy.gradient_merge_configs = {"k_steps": min(steps, 1 + inner)}
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            model = our_model(size, card.device)
+            model, optimizer = fleet.distribute(model, adam(model), strategy)
+        micro = ours(model, optimizer, batch)
+    with card.watched():
+        seconds = seconds_of(card, micro, steps, inner)
+    return {"batch": rows, "steps": steps, "update_s": seconds, "samples_per_s": rows * steps / seconds, **card.facts()}
+
+
+def one_row(name: str, *, small: bool) -> dict[str, Any]:
+    size, whole = (SMALL, SMALL_BATCH) if small else (LARGE, GLOBAL_BATCH)
+    card: Card = CountedCard(2**62) if small else CudaCard(LIMIT)
+    torch.manual_seed(0)
+    prepare(card, size)
+    if name == "plan":
+        return planned(size, card, whole, small=small)
+    side, kind, rows = name.split("-")
+    return fixed(side, kind, int(rows), size, card, whole)
+
+
+def run_row(name: str, *, small: bool) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__)), "--one", name, *(["--small"] if small else [])]
+    environment = os.environ | {"PYTORCH_ALLOC_CONF": ALLOCATOR}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        return {"error": last_error(done.stderr)}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def verdicts(rows: dict[str, Any]) -> dict[str, Any]:
+    plan = rows.get("plan", {})
+    if "samples_per_s" not in plan:
+        return {}
+    speed = plan["samples_per_s"]
+    others = {name: row["samples_per_s"] for name, row in rows.items() if name != "plan" and "samples_per_s" in row}
+    their = {name: found for name, found in others.items() if name.startswith("hf")}
+    own = max((found for name, found in others.items() if name.startswith("ours")), default=0.0)
+    found = {
+        f"at least {MARGIN} x {what}'s published {least:g}": {"measured": speed / least, "holds": speed >= MARGIN * least}
+        for what, least in WANTED.items()
+    }
+    if their:
+        best = max(their.values())
+        found[f"at least {MARGIN} x transformers in this run"] = {"measured": speed / best, "holds": speed >= MARGIN * best}
+    if own:
+        found["not slower than any fixed setting of ours"] = {"measured": speed / own, "holds": speed >= 0.99 * own}
+    found[f"foretold within {100 * WITHIN:g} %"] = {"measured": plan["off"], "holds": abs(plan["off"]) <= WITHIN}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=None, metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)")
+    parser.add_argument("--one", default=None, metavar="ROW", help="one row in this process (default: none)")
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="figures after each row (default: none)")
+    parser.add_argument("--small", action="store_true", help="a tiny model on the CPU; nothing is kept (default: off)")
+    flags = parser.parse_args()
+    if not flags.small and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --small runs a tiny model on the CPU.")
+    if flags.one:
+        print(json.dumps(one_row(flags.one, small=flags.small)))
+        return
+    kept = flags.out / f"{NAME}.json" if flags.out else None
+    rows: dict[str, Any] = json.loads(kept.read_text())["rows"] if kept and kept.exists() else {}
+    for name in flags.rows or (SMALL_ROWS if flags.small else ROWS):
+        rows[name] = run_row(name, small=flags.small)
+        print(f"{name:26} {rows[name].get('samples_per_s', rows[name].get('error'))}", flush=True)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            record = {"bench": NAME, **surroundings(), "rows": rows, "verdicts": verdicts(rows)}
+            kept.write_text(json.dumps(record, indent=2) + "\n")
+    figures = {"global_batch": SMALL_BATCH if flags.small else GLOBAL_BATCH, "limit_bytes": LIMIT, "rows": rows}
+    figures["verdicts"] = verdicts(rows)
+    for wanted, found in figures["verdicts"].items():
+        print(f"{'yes' if found['holds'] else 'NO'}: {wanted}: {found['measured']:.3f}")
+    if flags.small:
+        print(json.dumps(figures))
+    else:
+        publish(NAME, figures)
+
+
+if __name__ == "__main__":
+    main()

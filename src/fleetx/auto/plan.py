@@ -1,0 +1,179 @@
+"""What `auto` came to: the strategy, the table of what was foretold and measured, and why the rest was not taken. A file.
+
+The file is JSON. It is used again where model, sample, device, ranks, versions and what was asked for are the same; "strategy"
+may be edited by hand, and is then taken as it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from ..errors import ConfigError
+from ..strategy import DistributedStrategy
+from .measured import Measured, from_plain, to_plain
+
+FORMAT = 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One candidate that was run, or would have been next."""
+
+    name: str
+    risk: str
+    predicted_s: float
+    """Of one update."""
+    measured_s: float | None
+    samples: int
+    """Of one update of all ranks."""
+    predicted_bytes: int
+    measured_bytes: int | None
+    sent_bytes: float
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.predicted_s if self.measured_s is None else self.measured_s
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Plan:
+    strategy: DistributedStrategy
+    chosen: str
+    """The name of its row."""
+    rows: tuple[Row, ...]
+    rejected: Mapping[str, str]
+    """By strategy: a sentence that says why it was not taken."""
+    key: Mapping[str, Any]
+    """What the plan is for."""
+    micro_batch: int
+    """Rows that a rank is to give to each micro-step; 0: as in the sample."""
+    merge_steps: int
+    measured: Measured
+    memory: int | None = None
+    """Bytes that it keeps to: those asked for, or what the device had."""
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """That planning took."""
+    reused_from: str = field(default="", compare=False)
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def __str__(self) -> str:
+        return told(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """A file that was there before, and is of another plan, is kept beside it as `.previous`."""
+        file = Path(path)
+        text = to_json(self)
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            file.replace(file.with_name(file.name + ".previous"))
+        file.write_text(text, encoding="utf-8")
+
+
+# --- in words -----------------------------------------------------------------------------------------------------------
+
+
+def told(plan: Plan) -> str:
+    if plan.reused_from:
+        return f"auto: {plan.chosen}, by the plan in {plan.reused_from}."
+    head = f"auto: {plan.chosen} (planned in {plan.seconds:.0f} s on {plan.measured.device}, {_ranks(plan.measured.ranks)})"
+    columns = ["", "plan", "ms, foretold", "measured", "samples/s", "MB, foretold", "measured", "MB sent", "risk"]
+    table = [columns, *(_cells(row, is_chosen=row.name == plan.chosen) for row in plan.rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    lines = ["  ".join(_padded(cell, widths[i], left=i in (1, 8)) for i, cell in enumerate(line)).rstrip() for line in table]
+    sentences = [f"  {name}: {why}" for name, why in plan.rejected.items()]
+    return "\n".join([head, *lines, *sentences, *(f"  {note}" for note in plan.notes)])
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _cells(row: Row, *, is_chosen: bool) -> list[str]:
+    return [
+        "*" if is_chosen else " ",
+        row.name,
+        f"{1e3 * row.predicted_s:.1f}",
+        row.note or "-" if row.measured_s is None else f"{1e3 * row.measured_s:.1f}",
+        f"{row.samples / row.seconds:,.1f}",
+        f"{row.predicted_bytes / 1e6:,.1f}" if row.predicted_bytes else "-",
+        "-" if row.measured_bytes is None else f"{row.measured_bytes / 1e6:,.1f}",
+        f"{row.sent_bytes / 1e6:,.2f}",
+        row.risk,
+    ]
+
+
+def _padded(cell: str, width: int, *, left: bool) -> str:
+    return cell.ljust(width) if left else cell.rjust(width)
+
+
+# --- as a file ----------------------------------------------------------------------------------------------------------
+
+
+def to_json(plan: Plan) -> str:
+    plain = {
+        "fleetx_plan": FORMAT,
+        "key": dict(plan.key),
+        "chosen": plan.chosen,
+        "strategy": plan.strategy.to_dict(),
+        "micro_batch": plan.micro_batch,
+        "merge_steps": plan.merge_steps,
+        "memory": plan.memory,
+        "table": [asdict(row) for row in plan.rows],
+        "rejected": dict(plan.rejected),
+        "notes": list(plan.notes),
+        "seconds": plan.seconds,
+        "measured": to_plain(plan.measured),
+    }
+    return json.dumps(plain, indent=1, allow_nan=False) + "\n"
+
+
+def from_json(text: str, *, source: str) -> Plan:
+    try:
+        plain = json.loads(text)
+        if plain["fleetx_plan"] != FORMAT:
+            raise ConfigError(f"this is a plan of format {plain['fleetx_plan']!r}; this version reads format {FORMAT}.")
+        return Plan(
+            strategy=DistributedStrategy.from_dict(plain["strategy"]),
+            chosen=plain["chosen"],
+            rows=tuple(Row(**row) for row in plain["table"]),
+            rejected=dict(plain["rejected"]),
+            key=dict(plain["key"]),
+            micro_batch=int(plain["micro_batch"]),
+            merge_steps=int(plain["merge_steps"]),
+            measured=from_plain(plain["measured"]),
+            memory=None if plain["memory"] is None else int(plain["memory"]),
+            notes=tuple(plain["notes"]),
+            seconds=float(plain["seconds"]),
+            reused_from=source,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{source} is not a plan of fleetx ({type(error).__name__}: {error}). Remove it, and it is made anew."
+        ) from None
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the plan {path} cannot be read: {error}.") from None
+    return from_json(text, source=str(path))
+
+
+def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """In what a plan's key is another one."""
+    return [
+        f"{name} is {wanted.get(name)!r}, and was {found.get(name)!r}" for name in wanted if wanted.get(name) != found.get(name)
+    ]

@@ -1,0 +1,357 @@
+"""The measuring itself, in at most a minute: the link, a step of each precision piece by piece, what each reducer costs.
+
+Every number that comes out is the same on all ranks: the slowest rank's, or the largest. Whether something is measured at all is
+decided by such numbers alone, since every rank must be in every collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..compression.lowrank import is_worth_it, matrix_shape
+from ..errors import ConfigError
+from ..memory.batches import Growth
+from ..memory.gauge import gauge_for, storage_of
+from ..memory.measured_growth import Units, measured_growth, profile_from_smaller
+from ..memory.plan import ALLOWANCE
+from ..memory.planner import Planner
+from ..memory.profile import Profile, peak_bytes
+from ..memory.replay import Replay
+from ..memory.solve import Solution, cheapest, cheapest_that_fits, least_peak
+from ..noise_scale import noise_scale_of
+from ..patch import patched
+from ..rehearsal import OutOfMemory, Rehearsal
+from .candidate import at_once, reducer_settings
+from .cost import Gradients, Reducer, Rung, wire
+from .link import LinkProfile
+from .measured import Pass, Reduced
+from .subject import Subject
+from .trial import clocked, typical
+
+TIMED, FEW_TIMED, TIMED_S = 6, 2, 2.0
+"""A step is timed so many times; fewer, if that takes more than so many seconds."""
+LONG_STEP_S, LATEST_S = 2.0, 40.0
+"""Other batches than the sample's are timed if one of their steps is shorter, and if it is not later than that."""
+MORE_SIZES, MOST_SIZES = 2, 5
+"""So many other batches are timed that fit as they are; so many in all."""
+PLAIN = Solution(frozenset(), 0.0, 0)
+"""Nothing is computed again."""
+SHARES = (0.8, 0.6, 0.45, 0.3, 0.2)
+"""Of what a plain step needs beyond the least, for the rungs of a ladder."""
+DGC_LARGE = 16384
+
+
+def precisions(device: torch.device) -> list[str]:
+    """Those that the hardware has, float32 first."""
+    if device.type != "cuda":
+        return ["float32", "bfloat16"]
+    has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return ["float32", *(["bfloat16"] if has_bfloat16 else []), "float16"]
+
+
+def gradients_of(params: Iterable[Tensor]) -> Gradients:
+    found = list(params)
+    matrices = [matrix_shape(p) for p in found if is_worth_it(p, rank=4, min_compression=2.0)]
+    return Gradients(sum(p.numel() for p in found), sum(p.numel() for p in found if p.numel() >= DGC_LARGE), tuple(matrices))
+
+
+# --- a step of one precision --------------------------------------------------------------------------------------------
+
+
+@final
+class PrecisionProbe:
+    """A step in one precision: its units' memory and time, for the sample as it is or for any number of its rows."""
+
+    def __init__(self, subject: Subject, precision: str, *, memory: int | None, grows: bool) -> None:
+        """`grows`: other batches than the sample's will be asked for."""
+        self._subject, self.precision, self._memory, self._grows = subject, precision, memory, grows
+        self._growth: Growth | None = None
+        self._profile: Profile | None = None
+        self._times: dict[int, tuple[float, float]] = {}
+        self.units: dict[str, nn.Module] = {}
+        self.update_s = 0.0
+        self.state_bytes = 0
+        """Of the optimizer, once it has made an update."""
+
+    def look(self) -> float:
+        """Seconds of one step of the sample; none if there is no room for it."""
+        with self._subject.bound(self._settings()) as rehearsal, rehearsal.leaving_no_trace():
+            try:
+                return timed_look(rehearsal)
+            except OutOfMemory:
+                return 0.0
+
+    def _settings(self) -> dict[str, Any]:
+        return {} if self.precision == "float32" else {"amp": True, "amp_configs": {"dtype": self.precision}}
+
+    def run(self, batches: Sequence[int], *, is_first: bool) -> None:
+        """Measure. `batches`: those that will be asked for, and are timed themselves if they can be."""
+        subject = self._subject
+        with subject.bound(self._settings()) as rehearsal, rehearsal.leaving_no_trace():
+            before = lasting_bytes(rehearsal)
+            planner = self._measure_memory(rehearsal)
+            self.units = dict(planner.units)
+            self.state_bytes = max(0, lasting_bytes(rehearsal) - before)
+            self._measure_times(rehearsal, batches)
+            if is_first:
+                self.update_s = timed_update(rehearsal)
+
+    def _measure_memory(self, rehearsal: Rehearsal) -> Planner:
+        if self._grows:
+            subject = self._subject
+
+            def planner_for(size: int, units: Units | None) -> Planner:
+                return Planner(subject.resized(rehearsal, size), units=units)
+
+            self._growth, planner = measured_growth(planner_for, self._subject.rows, who="auto")
+            return planner
+        planner = Planner(rehearsal)
+        try:
+            self._profile = planner.profile()
+        except OutOfMemory as error:
+            self._profile = profile_from_smaller(planner)
+            if self._profile is None:
+                raise ConfigError(
+                    f"auto: a step of the sample does not fit even with every unit computed again. ({error})"
+                ) from None
+        return planner
+
+    def _measure_times(self, rehearsal: Rehearsal, batches: Sequence[int]) -> None:
+        """Of the sizes whose memory was measured; of those asked for the nearest that fit as they are, and the nearest that fit
+        by a plan, if their steps are not long."""
+        if self._growth is None:
+            self._time(rehearsal, self._subject.rows)
+            return
+        growth = self._growth
+        for size in (growth.small, growth.large):
+            self._time(rehearsal, size)
+        others = sorted((b for b in batches if b not in self._times), key=lambda b: (abs(math.log(b / growth.large)), -b))
+        plain = [b for b in others if self._plan_for(b) == PLAIN]
+        for size in [*plain[:MORE_SIZES], *(b for b in others if b not in plain and self._plan_for(b) is not None)][:MOST_SIZES]:
+            if self.seconds(size) < LONG_STEP_S and self._subject.elapsed_s() < LATEST_S:
+                self._time(rehearsal, size)
+
+    def _plan_for(self, batch: int) -> Solution | None:
+        """The cheapest that keeps to the memory."""
+        if self._memory is None or peak_bytes(self.profile(batch), ()) <= self._memory * (1 - ALLOWANCE):
+            return PLAIN
+        return cheapest_that_fits(self.profile(batch), int(self._memory * (1 - ALLOWANCE)))
+
+    def _time(self, rehearsal: Rehearsal, batch: int) -> None:
+        """Forward and backward with nothing computed again; from a step with, where there is no room for that."""
+        of_size = rehearsal if batch == self._subject.rows else self._subject.resized(rehearsal, batch)
+        planner, profile = Planner(of_size, units=self.units), self.profile(batch)
+        solutions = [one for one in (self._plan_for(batch), least_peak(profile)) if one is not None]
+        for solution in dict.fromkeys(solutions):
+            with contextlib.suppress(OutOfMemory), planner.by(profile, solution):
+                forward_s, backward_s = timed_pass(of_size)
+                again_s = solution.seconds * self._slower(batch, forward_s)
+                self._times[batch] = forward_s, max(0.0, backward_s - again_s)
+                return
+        if not self._times:
+            raise ConfigError("auto: a step of the sample does not fit into memory, with every unit computed again.")
+
+    def can_patch(self) -> bool:
+        """Whether all units are modules of the model, which another pair can be given too; slices of a Sequential are not."""
+        return self.units.keys() <= dict(self._subject.model.named_modules()).keys()
+
+    def by_plan(self, rehearsal: Rehearsal, batch: int, limit: int) -> contextlib.AbstractContextManager[None]:
+        """Steps inside compute again what keeps them to the limit."""
+        profile = self.profile(batch)
+        solution = cheapest_that_fits(profile, int(limit * (1 - ALLOWANCE))) or least_peak(profile)
+        return Planner(rehearsal, units=self.units).by(profile, solution)
+
+    # --- what follows ---------------------------------------------------------------------------------------------------
+
+    def profile(self, batch: int) -> Profile:
+        if self._growth is not None:
+            return self._growth.at(batch)
+        assert self._profile is not None
+        return self._profile
+
+    def fits_somehow(self, batch: int) -> bool:
+        """With so many rows, by some plan of recompute."""
+        return self._memory is None or cheapest_that_fits(self.profile(batch), self._memory) is not None
+
+    def seconds(self, batch: int) -> float:
+        return sum(self._times_at(batch)[:2])
+
+    def _slower(self, batch: int, forward_s: float) -> float:
+        """How many times longer than on the line through the two profiles, on which the units' own seconds are foretold."""
+        if self._growth is None or batch in (self._growth.small, self._growth.large):
+            return 1.0
+        small, large = self._growth.small, self._growth.large
+        low, high = self._times[small][0], self._times[large][0]
+        line = low + (high - low) * (batch - small) / (large - small)
+        return forward_s / line if line > 0 else 1.0
+
+    def pass_of(self, batch: int, limits: Sequence[int]) -> Pass:
+        """For so many rows; with a plan of recompute for each limit, and some between."""
+        forward_s, backward_s, is_foretold = self._times_at(batch)
+        slower = self._slower(batch, forward_s)
+        ladder = ladder_of(self.profile(batch), limits)
+        ladder = tuple(replace(rung, again_s=rung.again_s * slower) for rung in ladder)
+        return Pass(self.precision, batch, forward_s, backward_s, ladder, is_foretold)
+
+    def _times_at(self, batch: int) -> tuple[float, float, bool]:
+        if batch in self._times:
+            return *self._times[batch], False
+        forward_s, backward_s = (
+            on_line([(size, times[i]) for size, times in sorted(self._times.items())], batch) for i in (0, 1)
+        )
+        return forward_s, backward_s, True
+
+
+def on_line(points: Sequence[tuple[int, float]], batch: int) -> float:
+    """Seconds of a batch, from those of others: between two, on the line through them. Fewer rows than the smallest, and more
+    than the largest, take no less than their share of its time: a batch that does not fill a GPU says little of one that does."""
+    below, above = [p for p in points if p[0] <= batch], [p for p in points if p[0] >= batch]
+    if not below or not above:
+        size, seconds = above[0] if above else below[-1]
+        (small, low), (large, high) = (points[:2] if above else points[-2:]) if len(points) > 1 else ((0, 0.0), (size, seconds))
+        return max(low + (high - low) * (batch - small) / (large - small), seconds * batch / size)
+    (small, low), (large, high) = below[-1], above[0]
+    return low if small == large else low + (high - low) * (batch - small) / (large - small)
+
+
+def ladder_of(profile: Profile, limits: Sequence[int]) -> tuple[Rung, ...]:
+    """Nothing computed again; the cheapest plan for each limit; and some for cards that are not here."""
+    plain = peak_bytes(profile, ())
+    rungs = {plain: Rung(plain, 0.0, 0)}
+    tight = [int(limit * (1 - ALLOWANCE)) for limit in limits if plain > limit]
+    budgets = [(limit, True) for limit in tight] + [
+        (int(profile.floor + share * (plain - profile.floor)), False) for share in SHARES
+    ]
+    for budget, is_asked in budgets:
+        found = cheapest_that_fits(profile, budget) if is_asked else cheapest(profile, budget)
+        if found is None:
+            if is_asked:
+                continue
+            break
+        rungs.setdefault(found.peak_bytes, Rung(found.peak_bytes, found.seconds, len(found.again)))
+    return tuple(sorted(rungs.values(), key=lambda rung: rung.again_s))
+
+
+def timed_pass(rehearsal: Rehearsal) -> tuple[float, float]:
+    """Seconds of forward and of backward, those of the slowest rank. Collective."""
+    repeats = min(TIMED, max(FEW_TIMED, int(TIMED_S / timed_look(rehearsal))))
+    found = [rehearsal.everywhere(lambda: _once(rehearsal)) for _ in range(repeats)]
+    ranks = rehearsal.comm.gather_json([typical([one[i] for one in found]) for i in (0, 1)])
+    forward_s, backward_s = max(ranks, key=sum)
+    return float(forward_s), float(backward_s)
+
+
+def timed_look(rehearsal: Rehearsal) -> float:
+    """Seconds of one step; on a GPU, whose first may wait for kernels to be loaded, of the second. Collective."""
+    for _ in range(2 if rehearsal.device.type == "cuda" else 1):
+        found = rehearsal.everywhere(lambda: _once(rehearsal))
+    return float(max(rehearsal.comm.gather_json(sum(found))))
+
+
+def _once(rehearsal: Rehearsal) -> tuple[float, float]:
+    begun = time.perf_counter()
+    loss = rehearsal.forward()
+    _wait(rehearsal.device)
+    between = time.perf_counter()
+    rehearsal.backward(loss)
+    _wait(rehearsal.device)
+    return between - begun, time.perf_counter() - between
+
+
+def timed_update(rehearsal: Rehearsal) -> float:
+    """Seconds of the optimizer's own step. It has its state already. Collective."""
+    face = rehearsal.optimizer
+    rehearsal.gather_gradients()
+    face.pipeline.buckets.expose(None)
+    with face._steps():
+        seconds = [clocked(rehearsal, face.update.step) for _ in range(1 + TIMED)][1:]
+    face.pipeline.drop_rehearsed()
+    return float(max(rehearsal.comm.gather_json(typical(seconds))))
+
+
+def rule_seconds(subject: Subject, name: str) -> float:
+    """Of an update by LARS or LAMB in place of the user's own optimizer. Collective."""
+    with subject.bound({name: True}, rows=_few(subject.rows)) as rehearsal, rehearsal.leaving_no_trace():
+        return timed_update(rehearsal)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- a reducer ----------------------------------------------------------------------------------------------------------
+
+
+def reduced_by(
+    subject: Subject,
+    reducer: Reducer,
+    *,
+    link: LinkProfile,
+    gradients: Gradients,
+    units: Mapping[str, nn.Module],
+    plain_bytes: int,
+) -> tuple[Reduced, int]:
+    """What comes after backward, run with nothing beside it; and the bytes that last. Units are computed again: gradients are
+    the same, and a step that stores all may not fit. `plain_bytes`: what lasts under a dense reducer; 0 if this is it."""
+    settings = at_once(reducer_settings(reducer))
+    expected = wire(reducer, gradients, link.link()).seconds
+    with subject.bound(settings, rows=_few(subject.rows)) as rehearsal, rehearsal.leaving_no_trace():
+        pipeline, gauge = rehearsal.optimizer.pipeline, gauge_for(rehearsal.device, rehearsal.lasting)
+
+        def gather() -> None:
+            with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
+                rehearsal.everywhere(lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
+
+        begun = time.perf_counter()
+        with gauge.watching():
+            gather()
+            gauge.peak()
+            rehearsal.update()  # what it keeps is made here, and so is what the optimizer keeps
+            peak = gauge.peak()
+        sent = pipeline.comm.bytes_sent
+        seconds = []
+        took = max(expected, *rehearsal.comm.gather_json(time.perf_counter() - begun))
+        repeats = min(TIMED, max(1, int(TIMED_S / took)))
+        for _ in range(repeats):
+            gather()
+            seconds.append(clocked(rehearsal, rehearsal.update))
+        sent = (pipeline.comm.bytes_sent - sent) / repeats
+        lasting = lasting_bytes(rehearsal)
+        ranks = rehearsal.comm.gather_json([typical(seconds), peak, lasting])
+        slowest, most, lasts = (max(rank[i] for rank in ranks) for i in range(3))
+        extra = max(0, int(lasts) - plain_bytes) if plain_bytes else 0
+        return Reduced(reducer, float(slowest), float(sent), extra, int(most)), int(lasts)
+
+
+def _few(rows: int) -> int | None:
+    """Gradients are as large of few rows as of many; None: of all, where there are none to leave out."""
+    return max(4, rows // 8) if rows > 8 else None
+
+
+def lasting_bytes(rehearsal: Rehearsal) -> int:
+    """Of all tensors that live from step to step, each storage once."""
+    storages = {s._cdata: s.nbytes() for t in rehearsal.lasting() if (s := storage_of(t)) is not None}
+    return sum(storages.values())
+
+
+def noise_scale(subject: Subject, units: Mapping[str, nn.Module], *, updates: int = 2) -> float | None:
+    """In samples, from some updates of the sample; None where it says nothing, as where all ranks have the same one."""
+    found: Any = None
+    with subject.bound({"noise_scale_steps": 1}) as rehearsal, rehearsal.leaving_no_trace():
+        pipeline = rehearsal.optimizer.pipeline
+        for _ in range(updates):
+            with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
+                rehearsal.everywhere(lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
+            rehearsal.update()
+        found = None if pipeline.meter.means is None else noise_scale_of(pipeline.meter.means)
+    agreed = subject.comm.gather_json(found)[0]
+    return None if agreed is None else float(agreed) * max(1, subject.rows)

@@ -1,0 +1,187 @@
+"""A candidate run for some real updates: timed, weighed, undone.
+
+A real update talks to the other ranks in the middle of backward, where a rank that runs out of memory would leave them waiting.
+So each rank first runs a forward and backward that talk to nobody, with as much memory taken away as the update will keep; only
+if all have room for that, all go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, final
+
+import torch
+
+from ..errors import FleetError, first_line
+from ..memory.gauge import gauge_for
+from ..rehearsal import OutOfMemory, Rehearsal, Snapshot
+from ..rehearsing import rehearsing
+from ..report import Report
+from .candidate import Candidate, at_once
+from .cost import Reducer
+from .subject import Subject
+
+MOST_ROUNDS, FEWEST_ROUNDS = 10, 2
+"""A round is one update; of Local SGD, one period."""
+SHORT_PERIOD = 2
+"""Of Local SGD, while it is timed: one update alone, one with an averaging."""
+SECONDS = 3.0
+"""Of the timed updates of one trial, about."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Of one update on the slowest rank. `failed`: why it did not come to that."""
+
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    bytes_sent: float = 0.0
+    failed: str = ""
+
+
+def tried(
+    subject: Subject,
+    candidate: Candidate,
+    *,
+    memory: int | None,
+    expected_s: float,
+    kept_bytes: int = 0,
+    by: Callable[[Rehearsal], contextlib.AbstractContextManager[None]] | None = None,
+    watches_memory: bool = True,
+) -> Trial:
+    """Collective, and of one mind: it succeeds on all ranks or fails on all, with nothing changed. `kept_bytes`: what optimizer
+    and reducer will keep from the first update on; `by`: how to compute again what is to be, where that is known already."""
+    # Of many micro-steps that take long, all but the last are alike: some of them tell what the others take.
+    micro_s = expected_s / candidate.merge_steps
+    merges = min(candidate.merge_steps, max(2, int(SECONDS / max(micro_s, 1e-9) / FEWEST_ROUNDS)))
+    short = replace(candidate, merge_steps=merges, reducer=_short(candidate.reducer))
+    settings = at_once((short if by is None else replace(short, recomputes=False)).settings(memory))
+    try:
+        with (
+            subject.bound(settings, rows=candidate.batch or None, settles=by is None) as rehearsal,
+            contextlib.nullcontext() if by is None else by(rehearsal),
+        ):
+            # The inner optimizer's state is what was there before: a pair that is given up must leave it so.
+            saved = Snapshot(rehearsal.model, rehearsal.optimizer, rehearsal.device)
+            rehearsal.random[:] = saved.random
+            try:
+                rehearsal.model.train()
+                with rehearsing():
+                    rehearsal.everywhere(lambda: _with_less_memory(rehearsal, kept_bytes))
+                return _timed(rehearsal, candidate, expected_s, watches_memory=watches_memory)
+            finally:
+                saved.put_back()
+    except OutOfMemory as error:
+        return Trial(failed=f"ran out of memory ({first_line(error)})")
+    except FleetError as error:
+        return Trial(failed=first_line(error))
+    finally:
+        if subject.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _short(reducer: Reducer) -> Reducer:
+    return replace(reducer, setting=min(reducer.period, SHORT_PERIOD)) if reducer.kind == "localsgd" else reducer
+
+
+def _with_less_memory(rehearsal: Rehearsal, count: int) -> None:
+    ballast = torch.empty(count, dtype=torch.uint8, device=rehearsal.device) if rehearsal.device.type == "cuda" else None
+    rehearsal.step()
+    del ballast
+
+
+def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float, *, watches_memory: bool) -> Trial:
+    """All ranks make the same number of updates: it follows from numbers they share."""
+    pipeline = rehearsal.optimizer.pipeline
+    pipeline.look_at_no_data()
+    merges, period = pipeline.stages.merge.micro_steps, min(candidate.reducer.period, SHORT_PERIOD)
+    times = Times(rehearsal, merges)
+    of_round = expected_s * period * merges / candidate.merge_steps
+    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(SECONDS / max(of_round, 1e-9))))
+    gauge, is_gpu, peak = gauge_for(rehearsal.device, rehearsal.lasting), rehearsal.device.type == "cuda", 0
+    with gauge.watching() if is_gpu else contextlib.nullcontext():
+        times.run_update()  # Local SGD's first is dense
+        times.forget()
+        for _ in range(rounds * period):
+            times.run_update()
+        if is_gpu:
+            peak = gauge.reserved()
+    if not is_gpu and watches_memory:
+        with gauge.watching():
+            for _ in range(period):
+                times.run_update(is_timed=False)
+            peak = gauge.peak()
+    ranks = rehearsal.comm.gather_json([times.of_update(candidate), peak, times.bytes_of_update(candidate)])
+    seconds, most, sent = (max(rank[i] for rank in ranks) for i in range(3))
+    return Trial(float(seconds), int(most), float(sent))
+
+
+@final
+class Times:
+    """Of micro-steps inside a window, of those that close one, and of those after which the weights were averaged.
+
+    All of a kind are alike: so a few of each tell what an update of many micro-steps takes, on the mean of a long period."""
+
+    def __init__(self, rehearsal: Rehearsal, merges: int) -> None:
+        self._rehearsal, self._merges = rehearsal, merges
+        self.forget()
+
+    def forget(self) -> None:
+        self.inner: list[float] = []
+        self.last: list[float] = []
+        self.averaged: list[float] = []
+        self._sent: list[tuple[float, bool]] = []
+
+    def run_update(self, *, is_timed: bool = True) -> None:
+        for step in range(self._merges):
+            seconds, report = self._micro_step()
+            if not is_timed:
+                continue
+            kind = self.inner if step < self._merges - 1 else self.averaged if report.averaged else self.last
+            kind.append(seconds)
+            if report.due:
+                self._sent.append((report.bytes_sent, report.averaged))
+
+    def _micro_step(self) -> tuple[float, Report]:
+        one = self._rehearsal
+        begun = time.perf_counter()
+        report = one.optimizer.minimize(one.loss_fn(one.model, one.sample.renewed()))
+        if one.device.type == "cuda":
+            torch.cuda.synchronize(one.device)
+        return time.perf_counter() - begun, report
+
+    def of_update(self, candidate: Candidate) -> float:
+        inner = (candidate.merge_steps - 1) * typical(self.inner) if self.inner else 0.0
+        return inner + _mean_of_period(
+            candidate.reducer.period, typical(self.last or self.averaged), typical(self.averaged or self.last)
+        )
+
+    def bytes_of_update(self, candidate: Candidate) -> float:
+        alone, met = ([sent for sent, averaged in self._sent if averaged is kind] for kind in (False, True))
+        return _mean_of_period(candidate.reducer.period, fmean(alone or met), fmean(met or alone))
+
+
+def _mean_of_period(period: int, alone: float, met: float) -> float:
+    return ((period - 1) * alone + met) / period
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The mean of the faster half: what else a machine does can only make a step slower."""
+    return fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
+
+
+def clocked(rehearsal: Rehearsal, work: Callable[[], Any]) -> float:
+    """Seconds; all ranks begin together."""
+    rehearsal.comm.barrier()
+    begun = time.perf_counter()
+    work()
+    if rehearsal.device.type == "cuda":
+        torch.cuda.synchronize(rehearsal.device)
+    return time.perf_counter() - begun

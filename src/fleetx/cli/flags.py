@@ -1,0 +1,106 @@
+"""What the flags of all subcommands share: errors in one line, and texts such as 10Gbit, 50us and 32GB."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fleetx.errors import ConfigError, did_you_mean
+from fleetx.keys import Kind, require, size
+
+PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?)\s*"
+_RATE = re.compile(_NUMBER + r"([kKMGT]?)(bit/s|bit|bps|B/s)")
+_TIME = re.compile(_NUMBER + "(" + "|".join(SECONDS) + ")")
+_COUNT = re.compile(r"[0-9]{1,12}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are raised, to be told in one line without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See `{self.prog} --help`.")
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------------
+
+
+def bandwidth() -> Kind:
+    """In bytes a second."""
+
+    def parse(text: Any) -> float:
+        match = _RATE.fullmatch(text)
+        require(match is not None)
+        assert match is not None
+        found = float(match[1]) * PREFIXES[match[2].lower()] / (1 if match[3] == "B/s" else 8)
+        require(found > 0)
+        return found
+
+    return Kind("a rate such as 10Gbit, 100Mbit or 1.25GB/s", parse)
+
+
+def duration() -> Kind:
+    """In seconds."""
+
+    def parse(text: Any) -> float:
+        match = _TIME.fullmatch(text)
+        require(match is not None)
+        assert match is not None
+        return float(match[1]) * SECONDS[match[2]]
+
+    return Kind("a time such as 50us, 1ms or 0.1s", parse)
+
+
+def count(least: int, most: int) -> Kind:
+    def parse(text: Any) -> int:
+        require(_COUNT.fullmatch(text) is not None and least <= int(text) <= most)
+        return int(text)
+
+    return Kind(f"a whole number from {least} to {most}", parse)
+
+
+def memory() -> Kind:
+    return Kind("a size such as 32GB or 32GiB", size().parse)
+
+
+def file(*endings: str) -> Kind:
+    """A place where a file of this kind can be written: better told now than after a minute of measuring."""
+
+    def parse(text: Any) -> str:
+        folder = Path(text).parent
+        require(Path(text).suffix in endings and not Path(text).is_dir() and folder.is_dir() and os.access(folder, os.W_OK))
+        return str(text)
+
+    return Kind(f"a file that ends in {' or '.join(endings)}, in a folder that is there and can be written to", parse)
+
+
+def settings(flag: str, text: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """Of NAME=VALUE,NAME=VALUE."""
+    found: dict[str, Any] = {}
+    for entry in text.split(","):
+        name, has_value, value = (part.strip() for part in entry.partition("="))
+        if not has_value:
+            raise ConfigError(f"{flag} takes NAME=VALUE,NAME=VALUE with names {', '.join(kinds)}; got {entry!r}.")
+        if name not in kinds:
+            raise ConfigError(f"{flag} knows {', '.join(kinds)}, and not {name!r}.{did_you_mean(name, kinds)}")
+        if name in found:
+            raise ConfigError(f"{flag} says {name}= twice.")
+        found[name] = kinds[name].check(f"{name} of {flag}", value)
+    return found
+
+
+def of(kind: Kind) -> Callable[[str], Any]:
+    """As argparse wants it."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind.parse(text)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r} was given; it must be {kind.allowed}") from None
+
+    return parse

@@ -1,0 +1,51 @@
+"""`fleetx SUBCOMMAND ...`: from the command line to the exit code. Torch is not imported before there is something to do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fleetx import __version__
+from fleetx.cli import plan
+from fleetx.cli.flags import Parser
+from fleetx.errors import FleetError
+
+EXIT_USAGE, EXIT_CTRL_C, EXIT_NOBODY_READS = 2, 130, 141
+PARTS = {"plan": plan}
+"""Subcommands: each module has `HELP`, adds its flags to a parser (`add`) and runs them (`run`)."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="fleetx", description="Questions to FleetX from the command line.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    parts = parser.add_subparsers(dest="part", metavar="SUBCOMMAND")
+    for name, part in PARTS.items():
+        part.add(parts.add_parser(name, help=part.HELP, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 for input that cannot be used, which is told in one line."""
+    try:
+        parser = make_parser()
+        options = parser.parse_args(argv)
+        if options.part is None:
+            parser.print_help()
+            return 0
+        code: int = PARTS[options.part].run(options)
+        return code
+    except FleetError as error:
+        print(f"fleetx: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_CTRL_C
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more at its end, and would complain
+        return EXIT_NOBODY_READS
+
+
+def command() -> NoReturn:
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""What a TARGET names: a model, its optimizer, a sample, and how their loss comes about."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import applications
+from ..applications.bert import Bert
+from ..applications.image_model import LARGE_IMAGE, ImageModel
+from ..binding import LossFn
+from ..errors import ConfigError, did_you_mean, first_line
+from .plan import APPLICATIONS
+
+ROWS, LARGE_ROWS = 32, 8
+TOKENS = 128
+MASKED_SHARE = 0.15
+IGNORED = -100
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Target:
+    model: nn.Module
+    optimizer: Optimizer
+    sample: Any
+    loss_fn: LossFn | None = None
+
+
+def target_of(text: str, *, rows: int | None, rank: int) -> Target:
+    """`rank`: random samples are other ones on every rank, as real ones are."""
+    if text in APPLICATIONS:
+        return application(text, rows=rows, rank=rank)
+    if rows is not None:
+        raise ConfigError(f"--batch is for applications; the sample of {text} is what its function returns.")
+    return _checked(text, _called(text, _function(text)))
+
+
+# --- applications -----------------------------------------------------------------------------------------------------------
+
+
+def application(name: str, *, rows: int | None = None, rank: int = 0) -> Target:
+    torch.manual_seed(0)
+    model = getattr(applications, name)()
+    random = torch.Generator().manual_seed(1 + rank)
+    if isinstance(model, ImageModel):
+        side = model.image_size
+        count = rows or (LARGE_ROWS if side >= LARGE_IMAGE else ROWS)
+        images = torch.randn(count, 3, side, side, generator=random)
+        labels = torch.randint(model.num_classes, (count,), generator=random)
+        return Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), (images, labels))
+    return Target(model, torch.optim.AdamW(model.parameters(), lr=1e-4), _sentences(model, rows or LARGE_ROWS, random))
+
+
+def _sentences(model: Bert, rows: int, random: torch.Generator) -> dict[str, torch.Tensor]:
+    """A label in place of each masked token: every tensor has as many rows as the batch, so that others can be made of it."""
+    words = torch.randint(model.config.vocab_size, (rows, TOKENS), generator=random)
+    is_masked = torch.rand(rows, TOKENS, generator=random) < MASKED_SHARE
+    is_masked[:, 0] = True
+    follows = torch.randint(2, (rows,), generator=random)
+    return {"input_ids": words, "labels": words.masked_fill(~is_masked, IGNORED), "next_sentence_label": follows}
+
+
+# --- module:function --------------------------------------------------------------------------------------------------------
+
+
+def _function(text: str) -> Callable[[], Any]:
+    module_name, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise ConfigError(f"{text!r} is not module:function, as train:make is.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{text}: importing {module_name} failed: {_said(error)}") from error
+        raise ConfigError(f"{text}: there is no module {error.name!r} to be found from {os.getcwd()}.") from None
+    except Exception as error:
+        raise ConfigError(f"{text}: importing {module_name} failed: {_said(error)}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        has = [key for key, value in vars(module).items() if callable(value)]
+        raise ConfigError(f"{text}: {module_name} has no function {name!r}.{did_you_mean(name, has)}")
+    return found  # type: ignore[no-any-return]  # what it returns is checked
+
+
+def _called(text: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise ConfigError(f"{text} failed: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """With the place where it came from, since there is no room for all that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{place}"
+
+
+def _checked(text: str, found: Any) -> Target:
+    wanted = "(model, optimizer, sample) or (model, optimizer, sample, loss_fn)"
+    if not isinstance(found, tuple) or len(found) not in (3, 4):
+        shown = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+        raise ConfigError(f"{text} returned {shown}; it must return {wanted}.")
+    target = Target(*found)
+    for name, value, kind in (("model", target.model, nn.Module), ("optimizer", target.optimizer, Optimizer)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{text} returned {type(value).__name__} as the {name}; it must return {wanted}.")
+    if target.sample is None:
+        raise ConfigError(f"{text} returned None as the sample; it must return {wanted}.")
+    return target
