@@ -59,6 +59,10 @@ class Buckets:
         self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(myself)]
 
     def __del__(self) -> None:
+        self.give_up()
+
+    def give_up(self) -> None:
+        """No gradient is taken any more."""
         for handle in getattr(self, "_handles", []):
             handle.remove()
 

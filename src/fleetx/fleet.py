@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from . import stopping, util, world
 from .auto.choose import chosen_plan
-from .auto.subject import Subject
+from .auto.subject import Subject, silence
 from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
 from .checkpoint import load_checkpoint, save_checkpoint, save_model
 from .compile import check_parts, require_plain_optimizer
@@ -29,6 +29,7 @@ from .keys import size as size_in_bytes
 from .memory.find_batch import FoundBatches, Resize, found_batches, size_of, without_memory_parts
 from .memory.measured_growth import rows_of
 from .optimizer import FleetOptimizer
+from .placement import agree_on_model, named_trainable
 from .sampler import FleetSampler
 from .strategies.auto import Auto
 from .strategy import SCALARS, DistributedStrategy
@@ -274,6 +275,8 @@ def _planned(
     """The strategy that `auto` chooses, by steps that leave no trace, and a batch for it; worker 0 shows why."""
     require_module(model)
     here = world.current()
+    # First of all: a rank that wants something else would be in other collectives than the rest.
+    agree_on_model(named_trainable(model, face.given), model, face.given, strategy.to_json(), here.comm)
     scalars = {name: value for name, value in strategy.to_dict().items() if name in SCALARS}
     subject = Subject(model, face.given, sample, loss_fn, here.comm, here.device, scalars)
     face.plan = plan = chosen_plan(subject, auto)
@@ -293,7 +296,8 @@ def _bind(
         strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
     elif callable(sample):
         raise ConfigError("sample is a function, which only strategy.auto takes. Give one batch, as the loop gives it.")
-    bind(model, face, strategy, has_sample=sample is not None)
+    with silence() if auto is not None else contextlib.nullcontext():  # auto has measured what a part would warn of
+        bind(model, face, strategy, has_sample=sample is not None)
     if face.forward_stage is not None:
         _with_autocast = weakref.ref(face)
     if is_first_worker():

@@ -343,6 +343,7 @@ class Pipeline:
     def give_up(self) -> None:
         """This pair will train nothing: its parameters are free for another."""
         pairs.dismiss(self)
+        self.buckets.give_up()
         if self._checks.first_look is not None:
             self._checks.first_look.give_up()
 

@@ -59,6 +59,7 @@ class Asked:
 def chosen_plan(subject: Subject, auto: Auto) -> Plan:
     """Collective."""
     _require_sample(subject)
+    _require_folder(subject, auto)
     asked = _asked(subject, auto)
     key = key_of(subject, asked)
     kept = _kept_plan(subject, auto, key)
@@ -82,16 +83,24 @@ def _require_sample(subject: Subject) -> None:
         )
 
 
+def _require_folder(subject: Subject, auto: Auto) -> None:
+    """Before a minute is spent on a plan that cannot be written. Rank 0 writes it."""
+    folder = Path(auto.plan).parent if auto.plan is not None else None
+    is_there = subject.comm.gather_json(folder is None or folder.is_dir())[0]
+    if not is_there:
+        raise ConfigError(
+            f'auto_configs["plan"] is {auto.plan!r}, and there is no folder {str(folder)!r} on rank 0. Make it first.'
+        )
+
+
 def _asked(subject: Subject, auto: Auto) -> Asked:
     ranks = subject.comm.size
-    if callable(subject.sample):
-        if auto.global_batch is None:
-            raise ConfigError(
-                "sample is a function, which makes a batch of so many rows; how many an update is to have is not said. Write "
-                'strategy.auto_configs = {"global_batch": ...}, or give a batch.'
-            )
-        subject.start_with(max(2, min(START_ROWS, auto.global_batch // ranks)))
-    rows = subject.comm.gather_json(subject.rows)
+    if callable(subject.sample) and auto.global_batch is None:
+        raise ConfigError(
+            "sample is a function, which makes a batch of so many rows; how many an update is to have is not said. Write "
+            'strategy.auto_configs = {"global_batch": ...}, or give a batch.'
+        )
+    subject.start_with(max(2, min(START_ROWS, (auto.global_batch or 0) // ranks)))
     share = None
     if auto.global_batch is not None:
         if auto.global_batch % ranks:
@@ -99,11 +108,11 @@ def _asked(subject: Subject, auto: Auto) -> Asked:
             raise ConfigError(
                 f'auto_configs["global_batch"] is {auto.global_batch}, which {ranks} ranks cannot share equally. Write {near}.'
             )
-        if min(rows) < 2 or len(set(rows)) > 1:
+        if subject.rows < 2:
             raise ConfigError(
                 f'auto_configs["global_batch"] is {auto.global_batch}: micro-batches of other sizes are made of the rows of the '
-                f"sample, and its tensors have {sorted(set(rows))} of them on the ranks (0: not as many each). Give every rank a "
-                "batch of at least 2 rows, or a function of the number of rows: sample=lambda rows: ..."
+                f"sample, and its tensors have {sorted(set(subject.rows_of_ranks))} of them on the ranks (0: not as many each). "
+                "Give every rank a batch of at least 2 rows, or a function of the number of rows: sample=lambda rows: ..."
             )
         share = auto.global_batch // ranks
     return Asked(auto, auto.memory if auto.memory is not None else _memory_here(subject), share)
@@ -137,6 +146,7 @@ def key_of(subject: Subject, asked: Asked) -> dict[str, Any]:
         "ranks": subject.comm.size,
         "torch": torch.__version__,
         "fleetx": __version__,
+        "scalars": dict(subject.scalars),
         "asked": {"risk": auto.risk, "trials": auto.trials, "memory": auto.memory, "global_batch": auto.global_batch},
     }
     agreed: dict[str, Any] = subject.comm.gather_json(key)[0]
@@ -259,8 +269,13 @@ class _Planning:
             if found and self._subject.elapsed_s() > MEASURING_S:
                 self._missing[name] = "was not measured, for want of time"
                 continue
-            probe.run([] if is_slow else batches, is_first=not found)
-            found.append(probe)
+            try:
+                probe.run([] if is_slow else batches, is_first=not found)
+                found.append(probe)
+            except FleetError as error:
+                if not found:
+                    raise
+                self._missing[name] = f"does not run here ({first_line(error)})"
         return found
 
     def _look(self, probe: PrecisionProbe) -> float:
@@ -269,8 +284,7 @@ class _Planning:
         except Exception as error:  # `everywhere` has raised on all ranks, each what it knows
             if probe.precision == "float32":
                 raise
-            told = self._subject.comm.gather_json(f"{type(error).__name__}: {first_line(error)}")
-            self._missing[probe.precision] = f"does not run here ({told[0]})"
+            self._missing[probe.precision] = f"does not run here ({type(error).__name__}: {first_line(error)})"
             return 0.0
 
     def _time_rules(self) -> None:

@@ -33,7 +33,7 @@ from .candidate import at_once, reducer_settings
 from .cost import Gradients, Reducer, Rung, wire
 from .link import LinkProfile
 from .measured import Pass, Reduced
-from .subject import Subject
+from .subject import Subject, agreed
 from .trial import clocked, typical
 
 TIMED, FEW_TIMED, TIMED_S = 6, 2, 2.0
@@ -279,7 +279,7 @@ def timed_update(rehearsal: Rehearsal) -> float:
 
 def rule_seconds(subject: Subject, name: str) -> float:
     """Of an update by LARS or LAMB in place of the user's own optimizer. Collective."""
-    with subject.bound({name: True}, rows=_few(subject.rows)) as rehearsal, rehearsal.leaving_no_trace():
+    with subject.bound({name: True}, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
         return timed_update(rehearsal)
 
 
@@ -304,12 +304,12 @@ def reduced_by(
     the same, and a step that stores all may not fit. `plain_bytes`: what lasts under a dense reducer; 0 if this is it."""
     settings = at_once(reducer_settings(reducer))
     expected = wire(reducer, gradients, link.link()).seconds
-    with subject.bound(settings, rows=_few(subject.rows)) as rehearsal, rehearsal.leaving_no_trace():
+    with subject.bound(settings, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
         pipeline, gauge = rehearsal.optimizer.pipeline, gauge_for(rehearsal.device, rehearsal.lasting)
 
         def gather() -> None:
             with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
-                rehearsal.everywhere(lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
+                agreed(rehearsal, lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
 
         begun = time.perf_counter()
         with gauge.watching():
@@ -330,11 +330,6 @@ def reduced_by(
         slowest, most, lasts = (max(rank[i] for rank in ranks) for i in range(3))
         extra = max(0, int(lasts) - plain_bytes) if plain_bytes else 0
         return Reduced(reducer, float(slowest), float(sent), extra, int(most)), int(lasts)
-
-
-def _few(rows: int) -> int | None:
-    """Gradients are as large of few rows as of many; None: of all, where there are none to leave out."""
-    return max(4, rows // 8) if rows > 8 else None
 
 
 def lasting_bytes(rehearsal: Rehearsal) -> int:

@@ -6,9 +6,9 @@ import contextlib
 import io
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..binding import LossFn, bind, give_up, rehearsal_of
 from ..comm import Comm
-from ..errors import FleetWarning
+from ..errors import ConfigError, FleetError, FleetWarning, first_line
 from ..memory.measured_growth import rows_in, rows_of
 from ..optimizer import FleetOptimizer
 from ..rehearsal import Rehearsal, Sample
@@ -38,24 +38,29 @@ class Subject:
     is_placed: bool = False
     begun: float = field(default_factory=time.perf_counter)
 
-    _made: tuple[int, Any] | None = None
+    rows: int = 0
+    """Of a batch, the same on all ranks; 0 where they differ, or cannot be counted."""
+    rows_of_ranks: list[int] = field(default_factory=list)
+    batch: Any = None
 
     def start_with(self, rows: int) -> None:
-        """Where batches are made, with so many rows."""
+        """Where batches are made, with so many rows; else with the one given. Collective."""
+        made, problem = self.sample, None
         if callable(self.sample):
-            self._made = rows, self.sample(rows)
+            try:
+                made = self.sample(rows)
+            except Exception as error:  # the user's, perhaps of one rank alone: all must hear of it
+                problem = f"sample({rows}) raised {type(error).__name__}: {error}"
+        problems = [told for told in self.comm.gather_json(problem) if told is not None]
+        if problems:
+            raise ConfigError(f"auto: {problems[0]}")
+        counts = {rows} if callable(self.sample) else rows_in(made)
+        self.rows_of_ranks = self.comm.gather_json(counts.pop() if len(counts) == 1 else 0)
+        self.batch, self.rows = made, self.rows_of_ranks[0] if len(set(self.rows_of_ranks)) == 1 else 0
 
-    @property
-    def batch(self) -> Any:
-        return self.sample if self._made is None else self._made[1]
-
-    @property
-    def rows(self) -> int:
-        """Of the batch; 0 where its tensors do not agree."""
-        if self._made is not None:
-            return self._made[0]
-        counts = rows_in(self.sample)
-        return counts.pop() if len(counts) == 1 else 0
+    def few_rows(self) -> int | None:
+        """Gradients are as large of few rows as of many; None: of all, where there are none to leave out."""
+        return max(4, self.rows // 8) if self.rows > 8 else None
 
     def of_rows(self, rows: int) -> Any:
         """A batch of another size."""
@@ -89,8 +94,21 @@ class Subject:
 
     def resized(self, rehearsal: Rehearsal, rows: int) -> Rehearsal:
         """Collective."""
-        sample = rehearsal.everywhere(lambda: Sample(self.of_rows(rows), rehearsal.device))
+        sample = agreed(rehearsal, lambda: Sample(self.of_rows(rows), rehearsal.device))
         return replace(rehearsal, sample=sample)
+
+
+Found = TypeVar("Found")
+
+
+def agreed(rehearsal: Rehearsal, work: Callable[[], Found]) -> Found:
+    """Its result; or an error of ours on every rank, whatever was raised on some: whoever goes on after it, all do."""
+    try:
+        return rehearsal.everywhere(work)
+    except FleetError:
+        raise
+    except Exception as error:
+        raise FleetError(f"{type(error).__name__}: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

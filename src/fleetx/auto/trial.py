@@ -24,7 +24,7 @@ from ..rehearsing import rehearsing
 from ..report import Report
 from .candidate import Candidate, at_once
 from .cost import Reducer
-from .subject import Subject
+from .subject import Subject, agreed
 
 MOST_ROUNDS, FEWEST_ROUNDS = 10, 2
 """A round is one update; of Local SGD, one period."""
@@ -71,9 +71,10 @@ def tried(
             saved = Snapshot(rehearsal.model, rehearsal.optimizer, rehearsal.device)
             rehearsal.random[:] = saved.random
             try:
-                rehearsal.model.train()
+                if not rehearsal.model.training:  # modules that are not, in a model that is, are the user's choice
+                    rehearsal.model.train()
                 with rehearsing():
-                    rehearsal.everywhere(lambda: _with_less_memory(rehearsal, kept_bytes))
+                    agreed(rehearsal, lambda: _with_less_memory(rehearsal, kept_bytes))
                 return _timed(rehearsal, candidate, expected_s, watches_memory=watches_memory)
             finally:
                 saved.put_back()

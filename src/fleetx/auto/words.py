@@ -25,7 +25,10 @@ def rejected(
     `ran`: measured seconds of an update."""
     found: dict[str, str] = {}
     for precision in ("bfloat16", "float16"):
-        if chosen.candidate.precision != precision and (precision in measured.missing or _has(measured, precision)):
+        is_known = precision in measured.missing or _has(measured, precision)
+        if chosen.candidate.precision != precision and (
+            is_known or (precision == "bfloat16" and not allows(risk, Risk.ROUNDING))
+        ):
             found[f"amp {SHORT[precision]}"] = _precision(measured, chosen, precision, risk, memory)
     if not chosen.candidate.recomputes:
         found["recompute"] = _recompute(measured, chosen, memory)

@@ -42,9 +42,9 @@ def measured_growth(planner_for: Callable[[int, Units | None], Planner], size: i
                 raise ConfigError(f"{who}: a sample of at least 2 rows is needed, to see how a step grows with its batch.")
             growth = Growth(small, planner_for(small, large.units).profile(), size, of_large)
             break
-        except OutOfMemory:
+        except OutOfMemory as error:
             if size <= 2:
-                raise ConfigError(f"{who}: not even a batch of 2 fits into this device's memory.") from None
+                raise ConfigError(f"{who}: not even a batch of 2 fits into this device's memory ({error}).") from None
             size = max(2, size // 2)
     if not growth.is_alike():
         raise ConfigError(
