@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import stopping, util, world
+from . import progress, stopping, util, world
 from .auto.choose import chosen_plan
 from .auto.subject import Subject, silence
 from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
@@ -28,6 +28,7 @@ from .keys import integer
 from .keys import size as size_in_bytes
 from .memory.find_batch import FoundBatches, Resize, found_batches, size_of, without_memory_parts
 from .memory.measured_growth import rows_of
+from .memory.random_states import NUMPY, PYTHON, torch_sources
 from .optimizer import FleetOptimizer
 from .placement import agree_on_model, named_trainable
 from .sampler import FleetSampler
@@ -279,10 +280,17 @@ def _planned(
     agree_on_model(named_trainable(model, face.given), model, face.given, strategy.to_json(), here.comm)
     scalars = {name: value for name, value in strategy.to_dict().items() if name in SCALARS}
     subject = Subject(model, face.given, sample, loss_fn, here.comm, here.device, scalars)
-    face.plan = plan = chosen_plan(subject, auto)
+    random = [(source, source.get()) for source in [*torch_sources(here.device), PYTHON, NUMPY]]
+    try:  # a function that makes samples may draw, as often as there was time for
+        face.plan = plan = chosen_plan(subject, auto)
+        sample = subject.made(plan.micro_batch) if plan.micro_batch else sample
+    finally:
+        for source, state in random:
+            source.set(state)
+        progress.at_step(0)
     if here.comm.rank == 0:
         print(plan, flush=True)
-    return plan.strategy, subject.of_rows(plan.micro_batch) if plan.micro_batch else sample
+    return plan.strategy, sample
 
 
 def _bind(

@@ -30,6 +30,10 @@ class OutOfMemory(FleetError):
     """Some rank had not enough memory for a rehearsed step; raised on all of them."""
 
 
+class UpdateOutOfMemory(ConfigError):
+    """This rank had not enough memory in the middle of an update; the others are still in it, and nobody can go on."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's own kind; or what the libraries below it say when there is no room for their workspaces."""
     told = ("error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine")
@@ -138,7 +142,7 @@ class Rehearsal:
                 raise
             text = f"there is not enough memory for the update itself, whatever is computed again: {first_line(error)}"
             self.comm.leave_word(f"rank {self.comm.rank}: {text}")
-            raise ConfigError(text) from error
+            raise UpdateOutOfMemory(text) from error
 
     def everywhere(self, work: Callable[[], Found]) -> Found:
         """Its result; or, if it failed on some rank, an error on every one. Collective at the end: `work` itself may not be."""

@@ -39,7 +39,7 @@ class Window:
         self.micro_steps += 1
         self.entered = True
         if loss is not None:
-            self.losses.append(loss.detach())
+            self.losses.append(loss.detach().clone())  # some losses are views of all the terms they sum up
         if weight is not None:
             self.weights.append(weight)
 

@@ -49,6 +49,8 @@ class Candidate:
     merge_steps: int = 1
     reducer: Reducer = DENSE
     recomputes: bool = False
+    recomputed: tuple[str, ...] = ()
+    """Modules that are computed again; empty: those that a budget comes to."""
     grows_batch: bool = False
     """Its update takes more samples than the user's own would."""
 
@@ -82,7 +84,8 @@ class Candidate:
         if self.precision != "float32":
             found |= {"amp": True, "amp_configs": {"dtype": self.precision}}
         if self.recomputes:
-            found |= {"recompute": True, "recompute_configs": {"budget": memory}}
+            which = {"checkpoints": list(self.recomputed)} if self.recomputed else {"budget": memory}
+            found |= {"recompute": True, "recompute_configs": which}
         if self.merge_steps > 1:
             found |= {"gradient_merge": True, "gradient_merge_configs": {"k_steps": self.merge_steps}}
         return found | reducer_settings(self.reducer)
@@ -113,7 +116,8 @@ def at_once(settings: dict[str, Any]) -> dict[str, Any]:
 def batches_of(share: int, *, near: int) -> list[tuple[int, int]]:
     """Micro-batches that make up one rank's share of a global batch without a rest, and how many of them, largest first: those
     that are not too far from what can be measured; the nearest, if all are."""
-    found = [(share // steps, steps) for steps in range(1, share + 1) if share % steps == 0]
+    low = [steps for steps in range(1, math.isqrt(share) + 1) if share % steps == 0]
+    found = [(share // steps, steps) for steps in sorted({*low, *(share // steps for steps in low)})]
     close = [one for one in found if near / FEWER <= one[0] <= MORE * near]
     return close or [min(found, key=lambda one: abs(math.log(one[0] / near)))]
 

@@ -6,20 +6,20 @@ Every rank comes to the same plan: it rests on numbers that all of them share, a
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from .. import __version__
 from ..errors import ConfigError, FleetError, first_line
 from ..memory.plan import shown
 from ..placement import plain_name
-from ..rehearsal import Rehearsal
 from ..strategies import catalogue
 from ..strategies.auto import Auto
 from ..trees import tensors_in
@@ -29,7 +29,7 @@ from .link import measured_link
 from .measured import Forecast, Measured, Reduced, forecast
 from .plan import Plan, Row, differences, from_json, to_json
 from .probe import PrecisionProbe, gradients_of, noise_scale, precisions, reduced_by, rule_seconds
-from .subject import Subject
+from .subject import Subject, raise_if_alone
 from .trial import Trial, tried
 from .words import rejected
 
@@ -86,10 +86,11 @@ def _require_sample(subject: Subject) -> None:
 def _require_folder(subject: Subject, auto: Auto) -> None:
     """Before a minute is spent on a plan that cannot be written. Rank 0 writes it."""
     folder = Path(auto.plan).parent if auto.plan is not None else None
-    is_there = subject.comm.gather_json(folder is None or folder.is_dir())[0]
+    mine = folder is None or subject.comm.rank > 0 or os.access(folder, os.W_OK | os.X_OK)
+    is_there = subject.comm.gather_json(mine)[0]
     if not is_there:
         raise ConfigError(
-            f'auto_configs["plan"] is {auto.plan!r}, and there is no folder {str(folder)!r} on rank 0. Make it first.'
+            f'auto_configs["plan"] is {auto.plan!r}, and rank 0 cannot write into a folder {str(folder)!r}. Make it first.'
         )
 
 
@@ -115,13 +116,17 @@ def _asked(subject: Subject, auto: Auto) -> Asked:
                 "Give every rank a batch of at least 2 rows, or a function of the number of rows: sample=lambda rows: ..."
             )
         share = auto.global_batch // ranks
-    return Asked(auto, auto.memory if auto.memory is not None else _memory_here(subject), share)
+    here = _memory_here(subject)
+    memory = here if auto.memory is None else auto.memory if here is None else min(auto.memory, here)
+    return Asked(auto, memory, share)
 
 
 def _memory_here(subject: Subject) -> int | None:
     """What the device has for this process; a CPU sets no limit. The least of all ranks."""
     mine = None
     if subject.device.type == "cuda":
+        subject.comm.all_reduce(torch.zeros(1, device=subject.device)).wait()  # the buffers of collectives are there then
+        torch.cuda.synchronize(subject.device)
         free, _ = torch.cuda.mem_get_info(subject.device)
         mine = free + torch.cuda.memory_reserved(subject.device)
     found = [one for one in subject.comm.gather_json(mine) if one is not None]
@@ -159,7 +164,7 @@ def _kept_plan(subject: Subject, auto: Auto, key: dict[str, Any]) -> Plan | None
         return None
     text: str | None = None
     problem: str | None = None
-    if subject.comm.rank == 0 and Path(auto.plan).exists():
+    if subject.comm.rank == 0 and os.path.exists(auto.plan):
         try:
             text = Path(auto.plan).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -183,7 +188,7 @@ def _save(subject: Subject, plan: Plan, path: str) -> None:
     if subject.comm.rank == 0:
         try:
             plan.save(path)
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             problem = f"the plan cannot be written to {path}: {error}."
     problem = subject.comm.gather_json(problem)[0]
     if problem is not None:
@@ -208,7 +213,8 @@ class _Planning:
         self._rules: dict[str, float | str] = {}
         """Seconds of an update by other rules; or why they cannot be."""
         self._kept_bytes = 0
-        self._probe_of: dict[str, PrecisionProbe] = {}
+        self._taken: dict[Candidate, Candidate] = {}
+        """What was run for a candidate."""
 
     def plan(self, key: dict[str, Any]) -> Plan:
         measured = self._measured()
@@ -230,13 +236,13 @@ class _Planning:
         trained = {id(p): p for group in subject.optimizer.param_groups for p in group["params"]}
         gradients = gradients_of(trained.values())
         probes = self._probes(memory)
-        self._probe_of = {probe.precision: probe for probe in probes}
         units, update_s = probes[0].units, probes[0].update_s
         self._kept_bytes = probes[0].state_bytes
         reduced: list[Reduced] = []
         plain_bytes = 0
         for reducer in self._reducers():
-            found = self._reduced(reducer, reduced, link=link, gradients=gradients, units=units, plain_bytes=plain_bytes)
+            known = {"link": link, "gradients": gradients, "units": units, "kept_bytes": self._kept_bytes}
+            found = self._reduced(reducer, reduced, plain_bytes=plain_bytes, **known)
             if found is not None:
                 reduced.append(found[0])
                 plain_bytes = plain_bytes or found[1]
@@ -244,7 +250,7 @@ class _Planning:
         passes = [probe.pass_of(batch, limits) for probe in probes for batch in dict.fromkeys(b for b, _ in self._batches)]
         scale = None
         if subject.comm.size > 1 and reduced and reduced[0].seconds < 1 and subject.elapsed_s() < MEASURING_S:
-            scale = noise_scale(subject, units)
+            scale = self._noise_scale(units)
         name = torch.cuda.get_device_name(subject.device) if subject.device.type == "cuda" else "CPU"
         self._time_rules()
         seconds = subject.elapsed_s()
@@ -273,6 +279,7 @@ class _Planning:
                 probe.run([] if is_slow else batches, is_first=not found)
                 found.append(probe)
             except FleetError as error:
+                raise_if_alone(error)
                 if not found:
                     raise
                 self._missing[name] = f"does not run here ({first_line(error)})"
@@ -287,6 +294,14 @@ class _Planning:
             self._missing[probe.precision] = f"does not run here ({type(error).__name__}: {first_line(error)})"
             return 0.0
 
+    def _noise_scale(self, units: Mapping[str, nn.Module]) -> float | None:
+        try:
+            return noise_scale(self._subject, units)
+        except FleetError as error:
+            raise_if_alone(error)
+            self._notes.append(f"the gradient noise scale could not be measured: {first_line(error)}")
+            return None
+
     def _time_rules(self) -> None:
         """What LARS or LAMB would take, where they could take this optimizer's place. They are not chosen: told, no more."""
         for name in ("lars", "lamb"):
@@ -295,6 +310,7 @@ class _Planning:
             try:
                 self._rules[name] = rule_seconds(self._subject, name)
             except FleetError as error:
+                raise_if_alone(error)
                 self._rules[name] = first_line(error)
 
     def _reducers(self) -> list[Reducer]:
@@ -311,6 +327,7 @@ class _Planning:
         try:
             return reduced_by(self._subject, reducer, **known)
         except FleetError as error:
+            raise_if_alone(error)
             if not before:
                 raise
             self._missing[reducer.kind] = f"refused: {first_line(error)}"
@@ -358,29 +375,29 @@ class _Planning:
         return max(plain or forecasts, key=lambda one: one.candidate.batch)
 
     def _try(self, one: Forecast, measured: Measured) -> Trial:
-        found = measured.reduced_of(one.candidate.reducer)
-        kept = self._kept_bytes + (found.lasting_bytes if found is not None else 0)
-        probe, by = self._probe_of[one.candidate.precision], None
-        if one.candidate.recomputes and self._asked.memory is not None and probe.can_patch():
-            limit = self._asked.memory - (found.lasting_bytes if found is not None else 0)
-
-            def by(rehearsal: Rehearsal) -> AbstractContextManager[None]:
-                return probe.by_plan(rehearsal, one.candidate.batch, limit)
-
-        trial = tried(
-            self._subject, one.candidate, memory=self._asked.memory, expected_s=one.cost.seconds, kept_bytes=kept, by=by
-        )
-        if not trial.failed and self._asked.memory is not None and trial.peak_bytes > self._asked.memory:
-            trial = replace(trial, failed=f"{shown(trial.peak_bytes)} when it ran")
+        """As foretold; where that takes more memory when it runs, by a budget, to which recompute corrects its own plan."""
+        trial = self._run(one.candidate, one, measured)
+        self._taken[one.candidate] = one.candidate
+        if trial.failed and one.candidate.recomputed:
+            self._taken[one.candidate] = replace(one.candidate, recomputed=())
+            trial = self._run(self._taken[one.candidate], one, measured)
         self._trials[one.candidate] = trial
+        return trial
+
+    def _run(self, candidate: Candidate, one: Forecast, measured: Measured) -> Trial:
+        found, memory = measured.reduced_of(candidate.reducer), self._asked.memory
+        kept = self._kept_bytes + (found.lasting_bytes if found is not None else 0)
+        trial = tried(self._subject, candidate, memory=memory, expected_s=one.cost.seconds, kept_bytes=kept)
+        if not trial.failed and memory is not None and trial.held_bytes > memory:
+            return replace(trial, failed=f"{shown(trial.held_bytes)} when it ran")
         return trial
 
     def _with_overlap(self, measured: Measured, baseline: Forecast) -> Measured:
         """Run the plain one; by how much sooner it is done than its parts one after the other, so much is hidden."""
         trial, candidate = self._try(baseline, measured), baseline.candidate
-        exchange = measured.exchange(Reducer())
+        exchange = measured.exchange(candidate.reducer)
         one = measured.pass_of(candidate.precision, candidate.batch)
-        if trial.failed or exchange is None or one is None or measured.ranks == 1:
+        if trial.failed or exchange is None or one is None or measured.ranks == 1 or not candidate.reducer.is_hidden:
             return measured
         micro = Micro(one.forward_s, one.backward_s, baseline.again_s)
         seconds = trial.seconds - (candidate.merge_steps - 1) * micro.seconds
@@ -395,7 +412,7 @@ class _Planning:
             if one.candidate in self._trials:
                 worked += not self._trials[one.candidate].failed
                 continue
-            if worked and self._subject.elapsed_s() > PLANNING_S:
+            if any(not trial.failed for trial in self._trials.values()) and self._subject.elapsed_s() > PLANNING_S:
                 self._notes.append(f"after {PLANNING_S:.0f} s no further plan was run.")
                 break
             worked += not self._try(one, measured).failed
@@ -405,7 +422,7 @@ class _Planning:
         ran = {forecasts[c]: t.seconds / forecasts[c].samples for c, t in self._trials.items() if not t.failed and c in forecasts}
         if not ran:
             told = "; ".join(f"{c.name}: {t.failed}" for c, t in self._trials.items())
-            raise ConfigError(f"auto: no plan that was foretold to fit did when it was run ({told}).")
+            raise ConfigError(f"auto: no plan that was foretold to fit could be run ({told}).")
         limit = min(ran.values()) * (1 + ALIKE)
         good = [one for one, seconds in ran.items() if seconds <= limit]
         return min(good, key=lambda one: (*one.candidate.daring, ran[one]))
@@ -414,8 +431,8 @@ class _Planning:
 
     def _written(self, key: dict[str, Any], measured: Measured, forecasts: dict[Candidate, Forecast], best: Forecast) -> Plan:
         by_speed = sorted(forecasts.values(), key=lambda one: one.seconds_per_sample)
-        shown = [one for one in by_speed if one.candidate in self._trials]
-        rows = [self._row(one) for one in sorted(shown, key=lambda one: self._row(one).seconds / one.samples)]
+        run = [one for one in by_speed if one.candidate in self._trials]
+        rows = [self._row(one) for one in sorted(run, key=lambda one: self._row(one).seconds / one.samples)]
         why = rejected(
             measured,
             best,
@@ -426,7 +443,7 @@ class _Planning:
             ran={candidate: trial.seconds for candidate, trial in self._trials.items() if not trial.failed},
         )
         chosen = best.candidate
-        strategy = self._subject.strategy(chosen.settings(self._asked.memory))
+        strategy = self._subject.strategy(self._taken[chosen].settings(self._asked.memory))
         if self._asked.share is not None:
             self._notes.append(f"give {chosen.batch} rows to each micro-step; {chosen.merge_steps} of them make one update.")
         return Plan(
@@ -451,7 +468,7 @@ class _Planning:
             risk=one.candidate.risk.value,
             predicted_s=one.cost.seconds,
             measured_s=trial.seconds if ran else None,
-            samples=one.samples,
+            samples=one.samples if one.candidate.batch else 0,
             predicted_bytes=one.peak_bytes,
             measured_bytes=trial.peak_bytes if ran else None,
             sent_bytes=trial.bytes_sent if ran else one.cost.bytes_sent,
@@ -460,7 +477,7 @@ class _Planning:
 
 
 def _noise_note(measured: Measured, best: Forecast) -> list[str]:
-    if measured.noise_scale is None:
+    if measured.noise_scale is None or not best.candidate.batch:
         return []
     share = statistical_efficiency(best.samples, measured.noise_scale)
     return [

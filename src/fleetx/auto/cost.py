@@ -161,6 +161,8 @@ class Rung:
     again_s: float
     units: int
     """That are computed again."""
+    names: tuple[str, ...] = ()
+    """Of them, where that says it all: modules of the model, each for itself."""
 
 
 def rung_for(ladder: Sequence[Rung], limit: float) -> Rung | None:

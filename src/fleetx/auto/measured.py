@@ -126,7 +126,7 @@ def forecast(
     )
     ranks = measured.ranks if link is None else link.ranks
     samples = max(1, candidate.batch) * candidate.merge_steps * ranks
-    chosen = replace(candidate, recomputes=rung.units > 0)
+    chosen = replace(candidate, recomputes=rung.units > 0, recomputed=rung.names)
     return Forecast(chosen, cost, samples, max(rung.peak_bytes + found.lasting_bytes, found.peak_bytes), rung.again_s)
 
 
@@ -148,7 +148,11 @@ def from_plain(told: Mapping[str, Any]) -> Measured:
         **told,
         "link": LinkProfile(int(link["ranks"]), **points),
         "gradients": Gradients(**gradients),
-        "passes": tuple(Pass(**{**one, "ladder": tuple(Rung(**rung) for rung in one["ladder"])}) for one in told["passes"]),
+        "passes": tuple(Pass(**{**one, "ladder": tuple(_rung(rung) for rung in one["ladder"])}) for one in told["passes"]),
         "reduced": tuple(Reduced(**{**one, "reducer": Reducer(**one["reducer"])}) for one in told["reduced"]),
     }
     return Measured(**plain)
+
+
+def _rung(told: Mapping[str, Any]) -> Rung:
+    return Rung(**{**told, "names": tuple(told["names"])})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,10 +74,11 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """A file that was there before, and is of another plan, is kept beside it as `.previous`."""
         file = Path(path)
-        text = to_json(self)
-        if file.exists() and file.read_text(encoding="utf-8") != text:
-            file.replace(file.with_name(file.name + ".previous"))
-        file.write_text(text, encoding="utf-8")
+        text, new = to_json(self), file.with_name(file.name + ".new")
+        new.write_text(text, encoding="utf-8")
+        if file.exists() and file.read_bytes() != text.encode():
+            shutil.copyfile(file, file.with_name(file.name + ".previous"))
+        new.replace(file)  # a reader finds the old plan or the new one, never half of it
 
 
 # --- in words -----------------------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ def _cells(row: Row, *, is_chosen: bool) -> list[str]:
         row.name,
         f"{1e3 * row.predicted_s:.1f}",
         row.note or "-" if row.measured_s is None else f"{1e3 * row.measured_s:.1f}",
-        f"{row.samples / row.seconds:,.1f}",
+        f"{row.samples / row.seconds:,.1f}" if row.samples else "-",
         f"{row.predicted_bytes / 1e6:,.1f}" if row.predicted_bytes else "-",
         "-" if row.measured_bytes is None else f"{row.measured_bytes / 1e6:,.1f}",
         f"{row.sent_bytes / 1e6:,.2f}",

@@ -47,6 +47,8 @@ PLAIN = Solution(frozenset(), 0.0, 0)
 SHARES = (0.8, 0.6, 0.45, 0.3, 0.2)
 """Of what a plain step needs beyond the least, for the rungs of a ladder."""
 DGC_LARGE = 16384
+MOST_KEPT_BYTES = 12
+"""Of a parameter, by any reducer, what it gathers included."""
 
 
 def precisions(device: torch.device) -> list[str]:
@@ -159,15 +161,9 @@ class PrecisionProbe:
         if not self._times:
             raise ConfigError("auto: a step of the sample does not fit into memory, with every unit computed again.")
 
-    def can_patch(self) -> bool:
-        """Whether all units are modules of the model, which another pair can be given too; slices of a Sequential are not."""
+    def _can_name(self) -> bool:
+        """Whether all units are modules of the model; slices of a Sequential are not."""
         return self.units.keys() <= dict(self._subject.model.named_modules()).keys()
-
-    def by_plan(self, rehearsal: Rehearsal, batch: int, limit: int) -> contextlib.AbstractContextManager[None]:
-        """Steps inside compute again what keeps them to the limit."""
-        profile = self.profile(batch)
-        solution = cheapest_that_fits(profile, int(limit * (1 - ALLOWANCE))) or least_peak(profile)
-        return Planner(rehearsal, units=self.units).by(profile, solution)
 
     # --- what follows ---------------------------------------------------------------------------------------------------
 
@@ -186,9 +182,11 @@ class PrecisionProbe:
 
     def _slower(self, batch: int, forward_s: float) -> float:
         """How many times longer than on the line through the two profiles, on which the units' own seconds are foretold."""
-        if self._growth is None or batch in (self._growth.small, self._growth.large):
+        if self._growth is None:
             return 1.0
         small, large = self._growth.small, self._growth.large
+        if batch in (small, large) or not {small, large} <= self._times.keys():
+            return 1.0
         low, high = self._times[small][0], self._times[large][0]
         line = low + (high - low) * (batch - small) / (large - small)
         return forward_s / line if line > 0 else 1.0
@@ -197,7 +195,7 @@ class PrecisionProbe:
         """For so many rows; with a plan of recompute for each limit, and some between."""
         forward_s, backward_s, is_foretold = self._times_at(batch)
         slower = self._slower(batch, forward_s)
-        ladder = ladder_of(self.profile(batch), limits)
+        ladder = ladder_of(self.profile(batch), limits, self._can_name())
         ladder = tuple(replace(rung, again_s=rung.again_s * slower) for rung in ladder)
         return Pass(self.precision, batch, forward_s, backward_s, ladder, is_foretold)
 
@@ -222,8 +220,9 @@ def on_line(points: Sequence[tuple[int, float]], batch: int) -> float:
     return low if small == large else low + (high - low) * (batch - small) / (large - small)
 
 
-def ladder_of(profile: Profile, limits: Sequence[int]) -> tuple[Rung, ...]:
-    """Nothing computed again; the cheapest plan for each limit; and some for cards that are not here."""
+def ladder_of(profile: Profile, limits: Sequence[int], names: bool = False) -> tuple[Rung, ...]:
+    """Nothing computed again; the cheapest plan for each limit; and some for cards that are not here. `names`: the units are
+    modules, which a strategy can name."""
     plain = peak_bytes(profile, ())
     rungs = {plain: Rung(plain, 0.0, 0)}
     tight = [int(limit * (1 - ALLOWANCE)) for limit in limits if plain > limit]
@@ -236,7 +235,9 @@ def ladder_of(profile: Profile, limits: Sequence[int]) -> tuple[Rung, ...]:
             if is_asked:
                 continue
             break
-        rungs.setdefault(found.peak_bytes, Rung(found.peak_bytes, found.seconds, len(found.again)))
+        named = names and is_asked and not found.joins and not found.parks
+        listed = tuple(profile.units[unit] for unit in sorted(found.again)) if named else ()
+        rungs.setdefault(found.peak_bytes, Rung(found.peak_bytes, found.seconds, len(found.again), listed))
     return tuple(sorted(rungs.values(), key=lambda rung: rung.again_s))
 
 
@@ -299,9 +300,11 @@ def reduced_by(
     gradients: Gradients,
     units: Mapping[str, nn.Module],
     plain_bytes: int,
+    kept_bytes: int,
 ) -> tuple[Reduced, int]:
     """What comes after backward, run with nothing beside it; and the bytes that last. Units are computed again: gradients are
-    the same, and a step that stores all may not fit. `plain_bytes`: what lasts under a dense reducer; 0 if this is it."""
+    the same, and a step that stores all may not fit. `plain_bytes`: what lasts under a dense reducer; 0 if this is it.
+    `kept_bytes`: what the optimizer will keep."""
     settings = at_once(reducer_settings(reducer))
     expected = wire(reducer, gradients, link.link()).seconds
     with subject.bound(settings, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
@@ -312,6 +315,8 @@ def reduced_by(
                 agreed(rehearsal, lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
 
         begun = time.perf_counter()
+        # An update that ran out of memory would do so in the middle of its collectives. So see first that there is enough.
+        agreed(rehearsal, lambda: _take(kept_bytes + MOST_KEPT_BYTES * gradients.numel, rehearsal.device))
         with gauge.watching():
             gather()
             gauge.peak()
@@ -332,6 +337,12 @@ def reduced_by(
         return Reduced(reducer, float(slowest), float(sent), extra, int(most)), int(lasts)
 
 
+def _take(count: int, device: torch.device) -> None:
+    """Memory, for a moment."""
+    if device.type == "cuda":
+        torch.empty(count, dtype=torch.uint8, device=device)
+
+
 def lasting_bytes(rehearsal: Rehearsal) -> int:
     """Of all tensors that live from step to step, each storage once."""
     storages = {s._cdata: s.nbytes() for t in rehearsal.lasting() if (s := storage_of(t)) is not None}
@@ -341,12 +352,13 @@ def lasting_bytes(rehearsal: Rehearsal) -> int:
 def noise_scale(subject: Subject, units: Mapping[str, nn.Module], *, updates: int = 2) -> float | None:
     """In samples, from some updates of the sample; None where it says nothing, as where all ranks have the same one."""
     found: Any = None
-    with subject.bound({"noise_scale_steps": 1}) as rehearsal, rehearsal.leaving_no_trace():
+    rows = subject.few_rows() or subject.rows
+    with subject.bound({"noise_scale_steps": 1}, rows=rows or None) as rehearsal, rehearsal.leaving_no_trace():
         pipeline = rehearsal.optimizer.pipeline
         for _ in range(updates):
             with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
-                rehearsal.everywhere(lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
+                agreed(rehearsal, lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
             rehearsal.update()
         found = None if pipeline.meter.means is None else noise_scale_of(pipeline.meter.means)
-    agreed = subject.comm.gather_json(found)[0]
-    return None if agreed is None else float(agreed) * max(1, subject.rows)
+    told = subject.comm.gather_json(found)[0]
+    return None if told is None else float(told) * rows

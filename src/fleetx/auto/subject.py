@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from ..binding import LossFn, bind, give_up, rehearsal_of
 from ..comm import Comm
-from ..errors import ConfigError, FleetError, FleetWarning, first_line
+from ..errors import ConfigError, DataError, FleetError, FleetWarning, first_line
 from ..memory.measured_growth import rows_in, rows_of
 from ..optimizer import FleetOptimizer
-from ..rehearsal import Rehearsal, Sample
+from ..rehearsal import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, is_out_of_memory
 from ..strategy import DistributedStrategy
 
 
@@ -45,18 +45,22 @@ class Subject:
 
     def start_with(self, rows: int) -> None:
         """Where batches are made, with so many rows; else with the one given. Collective."""
-        made, problem = self.sample, None
-        if callable(self.sample):
-            try:
-                made = self.sample(rows)
-            except Exception as error:  # the user's, perhaps of one rank alone: all must hear of it
-                problem = f"sample({rows}) raised {type(error).__name__}: {error}"
-        problems = [told for told in self.comm.gather_json(problem) if told is not None]
-        if problems:
-            raise ConfigError(f"auto: {problems[0]}")
+        made = self.made(rows) if callable(self.sample) else self.sample
         counts = {rows} if callable(self.sample) else rows_in(made)
         self.rows_of_ranks = self.comm.gather_json(counts.pop() if len(counts) == 1 else 0)
         self.batch, self.rows = made, self.rows_of_ranks[0] if len(set(self.rows_of_ranks)) == 1 else 0
+
+    def made(self, rows: int) -> Any:
+        """A batch of so many rows. Collective: the user's function may fail on one rank alone, and all must hear of it."""
+        found, problem = None, None
+        try:
+            found = self.of_rows(rows)
+        except Exception as error:
+            problem = f"a batch of {rows} rows cannot be made of the sample: {type(error).__name__}: {error}"
+        problems = [told for told in self.comm.gather_json(problem) if told is not None]
+        if problems:
+            raise ConfigError(f"auto: {problems[0]}")
+        return found
 
     def few_rows(self) -> int | None:
         """Gradients are as large of few rows as of many; None: of all, where there are none to leave out."""
@@ -73,15 +77,17 @@ class Subject:
     def strategy(self, settings: Mapping[str, Any]) -> DistributedStrategy:
         return DistributedStrategy(**{**self.scalars, **settings})
 
+    def strategy_tried(self, settings: Mapping[str, Any]) -> DistributedStrategy:
+        """Without what would end or hinder updates that are only timed: one sample, over and over, may well diverge."""
+        calm = {name: value for name, value in self.scalars.items() if name not in ("noise_scale_steps", "on_nan_inf")}
+        return DistributedStrategy(**{**calm, "on_nan_inf": "skip", **settings})
+
     @contextlib.contextmanager
     def bound(self, settings: Mapping[str, Any], *, rows: int | None = None, settles: bool = False) -> Iterator[Rehearsal]:
         """A pair by these settings, for so many rows of the sample. `settles`: parts run the steps they need. Says nothing."""
-        strategy, face = self.strategy(settings), FleetOptimizer(self.optimizer)
-        with silence():
-            bind(self.model, face, strategy, has_sample=True, is_placed=self.is_placed)
-        self.is_placed = True
+        strategy, face = self.strategy_tried(settings), FleetOptimizer(self.optimizer)
+        rehearsal = self._bind(face, strategy)
         try:
-            rehearsal = rehearsal_of(self.model, face, self.batch, self.loss_fn)
             if rows is not None and rows != self.rows:
                 rehearsal = self.resized(rehearsal, rows)
             if settles:
@@ -91,6 +97,25 @@ class Subject:
             yield rehearsal
         finally:
             give_up(self.model, face)
+
+    def _bind(self, face: FleetOptimizer, strategy: DistributedStrategy) -> Rehearsal:
+        """Collective. Buckets and the batch take memory; who has none for them tells the others, all of which are here then."""
+        rehearsal, ran_out = None, None
+        try:
+            with silence():
+                bind(self.model, face, strategy, has_sample=True, is_placed=self.is_placed)
+            rehearsal = rehearsal_of(self.model, face, self.batch, self.loss_fn)
+        except Exception as error:
+            if not (self.is_placed and is_out_of_memory(error)):
+                raise
+            ran_out = first_line(error)
+        self.is_placed = True
+        told = [(rank, text) for rank, text in enumerate(self.comm.gather_json(ran_out)) if text is not None]
+        if told or rehearsal is None:
+            if rehearsal is not None:
+                give_up(self.model, face)
+            raise OutOfMemory(f"on rank {told[0][0]}: {told[0][1]}")
+        return rehearsal
 
     def resized(self, rehearsal: Rehearsal, rows: int) -> Rehearsal:
         """Collective."""
@@ -109,6 +134,12 @@ def agreed(rehearsal: Rehearsal, work: Callable[[], Found]) -> Found:
         raise
     except Exception as error:
         raise FleetError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def raise_if_alone(error: FleetError) -> None:
+    """Errors that the other ranks do not have: to go on would leave this one in other collectives than they are in."""
+    if isinstance(error, UpdateOutOfMemory | DataError):
+        raise error
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from ..rehearsing import rehearsing
 from ..report import Report
 from .candidate import Candidate, at_once
 from .cost import Reducer
-from .subject import Subject, agreed
+from .subject import Subject, agreed, raise_if_alone
 
 MOST_ROUNDS, FEWEST_ROUNDS = 10, 2
 """A round is one update; of Local SGD, one period."""
@@ -41,6 +41,8 @@ class Trial:
 
     seconds: float = 0.0
     peak_bytes: int = 0
+    held_bytes: int = 0
+    """By the allocator: more than what is in use at the peak, on a GPU."""
     bytes_sent: float = 0.0
     failed: str = ""
 
@@ -52,21 +54,16 @@ def tried(
     memory: int | None,
     expected_s: float,
     kept_bytes: int = 0,
-    by: Callable[[Rehearsal], contextlib.AbstractContextManager[None]] | None = None,
-    watches_memory: bool = True,
 ) -> Trial:
     """Collective, and of one mind: it succeeds on all ranks or fails on all, with nothing changed. `kept_bytes`: what optimizer
-    and reducer will keep from the first update on; `by`: how to compute again what is to be, where that is known already."""
+    and reducer will keep from the first update on."""
     # Of many micro-steps that take long, all but the last are alike: some of them tell what the others take.
     micro_s = expected_s / candidate.merge_steps
     merges = min(candidate.merge_steps, max(2, int(SECONDS / max(micro_s, 1e-9) / FEWEST_ROUNDS)))
     short = replace(candidate, merge_steps=merges, reducer=_short(candidate.reducer))
-    settings = at_once((short if by is None else replace(short, recomputes=False)).settings(memory))
+    settings = at_once(short.settings(memory))
     try:
-        with (
-            subject.bound(settings, rows=candidate.batch or None, settles=by is None) as rehearsal,
-            contextlib.nullcontext() if by is None else by(rehearsal),
-        ):
+        with subject.bound(settings, rows=candidate.batch or None, settles=True) as rehearsal:
             # The inner optimizer's state is what was there before: a pair that is given up must leave it so.
             saved = Snapshot(rehearsal.model, rehearsal.optimizer, rehearsal.device)
             rehearsal.random[:] = saved.random
@@ -75,12 +72,13 @@ def tried(
                     rehearsal.model.train()
                 with rehearsing():
                     agreed(rehearsal, lambda: _with_less_memory(rehearsal, kept_bytes))
-                return _timed(rehearsal, candidate, expected_s, watches_memory=watches_memory)
+                return _timed(rehearsal, candidate, expected_s)
             finally:
                 saved.put_back()
     except OutOfMemory as error:
         return Trial(failed=f"ran out of memory ({first_line(error)})")
     except FleetError as error:
+        raise_if_alone(error)
         return Trial(failed=first_line(error))
     finally:
         if subject.device.type == "cuda":
@@ -98,7 +96,7 @@ def _with_less_memory(rehearsal: Rehearsal, count: int) -> None:
     del ballast
 
 
-def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float, *, watches_memory: bool) -> Trial:
+def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float) -> Trial:
     """All ranks make the same number of updates: it follows from numbers they share."""
     pipeline = rehearsal.optimizer.pipeline
     pipeline.look_at_no_data()
@@ -106,22 +104,21 @@ def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float, *, wat
     times = Times(rehearsal, merges)
     of_round = expected_s * period * merges / candidate.merge_steps
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(SECONDS / max(of_round, 1e-9))))
-    gauge, is_gpu, peak = gauge_for(rehearsal.device, rehearsal.lasting), rehearsal.device.type == "cuda", 0
+    gauge, is_gpu = gauge_for(rehearsal.device, rehearsal.lasting), rehearsal.device.type == "cuda"
     with gauge.watching() if is_gpu else contextlib.nullcontext():
         times.run_update()  # Local SGD's first is dense
         times.forget()
         for _ in range(rounds * period):
             times.run_update()
-        if is_gpu:
-            peak = gauge.reserved()
-    if not is_gpu and watches_memory:
+        memory = [gauge.peak(), gauge.reserved()] if is_gpu else []
+    if not memory:  # counting on a CPU takes time: not of updates that are timed
         with gauge.watching():
             for _ in range(period):
                 times.run_update(is_timed=False)
-            peak = gauge.peak()
-    ranks = rehearsal.comm.gather_json([times.of_update(candidate), peak, times.bytes_of_update(candidate)])
-    seconds, most, sent = (max(rank[i] for rank in ranks) for i in range(3))
-    return Trial(float(seconds), int(most), float(sent))
+            memory = [gauge.peak(), gauge.reserved()]
+    ranks = rehearsal.comm.gather_json([times.of_update(candidate), *memory, times.bytes_of_update(candidate)])
+    seconds, peak, held, sent = (max(rank[i] for rank in ranks) for i in range(4))
+    return Trial(float(seconds), int(peak), int(held), float(sent))
 
 
 @final

@@ -120,7 +120,7 @@ def _run(chosen: Forecast, kind: str, ran: Mapping[Candidate, float]) -> str:
     others = [one for one in ran if one.reducer.kind == kind]
     if not others or chosen.candidate not in ran:
         return ""
-    other = min(others, key=lambda one: ran[one] / one.merge_steps)
+    other = min(others, key=lambda one: ran[one] / (one.merge_steps * max(1, one.batch)))
     return f" Run, {other.name} took {_ms(ran[other])}, and {chosen.candidate.name} {_ms(ran[chosen.candidate])}."
 
 
