@@ -46,7 +46,7 @@ ROWS = (
     "ours-fp32-32",
     "ours-fp32_recompute-256",
     "hf-bf16-32",
-    "hf-bf16-41",
+    "hf-bf16-36",
     "hf-bf16_recompute-128",
 )
 SMALL_ROWS = ("plan", "ours-bf16-4", "hf-bf16_recompute-4")

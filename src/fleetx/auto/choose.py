@@ -37,6 +37,8 @@ MEASURING_S = 35.0
 """After so long nothing more is measured that could be left out."""
 PLANNING_S = 50.0
 """After so long no further trial begins."""
+MOST_FAILED = 6
+"""Trials that do not come to an end, before no more are begun."""
 FAR_SLOWER = 1.5
 """Times as long as the fastest precision's step."""
 START_ROWS = 32
@@ -404,18 +406,19 @@ class _Planning:
         return replace(measured, hidden_share=hidden_share(micro, exchange, update_s=measured.update_s, seconds=seconds))
 
     def _run_best(self, measured: Measured, forecasts: dict[Candidate, Forecast]) -> None:
-        """Until so many have run: one that does not makes room for the next."""
-        worked = 0
+        """Until so many have run: one that does not makes room for the next, for a while. The best of all is run in any case."""
+        worked = failed = 0
         for one in sorted(forecasts.values(), key=lambda one: (one.seconds_per_sample, one.candidate.name)):
-            if worked == self._auto.trials:
+            is_late = worked + failed > 0 and self._subject.elapsed_s() > PLANNING_S
+            if worked == self._auto.trials or failed == MOST_FAILED or (is_late and (worked or self._has_run())):
                 break
-            if one.candidate in self._trials:
-                worked += not self._trials[one.candidate].failed
-                continue
-            if any(not trial.failed for trial in self._trials.values()) and self._subject.elapsed_s() > PLANNING_S:
-                self._notes.append(f"after {PLANNING_S:.0f} s no further plan was run.")
-                break
-            worked += not self._try(one, measured).failed
+            trial = self._trials.get(one.candidate) or self._try(one, measured)
+            worked, failed = worked + (not trial.failed), failed + bool(trial.failed)
+        if worked < self._auto.trials and self._subject.elapsed_s() > PLANNING_S:
+            self._notes.append(f"after {PLANNING_S:.0f} s no further plan was run.")
+
+    def _has_run(self) -> bool:
+        return any(not trial.failed for trial in self._trials.values())
 
     def _best(self, forecasts: dict[Candidate, Forecast]) -> Forecast:
         """The fastest that was run; of those about as fast the least risky."""

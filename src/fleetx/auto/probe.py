@@ -23,7 +23,7 @@ from ..memory.gauge import gauge_for, storage_of
 from ..memory.measured_growth import Units, measured_growth, profile_from_smaller
 from ..memory.plan import ALLOWANCE
 from ..memory.planner import Planner
-from ..memory.profile import Profile, peak_bytes
+from ..memory.profile import Element, Profile, peak_bytes
 from ..memory.replay import Replay
 from ..memory.solve import Solution, cheapest, cheapest_that_fits, least_peak
 from ..noise_scale import noise_scale_of
@@ -150,12 +150,13 @@ class PrecisionProbe:
     def _time(self, rehearsal: Rehearsal, batch: int) -> None:
         """Forward and backward with nothing computed again; from a step with, where there is no room for that."""
         of_size = rehearsal if batch == self._subject.rows else self._subject.resized(rehearsal, batch)
-        planner, profile = Planner(of_size, units=self.units), self.profile(batch)
+        planner, profile, longer = Planner(of_size, units=self.units), self.profile(batch), self._longer(batch)
         solutions = [one for one in (self._plan_for(batch), least_peak(profile)) if one is not None]
         for solution in dict.fromkeys(solutions):
             with contextlib.suppress(OutOfMemory), planner.by(profile, solution):
                 forward_s, backward_s = timed_pass(of_size)
-                again_s = solution.seconds * self._slower(batch, forward_s)
+                self._times[batch] = forward_s, backward_s
+                again_s = solution.seconds * self._longer(batch) / longer
                 self._times[batch] = forward_s, max(0.0, backward_s - again_s)
                 return
         if not self._times:
@@ -168,10 +169,19 @@ class PrecisionProbe:
     # --- what follows ---------------------------------------------------------------------------------------------------
 
     def profile(self, batch: int) -> Profile:
+        """Bytes are on the line through the two that were measured. Seconds are not: a batch that does not fill a GPU takes as
+        long as a smaller one. Units computed again take as much longer as the whole forward does."""
         if self._growth is not None:
-            return self._growth.at(batch)
+            return with_seconds(self._growth.at(batch), self._growth.of_large, self._longer(batch))
         assert self._profile is not None
         return self._profile
+
+    def _longer(self, batch: int) -> float:
+        """Times the forward of the larger profile; by the rows, while nothing else is known."""
+        if self._growth is None:
+            return 1.0
+        large = self._growth.large
+        return self._times_at(batch)[0] / self._times[large][0] if large in self._times else batch / large
 
     def fits_somehow(self, batch: int) -> bool:
         """With so many rows, by some plan of recompute."""
@@ -180,23 +190,10 @@ class PrecisionProbe:
     def seconds(self, batch: int) -> float:
         return sum(self._times_at(batch)[:2])
 
-    def _slower(self, batch: int, forward_s: float) -> float:
-        """How many times longer than on the line through the two profiles, on which the units' own seconds are foretold."""
-        if self._growth is None:
-            return 1.0
-        small, large = self._growth.small, self._growth.large
-        if batch in (small, large) or not {small, large} <= self._times.keys():
-            return 1.0
-        low, high = self._times[small][0], self._times[large][0]
-        line = low + (high - low) * (batch - small) / (large - small)
-        return forward_s / line if line > 0 else 1.0
-
     def pass_of(self, batch: int, limits: Sequence[int]) -> Pass:
         """For so many rows; with a plan of recompute for each limit, and some between."""
         forward_s, backward_s, is_foretold = self._times_at(batch)
-        slower = self._slower(batch, forward_s)
         ladder = ladder_of(self.profile(batch), limits, self._can_name())
-        ladder = tuple(replace(rung, again_s=rung.again_s * slower) for rung in ladder)
         return Pass(self.precision, batch, forward_s, backward_s, ladder, is_foretold)
 
     def _times_at(self, batch: int) -> tuple[float, float, bool]:
@@ -206,6 +203,17 @@ class PrecisionProbe:
             on_line([(size, times[i]) for size, times in sorted(self._times.items())], batch) for i in (0, 1)
         )
         return forward_s, backward_s, True
+
+
+def with_seconds(profile: Profile, measured: Profile, longer: float) -> Profile:
+    """A profile whose units take so many times the seconds of another's."""
+
+    def element(own: Element, other: Element) -> Element:
+        ways = {kind: (getattr(own, kind), getattr(other, kind)) for kind in ("stored", "again", "joins", "parks")}
+        return replace(own, **{k: replace(a, seconds=b.seconds * longer) for k, (a, b) in ways.items() if a is not None})
+
+    pairs = zip(profile.elements, measured.elements, strict=True)
+    return replace(profile, elements=tuple(element(own, other) for own, other in pairs))
 
 
 def on_line(points: Sequence[tuple[int, float]], batch: int) -> float:
