@@ -179,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags = flags_of(argv)
         if flags.table is not None:
-            write_page(flags.page, page(published(flags.table, NAME)))
+            bert = FOLDER / "auto_bert.json"
+            write_page(flags.page, page(published(flags.table, NAME), published(bert, "auto_bert") if bert.exists() else None))
         elif flags.smoke:
             smoke(flags)
         else:

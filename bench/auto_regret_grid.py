@@ -17,10 +17,9 @@ from typing import Any
 from auto_regret_models import Net, fresh
 from fleetx import fleet
 from fleetx.auto import candidate as candidates
-from fleetx.auto import choose, words
 from fleetx.auto.candidate import Candidate, at_once
+from fleetx.auto.clock import typical
 from fleetx.auto.cost import Reducer
-from fleetx.auto.trial import typical
 from fleetx.binding import give_up, rehearsal_of
 from fleetx.errors import FleetWarning
 from fleetx.memory.gauge import gauge_for
@@ -67,8 +66,7 @@ def everything_on(rows: int) -> Candidate:
 
 def narrow_auto() -> None:
     """`auto` chooses from this grid: of its own merges and periods from those that are measured here."""
-    for module in (candidates, choose, words):
-        module.MERGES, module.REDUCERS = MERGES, REDUCERS  # type: ignore[attr-defined]
+    candidates.MERGES, candidates.REDUCERS = MERGES, REDUCERS  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from auto_bert_page import section
 from auto_regret_summary import Record, allows
 from large_batch_page import table
 from localsgd_page import MISSING
@@ -38,6 +39,7 @@ pairs. Spearman is over all plans with a forecast. Without one are:
 
 {missing}
 
+{bert}
 ## How it was measured
 
 {explanation}
@@ -51,7 +53,8 @@ EXPLANATION = """\
 - **Where** ({device}, torch {torch}, commit {commit}): two hosts are network namespaces with a link of the given rate to one
   switch, one rank with one thread on each. SGD with momentum. Nets: {nets}.
 - **The grid**: precision (float32, bfloat16) x micro-batches merged (1, 4) x reducer (dense, `bf16_allreduce`, `powersgd` of rank
-  4, `dgc` at 0.999, `localsgd` of period 8), each as it is, and with recompute by the budget where it does not fit as it is.
+  4, `dgc` at 0.999, `localsgd` of period 8), each as it is, and where it does not fit
+  as it is with the blocks computed again that `auto` would choose.
   `auto` chose from the same: its lists of merges and of reducers were set to those of the grid. PowerSGD is timed without its
   dense first updates.
 - **Budgets** lie halfway between the least peak that recompute can reach and the peak of a plain float32 step. Bytes are counted.
@@ -147,13 +150,15 @@ def nets(grids: list[Record]) -> str:
     return "; ".join(f"{name} ({cell['about']}, {cell['numel']:,} parameters)" for name, cell in found.items())
 
 
-def page(figures: Mapping[str, Any]) -> str:
+def page(figures: Mapping[str, Any], bert: Mapping[str, Any] | None = None) -> str:
+    """`bert`: what bench/auto_bert.py published."""
     cells, grids = figures["cells"], figures["grids"]
     return PAGE.format(
         verdicts=verdict_table(figures["verdicts"]) if cells else f"The choices were {MISSING}.",
         choices=choice_table(cells),
         forecasts=forecast_table(cells),
         missing=missing_list(cells),
+        bert="" if bert is None else section(bert),
         explanation=EXPLANATION.format(**figures, nets=nets(grids)),
         grids="\n\n".join(grid_table(one, cells) for one in grids),
     )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import progress, stopping, util, world
+from . import current_autocast, progress, stopping, util, world
 from .auto.choose import chosen_plan
 from .auto.subject import Subject, silence
 from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
@@ -63,8 +63,6 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 _default_strategy: DistributedStrategy | None = None
-_with_autocast: weakref.ref[FleetOptimizer] | None = None
-"""The last pair that asked for amp. Weak: once it is gone, fleet.autocast() does nothing again."""
 _models_waiting: list[weakref.ref[nn.Module]] = []
 _optimizers_waiting: list[weakref.ref[FleetOptimizer]] = []
 
@@ -162,9 +160,7 @@ def sampler(dataset: Sized | int, shuffle: bool = True, seed: int = 0, drop_last
 
 def autocast() -> AbstractContextManager[None]:
     """The strategy's autocast, for a loss computed outside the model; without `amp` it does nothing."""
-    face = None if _with_autocast is None else _with_autocast()
-    context: AbstractContextManager[None] = contextlib.nullcontext() if face is None else face.forward_stage.context()
-    return context
+    return current_autocast.context()
 
 
 def distribute(
@@ -297,7 +293,6 @@ def _bind(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, *, sample: Any = None, loss_fn: LossFn | None = None
 ) -> None:
     """Worker 0 shows the strategy before steps of the sample are run: what they settle is told below it."""
-    global _with_autocast
     require_loss_fn(loss_fn)
     auto = next((part for part in strategy.parts() if isinstance(part, Auto)), None)
     if auto is not None:
@@ -306,8 +301,7 @@ def _bind(
         raise ConfigError("sample is a function, which only strategy.auto takes. Give one batch, as the loop gives it.")
     with silence() if auto is not None else contextlib.nullcontext():  # auto has measured what a part would warn of
         bind(model, face, strategy, has_sample=sample is not None)
-    if face.forward_stage is not None:
-        _with_autocast = weakref.ref(face)
+    current_autocast.use(face)
     if is_first_worker():
         print(strategy, flush=True)
     if sample is not None:

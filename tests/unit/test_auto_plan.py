@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from fleetx.auto.candidate import REDUCERS, RISKS, Candidate, allows, at_once, batches_of, every
 from fleetx.auto.cost import Gradients, Reducer, Rung
+from fleetx.auto.exchanges import gradients_of
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measured import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
 from fleetx.auto.plan import Plan, Row, differences, from_json, load, to_json
-from fleetx.auto.probe import gradients_of, ladder_of, on_line
+from fleetx.auto.probe import ladder_of, on_line
 from fleetx.auto.words import rejected
 from fleetx.compile import check_parts
 from fleetx.errors import ConfigError
@@ -382,7 +383,10 @@ def test_the_strategy_in_the_file_may_be_edited() -> None:
         (lambda plain: "", "p.json is not a plan of fleetx"),
         (lambda plain: "[1, 2]", "p.json is not a plan of fleetx"),
         (lambda plain: json.dumps(plain)[:-40], "p.json is not a plan of fleetx"),
-        (lambda plain: json.dumps({**plain, "fleetx_plan": 99}), "p.json: this is a plan of format 99; this version reads format"),
+        (
+            lambda plain: json.dumps({**plain, "fleetx_plan": 99}),
+            "p.json: this is a plan of format 99; this version reads format",
+        ),
         (lambda plain: json.dumps({k: v for k, v in plain.items() if k != "strategy"}), "strategy"),
         (lambda plain: json.dumps({**plain, "strategy": {"amq": True}}), "p.json: .*amq"),
         (lambda plain: json.dumps({**plain, "table": [{"name": "x"}]}), "p.json is not a plan of fleetx"),

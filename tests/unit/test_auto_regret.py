@@ -14,7 +14,7 @@ import auto_regret  # noqa: E402
 from auto_regret_grid import budget_between, everything_on, grid, narrow_auto  # noqa: E402
 from auto_regret_page import page  # noqa: E402
 from auto_regret_summary import EVERYTHING, finished, ordered_pairs, ranks, spearman, summary  # noqa: E402
-from fleetx.auto import candidate, choose, words  # noqa: E402
+from fleetx.auto import candidate  # noqa: E402
 from fleetx.errors import ConfigError  # noqa: E402
 
 BUDGET, SAMPLES = 100, 2
@@ -112,14 +112,13 @@ def test_a_run_that_was_cut_short_is_measured_again_and_then_left_behind():
 
 
 def test_auto_chooses_from_the_grid_and_nothing_else(monkeypatch):
-    for module in (candidate, choose, words):
-        for name in ("MERGES", "REDUCERS"):
-            monkeypatch.setattr(module, name, getattr(module, name))
+    for name in ("MERGES", "REDUCERS"):
+        monkeypatch.setattr(candidate, name, getattr(candidate, name))
     narrow_auto()
-    merges = [(8, steps) for steps in choose.MERGES]
-    found = candidate.every(("float32", "bfloat16"), merges, choose.REDUCERS, own_batch=True, risk="schedule")
+    merges = [(8, steps) for steps in candidate.MERGES]
+    found = candidate.every(("float32", "bfloat16"), merges, candidate.REDUCERS, own_batch=True, risk="schedule")
     assert set(found) == set(grid(8)) and len(grid(8)) == 20
-    assert words.REDUCERS == choose.REDUCERS and budget_between(120, 80) == BUDGET
+    assert budget_between(120, 80) == BUDGET
 
 
 def test_everything_on_computes_every_block_again_without_a_budget():

@@ -136,7 +136,9 @@ def test_memory_alone_leaves_the_exchange_as_measured_and_computes_again() -> No
     roomy, tight = what_if(PAIR, Question("exact")).chosen, what_if(PAIR, Question("exact", memory=40_000_000)).chosen
     assert roomy.cost.seconds == pytest.approx(0.030 + UPDATE_S) and not roomy.candidate.recomputes  # 5.1 ms are hidden
     assert tight.cost.seconds == pytest.approx(0.034 + UPDATE_S) and tight.candidate.recomputes
-    with pytest.raises(ConfigError, match=r'no plan of risk "exact" or less that keeps to 20.00 MB \(fp32: needs at least 30.00 MB'):
+    with pytest.raises(
+        ConfigError, match=r'no plan of risk "exact" or less that keeps to 20.00 MB \(fp32: needs at least 30.00 MB'
+    ):
         what_if(PAIR, Question("exact", memory=20_000_000))
 
 

@@ -6,6 +6,7 @@ may be edited by hand, and is then taken as it stands.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ..errors import ConfigError
+from ..keys import integer
 from ..strategy import DistributedStrategy
 from .measured import Measured, from_plain, to_plain
 
@@ -64,6 +66,8 @@ class Plan:
     seconds: float = 0.0
     """That planning took."""
     reused_from: str = field(default="", compare=False)
+    is_edited: bool = field(default=False, compare=False)
+    """The strategy in the file is another than the one that was chosen."""
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -86,7 +90,8 @@ class Plan:
 
 def told(plan: Plan) -> str:
     if plan.reused_from:
-        return f"auto: {plan.chosen}, by the plan in {plan.reused_from}."
+        edited = " Its strategy was edited, and is taken as it stands." if plan.is_edited else ""
+        return f"auto: {plan.chosen}, by the plan in {plan.reused_from}.{edited}"
     head = f"auto: {plan.chosen} (planned in {plan.seconds:.0f} s on {plan.measured.device}, {_ranks(plan.measured.ranks)})"
     columns = ["", "plan", "ms, foretold", "measured", "samples/s", "MB, foretold", "measured", "MB sent", "risk"]
     table = [columns, *(_cells(row, is_chosen=row.name == plan.chosen) for row in plan.rows)]
@@ -127,8 +132,8 @@ def to_json(plan: Plan) -> str:
         "key": dict(plan.key),
         "chosen": plan.chosen,
         "strategy": plan.strategy.to_dict(),
+        "strategy_chosen": _fingerprint(plan.strategy),
         "micro_batch": plan.micro_batch,
-        "merge_steps": plan.merge_steps,
         "memory": plan.memory,
         "table": [asdict(row) for row in plan.rows],
         "rejected": dict(plan.rejected),
@@ -139,24 +144,30 @@ def to_json(plan: Plan) -> str:
     return json.dumps(plain, indent=1, allow_nan=False) + "\n"
 
 
+def _fingerprint(strategy: DistributedStrategy) -> str:
+    return hashlib.sha256(strategy.to_json().encode()).hexdigest()[:16]
+
+
 def from_json(text: str, *, source: str) -> Plan:
     try:
         plain = json.loads(text)
         if plain["fleetx_plan"] != FORMAT:
             raise ConfigError(f"this is a plan of format {plain['fleetx_plan']!r}; this version reads format {FORMAT}.")
+        strategy = DistributedStrategy.from_dict(plain["strategy"])
         return Plan(
-            strategy=DistributedStrategy.from_dict(plain["strategy"]),
+            strategy=strategy,
             chosen=plain["chosen"],
             rows=tuple(Row(**row) for row in plain["table"]),
             rejected=dict(plain["rejected"]),
             key=dict(plain["key"]),
-            micro_batch=int(plain["micro_batch"]),
-            merge_steps=int(plain["merge_steps"]),
+            micro_batch=integer(0).check("micro_batch", plain["micro_batch"]),
+            merge_steps=int(strategy.gradient_merge_configs["k_steps"]) if strategy.gradient_merge else 1,
             measured=from_plain(plain["measured"]),
             memory=None if plain["memory"] is None else int(plain["memory"]),
             notes=tuple(plain["notes"]),
             seconds=float(plain["seconds"]),
             reused_from=source,
+            is_edited=_fingerprint(strategy) != plain["strategy_chosen"],
         )
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

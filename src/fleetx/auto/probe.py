@@ -1,4 +1,4 @@
-"""The measuring itself, in at most a minute: the link, a step of each precision piece by piece, what each reducer costs.
+"""A step of one precision, measured piece by piece: its time and memory, and what each plan of recompute makes of them.
 
 Every number that comes out is the same on all ranks: the slowest rank's, or the largest. Whether something is measured at all is
 decided by such numbers alone, since every rank must be in every collective.
@@ -9,32 +9,26 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..compression.lowrank import is_worth_it, matrix_shape
 from ..errors import ConfigError
 from ..memory.batches import Growth
-from ..memory.gauge import gauge_for, storage_of
+from ..memory.gauge import storage_of
 from ..memory.measured_growth import Units, measured_growth, profile_from_smaller
 from ..memory.plan import ALLOWANCE
 from ..memory.planner import Planner
 from ..memory.profile import Element, Profile, peak_bytes
-from ..memory.replay import Replay
 from ..memory.solve import Solution, cheapest, cheapest_that_fits, least_peak
-from ..noise_scale import noise_scale_of
-from ..patch import patched
 from ..rehearsal import OutOfMemory, Rehearsal
-from .candidate import at_once, reducer_settings
-from .cost import Gradients, Reducer, Rung, wire
-from .link import LinkProfile
-from .measured import Pass, Reduced
-from .subject import Subject, agreed
-from .trial import clocked, typical
+from .clock import clocked, typical, wait_for
+from .cost import Rung
+from .measured import Pass
+from .subject import Subject
 
 TIMED, FEW_TIMED, TIMED_S = 6, 2, 2.0
 """A step is timed so many times; fewer, if that takes more than so many seconds."""
@@ -46,9 +40,6 @@ PLAIN = Solution(frozenset(), 0.0, 0)
 """Nothing is computed again."""
 SHARES = (0.8, 0.6, 0.45, 0.3, 0.2)
 """Of what a plain step needs beyond the least, for the rungs of a ladder."""
-DGC_LARGE = 16384
-MOST_KEPT_BYTES = 12
-"""Of a parameter, by any reducer, what it gathers included."""
 
 
 def precisions(device: torch.device) -> list[str]:
@@ -57,15 +48,6 @@ def precisions(device: torch.device) -> list[str]:
         return ["float32", "bfloat16"]
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return ["float32", *(["bfloat16"] if has_bfloat16 else []), "float16"]
-
-
-def gradients_of(params: Iterable[Tensor]) -> Gradients:
-    found = list(params)
-    matrices = [matrix_shape(p) for p in found if is_worth_it(p, rank=4, min_compression=2.0)]
-    return Gradients(sum(p.numel() for p in found), sum(p.numel() for p in found if p.numel() >= DGC_LARGE), tuple(matrices))
-
-
-# --- a step of one precision --------------------------------------------------------------------------------------------
 
 
 @final
@@ -268,10 +250,10 @@ def timed_look(rehearsal: Rehearsal) -> float:
 def _once(rehearsal: Rehearsal) -> tuple[float, float]:
     begun = time.perf_counter()
     loss = rehearsal.forward()
-    _wait(rehearsal.device)
+    wait_for(rehearsal.device)
     between = time.perf_counter()
     rehearsal.backward(loss)
-    _wait(rehearsal.device)
+    wait_for(rehearsal.device)
     return between - begun, time.perf_counter() - between
 
 
@@ -286,87 +268,7 @@ def timed_update(rehearsal: Rehearsal) -> float:
     return float(max(rehearsal.comm.gather_json(typical(seconds))))
 
 
-def rule_seconds(subject: Subject, name: str) -> float:
-    """Of an update by LARS or LAMB in place of the user's own optimizer. Collective."""
-    with subject.bound({name: True}, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
-        return timed_update(rehearsal)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# --- a reducer ----------------------------------------------------------------------------------------------------------
-
-
-def reduced_by(
-    subject: Subject,
-    reducer: Reducer,
-    *,
-    link: LinkProfile,
-    gradients: Gradients,
-    units: Mapping[str, nn.Module],
-    plain_bytes: int,
-    kept_bytes: int,
-) -> tuple[Reduced, int]:
-    """What comes after backward, run with nothing beside it; and the bytes that last. Units are computed again: gradients are
-    the same, and a step that stores all may not fit. `plain_bytes`: what lasts under a dense reducer; 0 if this is it.
-    `kept_bytes`: what the optimizer will keep."""
-    settings = at_once(reducer_settings(reducer))
-    expected = wire(reducer, gradients, link.link()).seconds
-    with subject.bound(settings, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
-        pipeline, gauge = rehearsal.optimizer.pipeline, gauge_for(rehearsal.device, rehearsal.lasting)
-
-        def gather() -> None:
-            with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
-                agreed(rehearsal, lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
-
-        begun = time.perf_counter()
-        # An update that ran out of memory would do so in the middle of its collectives. So see first that there is enough.
-        agreed(rehearsal, lambda: _take(kept_bytes + MOST_KEPT_BYTES * gradients.numel, rehearsal.device))
-        with gauge.watching():
-            gather()
-            gauge.peak()
-            rehearsal.update()  # what it keeps is made here, and so is what the optimizer keeps
-            peak = gauge.peak()
-        sent = pipeline.comm.bytes_sent
-        seconds = []
-        took = max(expected, *rehearsal.comm.gather_json(time.perf_counter() - begun))
-        repeats = min(TIMED, max(1, int(TIMED_S / took)))
-        for _ in range(repeats):
-            gather()
-            seconds.append(clocked(rehearsal, rehearsal.update))
-        sent = (pipeline.comm.bytes_sent - sent) / repeats
-        lasting = lasting_bytes(rehearsal)
-        ranks = rehearsal.comm.gather_json([typical(seconds), peak, lasting])
-        slowest, most, lasts = (max(rank[i] for rank in ranks) for i in range(3))
-        extra = max(0, int(lasts) - plain_bytes) if plain_bytes else 0
-        return Reduced(reducer, float(slowest), float(sent), extra, int(most)), int(lasts)
-
-
-def _take(count: int, device: torch.device) -> None:
-    """Memory, for a moment."""
-    if device.type == "cuda":
-        torch.empty(count, dtype=torch.uint8, device=device)
-
-
 def lasting_bytes(rehearsal: Rehearsal) -> int:
     """Of all tensors that live from step to step, each storage once."""
     storages = {s._cdata: s.nbytes() for t in rehearsal.lasting() if (s := storage_of(t)) is not None}
     return sum(storages.values())
-
-
-def noise_scale(subject: Subject, units: Mapping[str, nn.Module], *, updates: int = 2) -> float | None:
-    """In samples, from some updates of the sample; None where it says nothing, as where all ranks have the same one."""
-    found: Any = None
-    rows = subject.few_rows() or subject.rows
-    with subject.bound({"noise_scale_steps": 1}, rows=rows or None) as rehearsal, rehearsal.leaving_no_trace():
-        pipeline = rehearsal.optimizer.pipeline
-        for _ in range(updates):
-            with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
-                agreed(rehearsal, lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
-            rehearsal.update()
-        found = None if pipeline.meter.means is None else noise_scale_of(pipeline.meter.means)
-    told = subject.comm.gather_json(found)[0]
-    return None if told is None else float(told) * rows

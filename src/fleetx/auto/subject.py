@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import current_autocast
 from ..binding import LossFn, bind, give_up, rehearsal_of
 from ..comm import Comm
 from ..errors import ConfigError, DataError, FleetError, FleetWarning, first_line
@@ -87,7 +88,9 @@ class Subject:
         """A pair by these settings, for so many rows of the sample. `settles`: parts run the steps they need. Says nothing."""
         strategy, face = self.strategy_tried(settings), FleetOptimizer(self.optimizer)
         rehearsal = self._bind(face, strategy)
-        try:
+        with contextlib.ExitStack() as ends:
+            ends.callback(give_up, self.model, face)
+            ends.enter_context(current_autocast.used_by(face))
             if rows is not None and rows != self.rows:
                 rehearsal = self.resized(rehearsal, rows)
             if settles:
@@ -95,8 +98,6 @@ class Subject:
                     for part in strategy.parts():
                         part.rehearse(rehearsal)
             yield rehearsal
-        finally:
-            give_up(self.model, face)
 
     def _bind(self, face: FleetOptimizer, strategy: DistributedStrategy) -> Rehearsal:
         """Collective. Buckets and the batch take memory; who has none for them tells the others, all of which are here then."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -23,6 +22,7 @@ from ..rehearsal import OutOfMemory, Rehearsal, Snapshot
 from ..rehearsing import rehearsing
 from ..report import Report
 from .candidate import Candidate, at_once
+from .clock import typical, wait_for
 from .cost import Reducer
 from .subject import Subject, agreed, raise_if_alone
 
@@ -151,8 +151,7 @@ class Times:
         one = self._rehearsal
         begun = time.perf_counter()
         report = one.optimizer.minimize(one.loss_fn(one.model, one.sample.renewed()))
-        if one.device.type == "cuda":
-            torch.cuda.synchronize(one.device)
+        wait_for(one.device)
         return time.perf_counter() - begun, report
 
     def of_update(self, candidate: Candidate) -> float:
@@ -168,18 +167,3 @@ class Times:
 
 def _mean_of_period(period: int, alone: float, met: float) -> float:
     return ((period - 1) * alone + met) / period
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """The mean of the faster half: what else a machine does can only make a step slower."""
-    return fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
-
-
-def clocked(rehearsal: Rehearsal, work: Callable[[], Any]) -> float:
-    """Seconds; all ranks begin together."""
-    rehearsal.comm.barrier()
-    begun = time.perf_counter()
-    work()
-    if rehearsal.device.type == "cuda":
-        torch.cuda.synchronize(rehearsal.device)
-    return time.perf_counter() - begun

@@ -6,9 +6,16 @@ from collections.abc import Mapping
 
 from ..memory.plan import shown
 from ..slots import Risk
-from .candidate import MERGES, REDUCERS, RISK_OF, SHORT, Candidate, allows
+from . import candidate as candidates
+from .candidate import RISK_OF, SHORT, Candidate, allows
 from .cost import Micro, Reducer, update_cost, wire
 from .measured import Forecast, Measured, forecast
+
+STANDS_FOR = {
+    "fp16_allreduce": "was not tried: it sends as much as bf16_allreduce, which stands for both, and may overflow.",
+    "adaptive_localsgd": "was not tried: its period follows the loss over many updates. Periods of localsgd stand for it.",
+}
+"""Strategies that have no forecast of their own."""
 
 
 def rejected(
@@ -34,9 +41,11 @@ def rejected(
         found["recompute"] = _recompute(measured, chosen, memory)
     if chosen.candidate.merge_steps == 1:
         found["gradient_merge"] = _merge(measured, chosen, risk=risk, asked_batch=asked_batch)
-    for kind in dict.fromkeys(reducer.kind for reducer in REDUCERS if reducer.kind != "dense"):
+    for kind in dict.fromkeys(reducer.kind for reducer in candidates.REDUCERS if reducer.kind != "dense"):
         if measured.ranks > 1 and chosen.candidate.reducer.kind != kind:
             found[kind] = _reducer(measured, chosen, kind, risk=risk, ran=ran)
+    if measured.ranks > 1:
+        found |= STANDS_FOR
     for name, took in rules.items():
         found[name] = _sentence(took) if isinstance(took, str) else _rule(measured, took)
     if measured.ranks == 1:
@@ -88,7 +97,9 @@ def _merge(measured: Measured, chosen: Forecast, *, risk: str, asked_batch: bool
             f"would share {shown} of exchange among k times the batch of an update, which changes the algorithm: "
             f'auto_configs["risk"] is "{risk}". Say how large an update is to be by auto_configs["global_batch"].'
         )
-    return f"would share {shown} of exchange among up to {max(MERGES)} micro-steps; no such plan was faster for a sample."
+    return (
+        f"would share {shown} of exchange among up to {max(candidates.MERGES)} micro-steps; no such plan was faster for a sample."
+    )
 
 
 def _rule(measured: Measured, seconds: float) -> str:
@@ -99,7 +110,7 @@ def _rule(measured: Measured, seconds: float) -> str:
 
 
 def _reducer(measured: Measured, chosen: Forecast, kind: str, *, risk: str, ran: Mapping[Candidate, float]) -> str:
-    reducer = max((one for one in REDUCERS if one.kind == kind), key=lambda one: one.setting)
+    reducer = max((one for one in candidates.REDUCERS if one.kind == kind), key=lambda one: one.setting)
     dense, own = (
         wire(Reducer(), measured.gradients, measured.link.link()),
         wire(reducer, measured.gradients, measured.link.link()),

@@ -1,0 +1,48 @@
+"""The part of docs/auto.md that bench/auto_bert.py has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from large_batch_page import table
+
+SECTION = """\
+## BERT-large on a card of 32 GB, for an update of {global_batch:,} sentences
+
+`python bench/auto_bert.py` ({device}, torch {torch}, commit {commit}): 512 tokens, one GPU capped to 32 GiB, Adam. `plan` is what
+`auto` chose and how fast it is afterwards; `ours` are fixed settings of this library; `hf` is transformers' model in the usual
+loop with gradient accumulation.
+
+{rows}
+
+{verdicts}
+
+What it printed:
+
+```text
+{told}
+```
+"""
+
+
+def row_table(rows: Mapping[str, Any]) -> str:
+    body = []
+    for name, row in sorted(rows.items(), key=lambda item: -item[1].get("samples_per_s", 0.0)):
+        shape = f"{row['steps']} x {row['batch']}" if "batch" in row else ""
+        speed = f"{row['samples_per_s']:.1f}" if "samples_per_s" in row else row["error"].splitlines()[0][:80]
+        peak = f"{row['peak'] / 1e9:.2f}" if "peak" in row else ""
+        body.append([name, row.get("chosen", ""), shape, speed, peak, row.get("commit", "")])
+    return table(["row", "chosen", "micro-steps x sentences", "sentences/s", "peak, GB", "commit, if another"], body)
+
+
+def section(figures: Mapping[str, Any]) -> str:
+    checks = [
+        [wanted, f"{one['measured']:.3f}", "yes" if one["holds"] else "**no**"] for wanted, one in figures["verdicts"].items()
+    ]
+    return SECTION.format(
+        **{name: figures[name] for name in ("global_batch", "device", "torch", "commit")},
+        rows=row_table(figures["rows"]),
+        verdicts=table(["wanted", "measured", "holds"], checks),
+        told="\n".join(figures["rows"]["plan"].get("told", [])),
+    )

@@ -1,0 +1,85 @@
+"""What the user asks of `auto`, with the gaps filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from ..errors import ConfigError
+from ..slots import Risk
+from ..strategies.auto import Auto
+from . import candidate
+from .candidate import allows, batches_of
+from .subject import Subject
+
+START_ROWS = 32
+"""Where a function makes the batches: the size that is measured first."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user wants, with the gaps filled in."""
+
+    auto: Auto
+    memory: int | None
+    share: int | None
+    """Rows of one rank in one update; None: as the sample."""
+
+    def batches(self, rows: int) -> list[tuple[int, int]]:
+        """Micro-batches and how many of them make one update, for a sample of so many rows."""
+        if self.share is not None:
+            return batches_of(self.share, near=rows)
+        return [(rows, steps) for steps in (candidate.MERGES if allows(self.auto.risk, Risk.SCHEDULE) else (1,))]
+
+
+def require_sample(subject: Subject) -> None:
+    without = [rank for rank, has in enumerate(subject.comm.gather_json(subject.sample is not None)) if not has]
+    if without:
+        given = "given no batch" if len(without) == subject.comm.size else f"given no batch on ranks {without}"
+        raise ConfigError(
+            f"strategy.auto chooses by running steps, and fleet.distribute(...) was {given}. Write model, optimizer = "
+            "fleet.distribute(model, optimizer, strategy, sample=batch), with loss_fn=lambda model, batch: ... where the model "
+            "has no method loss(batch)."
+        )
+
+
+def asked_for(subject: Subject, auto: Auto) -> Asked:
+    ranks = subject.comm.size
+    if callable(subject.sample) and auto.global_batch is None:
+        raise ConfigError(
+            "sample is a function, which makes a batch of so many rows; how many an update is to have is not said. Write "
+            'strategy.auto_configs = {"global_batch": ...}, or give a batch.'
+        )
+    subject.start_with(max(2, min(START_ROWS, (auto.global_batch or 0) // ranks)))
+    share = None
+    if auto.global_batch is not None:
+        if auto.global_batch % ranks:
+            near = auto.global_batch - auto.global_batch % ranks or ranks
+            raise ConfigError(
+                f'auto_configs["global_batch"] is {auto.global_batch}, which {ranks} ranks cannot share equally. Write {near}.'
+            )
+        if subject.rows < 2:
+            raise ConfigError(
+                f'auto_configs["global_batch"] is {auto.global_batch}: micro-batches of other sizes are made of the rows of the '
+                f"sample, and its tensors have {sorted(set(subject.rows_of_ranks))} of them on the ranks (0: not as many each). "
+                "Give every rank a batch of at least 2 rows, or a function of the number of rows: sample=lambda rows: ..."
+            )
+        share = auto.global_batch // ranks
+    here = _memory_here(subject)
+    memory = here if auto.memory is None else auto.memory if here is None else min(auto.memory, here)
+    return Asked(auto, memory, share)
+
+
+def _memory_here(subject: Subject) -> int | None:
+    """What the device has for this process; a CPU sets no limit. The least of all ranks."""
+    mine = None
+    if subject.device.type == "cuda":
+        subject.comm.all_reduce(torch.zeros(1, device=subject.device)).wait()  # the buffers of collectives are there then
+        torch.cuda.synchronize(subject.device)
+        free, _ = torch.cuda.mem_get_info(subject.device)
+        mine = free + torch.cuda.memory_reserved(subject.device)
+    found = [one for one in subject.comm.gather_json(mine) if one is not None]
+    return int(min(found)) if found else None
