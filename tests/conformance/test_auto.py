@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from auto_runs import (
     trained_before,
 )
 from fleetx import fleet
+from fleetx.auto import choose
 from fleetx.auto.plan import load
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
@@ -115,6 +117,29 @@ def test_a_limit_below_the_plain_peak_is_kept_to_by_recompute_and_nothing_is_lef
     trained_before(twin, theirs)
     by_hand = bound_by_hand(twin, theirs, ours.plan.strategy, batch(0, ROWS))
     assert all(torch.equal(a, b) for a, b in zip(weights, trained_after(twin, by_hand, 0), strict=True))
+
+
+def test_a_plan_that_takes_more_when_it_runs_is_tried_again_with_a_smaller_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As allocators do, which hold more than is in use; here the first run of recompute is said to."""
+    model = net(3)
+    plain = planned(model, sgd(model), batch(0, ROWS), risk="exact").plan.row("fp32")
+    limit = int(0.9 * plain.measured_bytes)
+    budgets: list[Any] = []
+
+    def tried(subject: Any, candidate: Any, **given: Any) -> Any:
+        found = real(subject, candidate, **given)
+        if candidate.recomputes:
+            budgets.append(given["memory"])
+            held = int(1.01 * limit) if len(budgets) == 1 else found.held_bytes
+            return replace(found, held_bytes=held)
+        return found
+
+    real = choose.tried
+    monkeypatch.setattr(choose, "tried", tried)
+    model = net(3)
+    plan = planned(model, sgd(model), batch(0, ROWS), risk="exact", memory=limit).plan
+    assert budgets[0] == limit and budgets[1] == limit - int(max(1.5 * (int(1.01 * limit) - limit), 0.02 * limit))
+    assert plan.strategy.recompute_configs["budget"] == budgets[1] and plan.row(plan.chosen).measured_bytes <= budgets[1]
 
 
 def test_a_limit_that_nothing_keeps_to_is_refused_with_the_numbers() -> None:

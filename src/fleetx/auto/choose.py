@@ -25,6 +25,8 @@ from .words import rejected
 
 PLANNING_S = 50.0
 """After so long no further trial begins."""
+CORRECTIONS, STEP_DOWN = 2, 0.02
+"""So many smaller budgets are tried for a plan that took too much, each at least by this share."""
 MOST_FAILED = 6
 """Trials that do not come to an end, before no more are begun."""
 ALIKE = 0.02
@@ -54,8 +56,8 @@ class _Planning:
         self._measuring, self._batches = Measuring(subject, asked), asked.batches(subject.rows)
         self._notes: list[str] = []
         self._trials: dict[Candidate, Trial] = {}
-        self._taken: dict[Candidate, Candidate] = {}
-        """What was run for a candidate."""
+        self._taken: dict[Candidate, tuple[Candidate, int | None]] = {}
+        """What was run for a candidate, and the budget of its recompute."""
 
     def plan(self, key: dict[str, Any]) -> Plan:
         measured = self._measuring.run()
@@ -110,21 +112,25 @@ class _Planning:
         return max(plain or forecasts, key=lambda one: one.candidate.batch)
 
     def _try(self, one: Forecast, measured: Measured) -> Trial:
-        """As foretold; where that takes more memory when it runs, by a budget, to which recompute corrects its own plan."""
-        trial = self._run(one.candidate, one, measured)
-        self._taken[one.candidate] = one.candidate
-        if trial.failed and one.candidate.recomputed:
-            self._taken[one.candidate] = replace(one.candidate, recomputed=())
-            trial = self._run(self._taken[one.candidate], one, measured)
-        self._trials[one.candidate] = trial
+        """As foretold; where recompute takes more memory than that when it runs, as allocators do, by a budget that is as much
+        smaller."""
+        candidate, budget = one.candidate, self._asked.memory
+        trial = self._run(candidate, budget, one, measured)
+        for _ in range(CORRECTIONS):
+            if budget is None or not candidate.recomputes or not trial.lacked_memory:
+                break
+            over = max(0, trial.held_bytes - budget)
+            candidate, budget = replace(candidate, recomputed=()), budget - int(max(1.5 * over, STEP_DOWN * budget))
+            trial = self._run(candidate, budget, one, measured)
+        self._trials[one.candidate], self._taken[one.candidate] = trial, (candidate, budget)
         return trial
 
-    def _run(self, candidate: Candidate, one: Forecast, measured: Measured) -> Trial:
+    def _run(self, candidate: Candidate, budget: int | None, one: Forecast, measured: Measured) -> Trial:
         found, memory = measured.reduced_of(candidate.reducer), self._asked.memory
         kept = self._measuring.kept_bytes + (found.lasting_bytes if found is not None else 0)
-        trial = tried(self._subject, candidate, memory=memory, expected_s=one.cost.seconds, kept_bytes=kept)
+        trial = tried(self._subject, candidate, memory=budget, expected_s=one.cost.seconds, kept_bytes=kept)
         if not trial.failed and memory is not None and trial.held_bytes > memory:
-            return replace(trial, failed=f"{shown(trial.held_bytes)} when it ran")
+            return replace(trial, failed=f"{shown(trial.held_bytes)} when it ran", lacked_memory=True)
         return trial
 
     def _with_overlap(self, measured: Measured, baseline: Forecast) -> Measured:
@@ -179,7 +185,8 @@ class _Planning:
             ran={candidate: trial.seconds for candidate, trial in self._trials.items() if not trial.failed},
         )
         chosen = best.candidate
-        strategy = self._subject.strategy(self._taken[chosen].settings(self._asked.memory))
+        taken, budget = self._taken[chosen]
+        strategy = self._subject.strategy(taken.settings(budget))
         if self._asked.share is not None:
             self._notes.append(f"give {chosen.batch} rows to each micro-step; {chosen.merge_steps} of them make one update.")
         return Plan(

@@ -45,6 +45,8 @@ class Trial:
     """By the allocator: more than what is in use at the peak, on a GPU."""
     bytes_sent: float = 0.0
     failed: str = ""
+    lacked_memory: bool = False
+    """That is why."""
 
 
 def tried(
@@ -76,7 +78,7 @@ def tried(
             finally:
                 saved.put_back()
     except OutOfMemory as error:
-        return Trial(failed=f"ran out of memory ({first_line(error)})")
+        return Trial(failed=f"ran out of memory ({first_line(error)})", lacked_memory=True)
     except FleetError as error:
         raise_if_alone(error)
         return Trial(failed=first_line(error))
