@@ -275,10 +275,12 @@ def sentences(
 def test_every_strategy_that_was_not_taken_has_one_sentence() -> None:
     for risk in ("exact", "rounding", "lossy", "schedule"):
         found = sentences(FAST, risk=risk)
-        kinds = {"recompute", "gradient_merge", "bf16_allreduce", "powersgd", "dgc", "localsgd"}
+        kinds = {"recompute", "gradient_merge", "bf16_allreduce", "fp16_allreduce", "powersgd", "dgc"}
+        kinds |= {"localsgd", "adaptive_localsgd"}
         assert set(found) == kinds | {"amp bf16", "lars", "lamb"}
         assert all(text.endswith(".") and not text.endswith("..") for text in found.values())
-        assert all(re.search(r"\d", text) for name, text in found.items() if name not in ("powersgd", "lamb", "amp bf16"))
+        numberless = ("powersgd", "lamb", "amp bf16", "adaptive_localsgd")
+        assert all(re.search(r"\d", text) for name, text in found.items() if name not in numberless)
 
 
 def test_a_sentence_of_a_reducer_has_both_sides_in_numbers() -> None:
