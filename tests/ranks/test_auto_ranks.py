@@ -32,6 +32,7 @@ from auto_runs import (
 )
 from fleetx import fleet
 from fleetx.auto.plan import Plan, load, to_json
+from fleetx.auto.words import STANDS_FOR
 from harness import raised, run_ranks
 
 SMALL = 16
