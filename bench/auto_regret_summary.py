@@ -103,6 +103,7 @@ def judged(asked: Record, plans: Mapping[str, Record]) -> dict[str, Any]:
     known = [foreseen(plan, told) for told in asked["forecasts"].values() if (plan := legal.get(told.get("name", "")))]
     unseen = [one for one in known if one["name"] not in asked["tried"]]
     different, right = ordered_pairs(known)
+    drift = drift_of(asked["tried"], plans)
     over = budget is not None and max(chosen["peak_bytes"] or 0, asked["chosen_peak_bytes"] or 0) > budget
     by_forecast = min(known, key=lambda one: one["predicted"], default=None)
     return {
@@ -122,9 +123,22 @@ def judged(asked: Record, plans: Mapping[str, Record]) -> dict[str, Any]:
         "foretold_otherwise": sum("name" in told and told["name"] not in fitting for told in asked["forecasts"].values()),
         "spearman": spearman([one["predicted"] for one in known], [one["measured"] for one in known]),
         **{"pairs": different, "pairs_right": right},
+        "drift": drift,
         "step_errors": {one["name"]: one["predicted"] / one["measured"] - 1 for one in unseen},
+        "step_errors_without_drift": {one["name"]: one["predicted"] / one["measured"] / drift - 1 for one in unseen},
         "peak_errors": {one["name"]: one["predicted_bytes"] / one["peak_bytes"] - 1 for one in unseen if one["peak_bytes"]},
     }
+
+
+def drift_of(tried: Mapping[str, float | None], plans: Mapping[str, Record]) -> float:
+    """How many times as long everything took while `auto` planned as it did when the grid was measured: by the plans that both
+    have run. Other tenants of a machine make it slower for minutes, and then faster again."""
+    both = [
+        seconds / (plans[name]["measured"] * plans[name]["samples"])
+        for name, seconds in tried.items()
+        if seconds and name in plans
+    ]
+    return median(both) if both else 1.0
 
 
 def foreseen(plan: Record, told: Record) -> dict[str, Any]:
@@ -151,6 +165,7 @@ def share_within(sizes: Iterable[float], limit: float) -> float | None:
 
 def totals(cells: Sequence[Record]) -> dict[str, Any]:
     steps = [error for cell in cells for error in cell["step_errors"].values()]
+    steady = [error for cell in cells for error in cell["step_errors_without_drift"].values()]
     room = [error for cell in cells for error in cell["peak_errors"].values()]
     pairs, right = (sum(cell[key] for cell in cells) for key in ("pairs", "pairs_right"))
     orders = [cell["spearman"] for cell in cells if cell["spearman"] is not None]
@@ -163,6 +178,8 @@ def totals(cells: Sequence[Record]) -> dict[str, Any]:
         "spearman": {"median": median(orders), "least": min(orders)} if orders else None,
         **{"pairs": pairs, "pairs_right": right, "pair_correlation": (2 * right - pairs) / pairs if pairs else None},
         "step_error": {**errors_of(steps), "within": share_within(steps, STEP_ERROR)},
+        "step_error_without_drift": {**errors_of(steady), "within": share_within(steady, STEP_ERROR)},
+        "drift": errors_of(cell["drift"] - 1 for cell in cells),
         "peak_error": {**errors_of(room), "within": share_within(room, PEAK_ERROR)},
     }
 
@@ -186,6 +203,11 @@ def verdicts(total: Record) -> dict[str, dict[str, Any]]:
         },
         "planning": _at_most(f"planning takes at most {PLANNING_S:g} s", total["planning_s"], PLANNING_S),
         "step": _within(f"step time of plans that were not run foretold within {STEP_ERROR:.0%}", step, STEP_ERROR),
+        "steady step": _within(
+            "the same, with the machine's own drift taken out, by the plans that were run both then and later",
+            total["step_error_without_drift"],
+            STEP_ERROR,
+        ),
         "peak": _within(f"their peak memory within {PEAK_ERROR:.0%}", peak, PEAK_ERROR),
     }
 

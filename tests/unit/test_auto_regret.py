@@ -13,7 +13,7 @@ sys.path.append(str(BENCH))  # the benches are scripts: they import each other b
 import auto_regret  # noqa: E402
 from auto_regret_grid import budget_between, everything_on, grid, narrow_auto  # noqa: E402
 from auto_regret_page import page  # noqa: E402
-from auto_regret_summary import EVERYTHING, finished, ordered_pairs, ranks, spearman, summary  # noqa: E402
+from auto_regret_summary import EVERYTHING, drift_of, finished, ordered_pairs, ranks, spearman, summary  # noqa: E402
 from fleetx.auto import candidate  # noqa: E402
 from fleetx.errors import ConfigError  # noqa: E402
 
@@ -109,6 +109,12 @@ def test_a_run_that_was_cut_short_is_measured_again_and_then_left_behind():
     assert not finished(whole[:-1])
     assert {line["run"] for line in finished([*whole, *again])[("mlp", 100.0)]} == {2}
     assert {line["run"] for line in finished([*whole, *again[:-1]])[("mlp", 100.0)]} == {1}
+
+
+def test_drift_is_how_much_longer_plans_took_that_were_run_both_then_and_later():
+    plans = {name: {"measured": seconds, "samples": 8} for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 4.0))}
+    assert drift_of({"a": 8.8, "b": 16.0 * 1.2, "c": 32.0 * 1.3, "d": 99.0, "e": None}, plans) == pytest.approx(1.2)
+    assert drift_of({"d": 99.0}, plans) == 1.0
 
 
 def test_auto_chooses_from_the_grid_and_nothing_else(monkeypatch):
