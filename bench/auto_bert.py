@@ -34,6 +34,8 @@ from bert_memory import ALLOCATOR, last_error
 from bert_memory_card import LIMIT, Card, CountedCard, CudaCard
 from bert_memory_contestants import LARGE, SMALL, Recipe, Size, adam, our_model, our_step, strategy_of, their_model
 from fleetx import fleet
+from fleetx.auto.candidate import Candidate
+from fleetx.auto.measured import forecast
 from results import publish, surroundings
 
 NAME = "auto_bert"
@@ -57,6 +59,9 @@ FEW = 2
 """Rows of the step that loads kernels, before the cap is set."""
 WANTED = {"checkpoint everything": 230.0, "largest batch that fits": 269.0}
 MARGIN, WITHIN = 1.15, 0.10
+LONGEST_MICRO_S = 2.5
+"""Plans whose micro-steps take longer are not run to see how well they were foretold."""
+STEP_WITHIN, PEAK_WITHIN = 0.15, 0.05
 
 Micro = Callable[[bool], object]
 """One micro-step; whether it is the last of an update."""
@@ -124,13 +129,46 @@ def planned(size: Size, card: Card, whole: int, *, small: bool) -> dict[str, Any
     micro = ours(model, optimizer, size.batch("ours", plan.micro_batch, card.device))
     with card.watched():
         seconds = seconds_of(card, micro, plan.merge_steps, inner)
+    facts = card.facts()
+    del model, optimizer, micro
+    card.clear()
     return {
         "batch": plan.micro_batch, "steps": plan.merge_steps, "update_s": seconds, "samples_per_s": whole / seconds,
         "chosen": plan.chosen, "predicted_s": row.predicted_s, "off": row.predicted_s / seconds - 1,
         "predicted_bytes": row.predicted_bytes, "planning_s": round(planning_s, 1), "told": str(plan).splitlines(),
         "passes": [[p.precision, p.batch, p.forward_s, p.backward_s, p.is_foretold] for p in plan.measured.passes],
-        **card.facts(),
+        "unseen": unseen(plan, size, card, whole), **facts,
     }  # fmt: skip
+
+
+def unseen(plan: Any, size: Size, card: Card, whole: int) -> list[dict[str, Any]]:
+    """Plans that `auto` has foretold and not run: what they take."""
+    ran, found = {row.name for row in plan.rows}, []
+    for one in plan.measured.passes:
+        candidate = Candidate(one.precision, one.batch, whole // one.batch)
+        told = forecast(plan.measured, candidate, memory=plan.memory)
+        if isinstance(told, str) or told.candidate.name in ran or told.cost.seconds * one.batch / whole > LONGEST_MICRO_S:
+            continue
+        inner = INNER["fp32" if one.precision == "float32" else "bf16"]
+        short = replace(told.candidate, merge_steps=min(candidate.merge_steps, 1 + inner))
+        batch = size.batch("ours", one.batch, card.device)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            model = our_model(size, card.device)
+            given = {} if short.recomputed or not short.recomputes else {"sample": batch}
+            model, optimizer = fleet.distribute(model, adam(model), short.strategy(plan.memory), **given)
+        with card.watched():
+            seconds = seconds_of(card, ours(model, optimizer, batch), candidate.merge_steps, inner)
+        found.append(
+            {
+                "name": told.candidate.name, "is_timed": not one.is_foretold, "predicted_s": told.cost.seconds,
+                "measured_s": seconds, "off": told.cost.seconds / seconds - 1, "predicted_bytes": told.peak_bytes,
+                "peak_bytes": card.facts()["peak"], "peak_off": told.peak_bytes / card.facts()["peak"] - 1,
+            }
+        )  # fmt: skip
+        del model, optimizer, batch
+        card.clear()
+    return found
 
 
 def shorten(optimizer: Any, steps: int) -> None:
@@ -197,6 +235,11 @@ def verdicts(rows: dict[str, Any]) -> dict[str, Any]:
         found[f"at least {MARGIN} x transformers in this run"] = {"measured": speed / best, "holds": speed >= MARGIN * best}
     if own:
         found["not slower than any fixed setting of ours, to 1 %"] = {"measured": speed / own, "holds": speed >= 0.99 * own}
+    for what, key, limit in (("step time", "off", STEP_WITHIN), ("peak memory", "peak_off", PEAK_WITHIN)):
+        errors = [abs(one[key]) for one in plan.get("unseen", [])]
+        if errors:
+            wanted = f"{what} of {len(errors)} plans not run, foretold within {100 * limit:g} %: the worst"
+            found[wanted] = {"measured": max(errors), "holds": max(errors) <= limit}
     found[f"foretold within {100 * WITHIN:g} %"] = {"measured": plan["off"], "holds": abs(plan["off"]) <= WITHIN}
     return found
 

@@ -17,7 +17,7 @@ loop with gradient accumulation.
 {rows}
 
 {verdicts}
-
+{unseen}
 What it printed:
 
 ```text
@@ -36,6 +36,31 @@ def row_table(rows: Mapping[str, Any]) -> str:
     return table(["row", "chosen", "micro-steps x sentences", "sentences/s", "peak, GB", "commit, if another"], body)
 
 
+def unseen_table(found: list[Mapping[str, Any]]) -> str:
+    if not found:
+        return ""
+    body = [
+        [
+            one["name"], "yes" if one["is_timed"] else "no",
+            f"{1e3 * one['predicted_s']:,.0f}", f"{1e3 * one['measured_s']:,.0f}",
+            f"{100 * one['off']:+.1f} %", f"{one['predicted_bytes'] / 1e9:.2f}", f"{one['peak_bytes'] / 1e9:.2f}",
+            f"{100 * one['peak_off']:+.1f} %",
+        ]
+        for one in found
+    ]  # fmt: skip
+    header = [
+        "not run by `auto`",
+        "its batch was timed",
+        "ms an update, foretold",
+        "measured",
+        "off",
+        "GB, foretold",
+        "measured",
+        "off",
+    ]
+    return f"\n{table(header, body)}\n"
+
+
 def section(figures: Mapping[str, Any]) -> str:
     checks = [
         [wanted, f"{one['measured']:.3f}", "yes" if one["holds"] else "**no**"] for wanted, one in figures["verdicts"].items()
@@ -44,5 +69,6 @@ def section(figures: Mapping[str, Any]) -> str:
         **{name: figures[name] for name in ("global_batch", "device", "torch", "commit")},
         rows=row_table(figures["rows"]),
         verdicts=table(["wanted", "measured", "holds"], checks),
+        unseen=unseen_table(figures["rows"]["plan"].get("unseen", [])),
         told="\n".join(figures["rows"]["plan"].get("told", [])),
     )
