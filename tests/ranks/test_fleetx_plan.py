@@ -208,7 +208,7 @@ def test_a_plan_file_is_not_measured_again(here: Path, plan_file: Path, capsys: 
     assert "cannot be shared equally" in told(
         capsys, "plan", "plan.json", "--global-batch", "9", "--what-if", "world=4,bandwidth=1Gbit"
     )
-    assert "that keeps to 0.0 MB" in told(capsys, "plan", "plan.json", "--what-if", "memory=1KB")
+    assert "that keeps to 1.00 kB" in told(capsys, "plan", "plan.json", "--what-if", "memory=1KB")
 
 
 def test_a_plan_file_of_one_rank_is_drawn_by_a_rate_alone(
