@@ -18,6 +18,7 @@ import torch
 
 from ..comm import Comm
 from ..wire_cost import Link
+from .clock import wait_for
 
 KIB = 2**10
 SIZES = tuple(4 * KIB * 4**power for power in range(8))
@@ -131,6 +132,5 @@ def _seconds(comm: Comm, device: torch.device, run: Callable[[torch.Tensor], Any
     comm.barrier()
     begun = time.perf_counter()
     run(tensor)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return time.perf_counter() - begun
