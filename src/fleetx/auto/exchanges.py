@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from ..memory.gauge import gauge_for
 from ..memory.replay import Replay
 from ..noise_scale import noise_scale_of
 from ..patch import patched
+from ..rehearsal import Rehearsal
 from .candidate import at_once, reducer_settings
 from .clock import clocked, typical
 from .cost import Gradients, Reducer, wire
@@ -53,16 +53,11 @@ def reduced_by(
     expected = wire(reducer, gradients, link.link()).seconds
     with subject.bound(settings, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
         pipeline, gauge = rehearsal.optimizer.pipeline, gauge_for(rehearsal.device, rehearsal.lasting)
-
-        def gather() -> None:
-            with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
-                agreed(rehearsal, lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
-
         begun = time.perf_counter()
         # An update that ran out of memory would do so in the middle of its collectives. So see first that there is enough.
         agreed(rehearsal, lambda: _take(kept_bytes + MOST_KEPT_BYTES * gradients.numel, rehearsal.device))
         with gauge.watching():
-            gather()
+            _gather_gradients(rehearsal, units)
             gauge.peak()
             rehearsal.update()  # what it keeps is made here, and so is what the optimizer keeps
             peak = gauge.peak()
@@ -71,7 +66,7 @@ def reduced_by(
         took = max(expected, *rehearsal.comm.gather_json(time.perf_counter() - begun))
         repeats = min(TIMED, max(1, int(TIMED_S / took)))
         for _ in range(repeats):
-            gather()
+            _gather_gradients(rehearsal, units)
             seconds.append(clocked(rehearsal, rehearsal.update))
         sent = (pipeline.comm.bytes_sent - sent) / repeats
         lasting = lasting_bytes(rehearsal)
@@ -79,6 +74,12 @@ def reduced_by(
         slowest, most, lasts = (max(rank[i] for rank in ranks) for i in range(3))
         extra = max(0, int(lasts) - plain_bytes) if plain_bytes else 0
         return Reduced(reducer, float(slowest), float(sent), extra, int(most)), int(lasts)
+
+
+def _gather_gradients(rehearsal: Rehearsal, units: Mapping[str, nn.Module]) -> None:
+    """For an update, with all units computed again."""
+    with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
+        agreed(rehearsal, lambda: rehearsal.optimizer.pipeline.rehearse(rehearsal.forward(), keeps=True))
 
 
 def _take(count: int, device: torch.device) -> None:
@@ -89,13 +90,11 @@ def _take(count: int, device: torch.device) -> None:
 
 def noise_scale(subject: Subject, units: Mapping[str, nn.Module], *, updates: int = 2) -> float | None:
     """In samples, from some updates of the sample; None where it says nothing, as where all ranks have the same one."""
-    found: Any = None
     rows = subject.few_rows() or subject.rows
     with subject.bound({"noise_scale_steps": 1}, rows=rows or None) as rehearsal, rehearsal.leaving_no_trace():
         pipeline = rehearsal.optimizer.pipeline
         for _ in range(updates):
-            with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
-                agreed(rehearsal, lambda: pipeline.rehearse(rehearsal.forward(), keeps=True))
+            _gather_gradients(rehearsal, units)
             rehearsal.update()
         found = None if pipeline.meter.means is None else noise_scale_of(pipeline.meter.means)
     told = subject.comm.gather_json(found)[0]

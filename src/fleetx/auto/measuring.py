@@ -100,6 +100,8 @@ class Measuring:
         try:
             return probe.look()
         except Exception as error:  # `everywhere` has raised on all ranks, each what it knows
+            if isinstance(error, FleetError):
+                raise_if_alone(error)
             if probe.precision == "float32":
                 raise
             self._missing[probe.precision] = f"does not run here ({type(error).__name__}: {first_line(error)})"

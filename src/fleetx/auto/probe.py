@@ -25,6 +25,7 @@ from ..memory.planner import Planner
 from ..memory.profile import Element, Profile, peak_bytes
 from ..memory.solve import Solution, cheapest, cheapest_that_fits, least_peak
 from ..rehearsal import OutOfMemory, Rehearsal
+from .candidate import Candidate
 from .clock import clocked, typical, wait_for
 from .cost import Rung
 from .measured import Pass
@@ -74,7 +75,7 @@ class PrecisionProbe:
                 return 0.0
 
     def _settings(self) -> dict[str, Any]:
-        return {} if self.precision == "float32" else {"amp": True, "amp_configs": {"dtype": self.precision}}
+        return Candidate(self.precision).settings()
 
     def run(self, batches: Sequence[int], *, is_first: bool) -> None:
         """Measure. `batches`: those that will be asked for, and are timed themselves if they can be."""

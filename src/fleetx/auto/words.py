@@ -91,15 +91,14 @@ def _recompute(measured: Measured, chosen: Forecast, memory: int | None) -> str:
 def _merge(measured: Measured, chosen: Forecast, *, risk: str, asked_batch: bool) -> str:
     if asked_batch:
         return f"not needed: {chosen.candidate.batch} rows a rank make up the global batch at once."
-    shown = _ms(chosen.cost.shown_s)
+    exchange = _ms(chosen.cost.shown_s)
     if not allows(risk, Risk.SCHEDULE):
         return (
-            f"would share {shown} of exchange among k times the batch of an update, which changes the algorithm: "
+            f"would share {exchange} of exchange among k times the batch of an update, which changes the algorithm: "
             f'auto_configs["risk"] is "{risk}". Say how large an update is to be by auto_configs["global_batch"].'
         )
-    return (
-        f"would share {shown} of exchange among up to {max(candidates.MERGES)} micro-steps; no such plan was faster for a sample."
-    )
+    most = max(candidates.MERGES)
+    return f"would share {exchange} of exchange among up to {most} micro-steps; no such plan was faster for a sample."
 
 
 def _rule(measured: Measured, seconds: float) -> str:
@@ -111,10 +110,7 @@ def _rule(measured: Measured, seconds: float) -> str:
 
 def _reducer(measured: Measured, chosen: Forecast, kind: str, *, risk: str, ran: Mapping[Candidate, float]) -> str:
     reducer = max((one for one in candidates.REDUCERS if one.kind == kind), key=lambda one: one.setting)
-    dense, own = (
-        wire(Reducer(), measured.gradients, measured.link.link()),
-        wire(reducer, measured.gradients, measured.link.link()),
-    )
+    dense, own = (wire(one, measured.gradients, measured.link.link()) for one in (Reducer(), reducer))
     if not allows(risk, RISK_OF[kind]):
         less = f"{own.bytes_sent / reducer.period / 1e6:,.2f} MB in place of {dense.bytes_sent / 1e6:,.2f} an update"
         return (
