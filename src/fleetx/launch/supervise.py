@@ -202,10 +202,16 @@ class Supervisor(LocalElasticAgent):
         self._looked_seconds = time.monotonic()
         while True:
             job = self._standing.agree()
+            # Before the end is looked at: on a busy machine both may be learnt in one exchange, and a stop is always told.
+            if job.stop_signal is not None and self._stopping is None and self._is_running():
+                self._pass_on_stop(signal.Signals(job.stop_signal), job.stop_node)
             if job.end is not None or self._standing.is_killed or job.attempt != self._standing.attempt:
                 return job
             if not self._look(job):
                 time.sleep(POLL_SECONDS)
+
+    def _is_running(self) -> bool:
+        return self._standing.phase is Phase.RUNNING and not self._standing.is_killed
 
     def _look(self, job: Job) -> bool:
         """Whether there is something to tell the others at once."""
@@ -214,8 +220,6 @@ class Supervisor(LocalElasticAgent):
             self._run.say("the stacks of all ranks are in their logs")
         if self._standing.phase is not Phase.RUNNING:
             return False
-        if job.stop_signal is not None and self._stopping is None:
-            self._pass_on_stop(signal.Signals(job.stop_signal), job.stop_node)
         exits = self._started.exits()
         if self._is_to_be_ended(exits):
             self._end_attempt({})
