@@ -38,15 +38,15 @@ RUNS = (
         },
     ),
 )
-Curve = list[dict[str, Any]]  # one entry per epoch, as demo_worker.py writes them
+Curve = list[dict[str, Any]]  # one entry per epoch
 
 
 def launch(run: Run, folder: Path, epochs: int) -> int:
     """One fleetrun; its exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "strategy.json").write_text(json.dumps(run.strategy), encoding="utf-8")
+    (folder / "asked.json").write_text(json.dumps(run.strategy), encoding="utf-8")
     fleetrun = [sys.executable, "-m", "fleetx.launch", "--nproc_per_node", str(WORKERS), "--log_dir", str(folder / "log")]
-    settings = {"name": run.name, "strategy": folder / "strategy.json", "lr": run.lr, "epochs": epochs, "out": folder}
+    settings = {"strategy": folder / "asked.json", "lr": run.lr, "epochs": epochs, "run": folder}
     process = subprocess.Popen([*fleetrun, str(WORKER), *(f"--{key}={value}" for key, value in settings.items())])
     while True:
         try:
@@ -56,7 +56,23 @@ def launch(run: Run, folder: Path, epochs: int) -> int:
 
 
 def read_curve(folder: Path) -> Curve:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """What the last start had done whenever it evaluated: sums over the updates that fleet.Monitor has written down."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    curve, samples, bytes_sent = [], 0, 0
+    for line in lines:
+        if line["start"] != lines[-1]["start"]:
+            continue
+        samples, bytes_sent = samples + line["samples"], bytes_sent + line["bytes_sent"]
+        done = {"updates": line["step"], "samples": samples, "bytes_sent": bytes_sent, "seconds": line["seconds"]}
+        if "acc" in line["values"]:
+            curve.append({"accuracy": line["values"]["acc"], **done})
+    return curve
+
+
+def make_page(folders: list[Path], page: Path) -> int:
+    """All that was written down, on one page; the exit code of `fleetx report`."""
+    report = [sys.executable, "-m", "fleetx.cli", "report", *map(str, folders), "--out", str(page)]
+    return subprocess.run(report, check=False, stdout=subprocess.DEVNULL).returncode
 
 
 def summary(curves: dict[str, Curve]) -> Table:
@@ -113,14 +129,15 @@ def main(argv: list[str] | None = None) -> int:
     for number, run in enumerate(RUNS, start=1):
         console.rule(f"{number}/{len(RUNS)} {run.label}")
         if code := launch(run, args.out / run.name, args.epochs):
-            console.show_cursor(True)  # a worker that was killed could not
             print(f"demo: the {run.name} run ended with exit code {code}; logs: {args.out / run.name / 'log'}", file=sys.stderr)
             return code
 
     curves = {run.name: read_curve(args.out / run.name) for run in RUNS}
     draw(curves, args.out / "demo.png")
     console.print(summary(curves))
-    print(f"Curves: {args.out / 'demo.png'}", flush=True)
+    if code := make_page([args.out / run.name for run in RUNS], args.out / "report.html"):
+        return code
+    print(f"Curves: {args.out / 'demo.png'}  Both runs in full: {args.out / 'report.html'}", flush=True)
     for line in (missed := shortfalls(curves)):
         print(f"demo: {line}", file=sys.stderr)
     return 1 if missed else 0

@@ -25,6 +25,7 @@ from .rehearsal import Rehearsal, Sample, own_loss
 from .slots import Site
 from .strategy import DistributedStrategy
 from .takeover import give_back
+from .wrapped import bare, refuse_unfit, wrapper_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -54,11 +55,14 @@ def bind(
     the same on all ranks, since an earlier pair was bound to it."""
     require_module(model)
     here = world.current()
-    optimizer = face.update
-    check_parts(strategy.parts())
+    optimizer, whole, wrapper = face.update, model, wrapper_of(model)
+    model = bare(whole)  # names, parts and checks are of the module that the user wrote; DDP around it only reduces
+    check_parts(strategy.parts(), by_ddp=wrapper is not None)
     params = named_trainable(model, optimizer)
     refuse_unsuited(model, params)
-    agree_on_model(params, model, optimizer, strategy.to_json(), here.comm)
+    agree_on_model(params, whole, optimizer, strategy.to_json(), here.comm)
+    if wrapper is not None:
+        refuse_unfit(wrapper, params, strategy.parts(), here.comm, here.device)
     site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)
     for part in (checks or strategy).parts():
         part.check(site)
@@ -68,7 +72,13 @@ def bind(
         broadcast_from_first(model, params, here.comm)
     strip_compiled_prefix(model)
     compiled = compile_strategy(
-        strategy, model=model, optimizer=optimizer, params=params, comm=here.comm.metered(), device=here.device
+        strategy,
+        model=model,
+        optimizer=optimizer,
+        params=params,
+        comm=here.comm.metered(),
+        device=here.device,
+        wrapper=wrapper,
     )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     face.forward_stage = compiled.forward

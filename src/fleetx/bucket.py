@@ -57,7 +57,7 @@ def view_like(piece: Tensor, param: Tensor) -> Tensor:
 class Bucket:
     """One flat buffer and the parameters whose gradients live in it."""
 
-    def __init__(self, index: int, named: Sequence[tuple[str, nn.Parameter]], *, tail_numel: int) -> None:
+    def __init__(self, index: int, named: Sequence[tuple[str, nn.Parameter]], *, tail_numel: int, whole: bool = False) -> None:
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
@@ -69,7 +69,13 @@ class Bucket:
         self.tail = self.wire[numel:]
         pieces = self.flat.split([p.numel() for p in self.params])
         self.views = [view_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
-        on_cpu = first.device.type == "cpu"
+        self.whole = whole
+        """`param.grad` is of the whole window when backward ends, whoever wrote it: DDP has reduced in place, or in a buffer."""
+        self._renewed = False
+        """`whole`: a gradient came that was not added to what the window has."""
+        self._shown: list[Tensor | None] = list(self.views)
+        """`whole`: where the window's sums were before the backward; DDP may have moved them into buffers of its own."""
+        on_cpu = first.device.type == "cpu" and not whole
         self.in_place = [on_cpu and p.nbytes < LARGE_BYTES for p in self.params]
         """Autograd adds these gradients to zeros in their views. Others come as tensors of their own, and are moved.
 
@@ -131,14 +137,18 @@ class Bucket:
         self.require_unpolluted()
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
+            if self.whole and self.keeps and self.filled[i] and (grad is None or self._renewed):
+                raise FleetError(CHANGED_IN_WINDOW)
             if grad is None:
                 # Thrown away by model.zero_grad(); but the sum of finished micro-steps is not the user's to lose that way.
                 self.filled[i] = self.filled[i] and self.keeps
             elif grad is not view:
                 self._require_strided(i, grad)
-                (added if self.keeps and self.filled[i] else fresh).append((view, grad))
+                (added if self.keeps and self.filled[i] and not self.whole else fresh).append((view, grad))
                 param.grad = view
                 self.filled[i] = True
+            elif self.whole:
+                self.filled[i] = True  # unused here, it has no hook to say so, but DDP has written what others had
         if fresh:
             torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
         if added:
@@ -171,6 +181,13 @@ class Bucket:
         self.restart(zeroed=True)
         self.sure = all(self.in_place)
 
+    def show_window(self) -> None:
+        """`whole`: what is to come is added to the window's sums, also where somebody has zeroed gradients in between."""
+        for param, view, filled in zip(self.params, self.views, self.filled, strict=True):
+            if filled and param.grad is None:
+                param.grad = view
+        self._shown = [param.grad for param in self.params]
+
     def zero_small(self) -> None:
         if self._small_views:
             torch._foreach_zero_(self._small_views)
@@ -186,7 +203,7 @@ class Bucket:
         """A new window. What `param.grad` shows is the last update's, or None; or zeros, that may be added to."""
         self.filled[:] = [False] * len(self.params)
         self.zeroed = zeroed
-        self.keeps = self.touched = self.closed = self.expecting = self.sure = False
+        self.keeps = self.touched = self.closed = self.expecting = self.sure = self._renewed = False
         self.polluted = None
 
     def expect(self, *, reduces: bool) -> None:
@@ -208,6 +225,7 @@ class Bucket:
         """Inside a window: the gradients are safe in the flat buffer."""
         self.wake_hooks()
         self.keeps, self.touched, self.expecting = True, False, False
+        self._shown = list(self.views)
         self._version = self.flat._version
 
     def gradients(self) -> dict[str, Tensor]:
@@ -249,6 +267,7 @@ class Bucket:
     def on_unexpected(self, i: int) -> None:
         """A gradient of a backward that is not ours: it stays where it is until step() asks for it, or it is thrown away."""
         self.touched, self._small_are_zero = True, False
+        self._renewed |= self.whole and self.keeps and self.filled[i] and self.params[i].grad is not self._shown[i]
         if not self.filled[i] and self.params[i].grad is self.views[i]:
             if self.zeroed:
                 self.filled[i] = True

@@ -32,14 +32,22 @@ class Buckets:
     """All buckets of one model, with the hooks that fill them."""
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter], *, bucket_bytes: int, tail: Tail | None, carries_tail: bool, comm: Comm
+        self,
+        params: Mapping[str, nn.Parameter],
+        *,
+        bucket_bytes: int,
+        tail: Tail | None,
+        carries_tail: bool,
+        comm: Comm,
+        whole: bool = False,
     ) -> None:
         self.comm = comm
         self.tail = tail
         runs = bucket_runs(list(params.items())[::-1], bucket_bytes=bucket_bytes)
         joins = tail is not None and carries_tail and runs[-1][0][1].dtype == tail.dtype
         tail_numels = [0] * (len(runs) - 1) + [tail.numel if tail is not None and joins else 0]
-        self._buckets = [Bucket(i, run, tail_numel=n) for i, (run, n) in enumerate(zip(runs, tail_numels, strict=True))]
+        pieces = enumerate(zip(runs, tail_numels, strict=True))
+        self._buckets = [Bucket(i, run, tail_numel=n, whole=whole) for i, (run, n) in pieces]
         last = self._buckets[-1]
         self._tail_tensor = last.tail
         if tail is not None and not joins:
@@ -98,6 +106,7 @@ class Buckets:
         for bucket in self._buckets:
             bucket.require_unpolluted()
         if self._buckets[0].keeps:
+            self.show_window()
             return
         if self.has_new():
             for bucket in self._buckets:
@@ -105,6 +114,12 @@ class Buckets:
             return
         for bucket in self._buckets:
             bucket.make_room()
+
+    def show_window(self) -> None:
+        """Where DDP reduces, it reduces the sums of the whole window: they must be in `param.grad`."""
+        for bucket in self._buckets:
+            if bucket.whole and bucket.keeps:
+                bucket.show_window()
 
     def arm(self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS, alone: bool = False) -> None:
         """From now on a complete bucket is multiplied by `factor` and reduced at once; `alarms` travel with the last."""

@@ -57,6 +57,8 @@ class Comm(abc.ABC):
     size: int
     control_device: torch.device
     bytes_sent: float = 0.0
+    backend: str | None = None
+    """What carries the messages; None where there are none."""
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
@@ -83,6 +85,14 @@ class Comm(abc.ABC):
 
     def word_left(self) -> str | None:
         """What the last rank to stop left behind, if any has."""
+        return None
+
+    def leave_note(self, key: str, text: str) -> None:
+        """For other ranks to find, in place of an earlier one. No collective: nobody waits for it."""
+        return None
+
+    def notes_left(self, keys: Sequence[str]) -> list[str] | None:
+        """The notes under these keys; None while one of them is missing. No collective: what lies there is taken."""
         return None
 
     def background(self) -> Comm:
@@ -180,12 +190,26 @@ class TorchComm(Comm):
     def word_left(self) -> str | None:
         return _word_left()
 
+    def leave_note(self, key: str, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+            dist.distributed_c10d._get_default_store().set(key, text)
+
+    def notes_left(self, keys: Sequence[str]) -> list[str] | None:
+        with contextlib.suppress(RuntimeError):
+            store = dist.distributed_c10d._get_default_store()
+            # `multi_get` would wait for a key that is not there.
+            if store.check(list(keys)):
+                return [value.decode() for value in store.multi_get(list(keys))]
+        return None
+
     def background(self) -> Comm:
         return TorchComm(dist.new_group(backend="gloo"))
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        carriers = str(dist.get_backend_config(group)).split(",")
+        self.backend = ",".join(sorted({carrier.rpartition(":")[2] for carrier in carriers}))
         # Control flags travel on the CPU where they can: they then cost the device stream nothing.
         on_cpu = "gloo" in str(dist.get_backend_config(group)) or "mpi" in str(dist.get_backend_config(group))
         self.control_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -223,6 +247,11 @@ class TorchComm(Comm):
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """In the default process group."""
+    return dist.get_rank(), dist.get_world_size()
 
 
 def open_group(backend: str, *, rank: int, size: int, address: str, port: int, timeout: timedelta | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .alarms import AlarmReader
@@ -27,6 +28,7 @@ from .strategy import DistributedStrategy
 from .tail import Tail
 from .unheard import Unheard
 from .unused import UnusedCheck
+from .wrapped import ReducedByDDP, allows_unused, reduce_conflicts
 
 
 @final
@@ -62,9 +64,9 @@ class Compiled:
     """The FORWARD stage (autocast), if a part claims it."""
 
 
-def check_parts(parts: Sequence[Part]) -> None:
-    """All conflicts at once; then what is not built yet. Nothing asked for is ever dropped."""
-    lines = conflict_lines(parts)
+def check_parts(parts: Sequence[Part], *, by_ddp: bool = False) -> None:
+    """All conflicts at once; then what is not built yet. Nothing asked for is ever dropped. `by_ddp`: `reduce` is claimed."""
+    lines = conflict_lines(parts) + (reduce_conflicts(parts) if by_ddp else [])
     if lines:
         raise StrategyConflict("\n".join(line.removeprefix("Conflict: ") for line in lines))
     missing = [part.name for part in parts if not part.available]
@@ -80,27 +82,31 @@ def compile_strategy(
     params: Mapping[str, nn.Parameter],
     comm: Comm,
     device: torch.device,
+    wrapper: DistributedDataParallel | None = None,
 ) -> Compiled:
+    """`wrapper`: of the model, where it reduces."""
     parts = strategy.parts()
-    check_parts(parts)
+    check_parts(parts, by_ddp=wrapper is not None)
     site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device)
     filled: dict[Slot, Any] = {}
     merge = next((part.build(site)[Slot.MERGE] for part in parts if Slot.MERGE in part.claims()), Merge())
-    require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm)  # before a part changes anything
+    # Before a part changes anything.
+    require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm, by_ddp=wrapper is not None)
     for part in parts:
         filled.update(part.build(site))
     stages = Stages(
         merge=merge,
         backward=filled.get(Slot.BACKWARD, PlainBackward()),
-        reduce=filled.get(Slot.REDUCE, DenseAllReduce(comm)),
+        reduce=filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm)),
         clip=filled.get(Slot.CLIP),
         update=filled.get(Slot.UPDATE, optimizer),
         average=filled.get(Slot.AVERAGE),
     )
-    allowed = strategy.find_unused_parameters
+    allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=len(params) if allowed else 0) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
-    buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=stages.reduce.carries_tail, comm=comm)
+    carries_tail, whole = stages.reduce.carries_tail, wrapper is not None
+    buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=carries_tail, comm=comm, whole=whole)
     stages.reduce.attach(buckets)
     # A rank that misses a gradient starts its bucket later than the others. If a part's own collective lies in between,
     # one rank sends a bucket while another sends that: both go wrong. So nothing starts before backward has ended.

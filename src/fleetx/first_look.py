@@ -53,14 +53,19 @@ class FirstLook:
         self._model = model
         self._compiled_before = is_compiled(model)
         self._digest: str | None = None
+        # Not as a decorator of the class: that imports torch's compiler, two seconds of it, with this file.
+        self._look = torch.compiler.disable(self._look_at)
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _look_at_nothing, ()  # a copy of the model carries the hook along; there it has nothing to say
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not self._model or rehearsing.is_on():
+        if module is self._model:  # in a copy of the model it is not
+            self._look(module, args, kwargs)
+
+    def _look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if rehearsing.is_on():
             return
         if not self._compiled_before and _called_from_compiled(module):
             raise ConfigError(COMPILE_FIRST)

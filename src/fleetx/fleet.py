@@ -7,36 +7,39 @@ model, optimizer = fleet.distribute(model, optimizer, strategy)
 from __future__ import annotations
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Sized
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import current_autocast, progress, stopping, util, world
-from .auto.choose import chosen_plan
-from .auto.subject import Subject, silence
+from . import current_autocast, progress, running, stopping, util, world
 from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
-from .checkpoint import load_checkpoint, save_checkpoint, save_model
 from .compile import check_parts, require_plain_optimizer
 from .errors import ConfigError
 from .keys import integer
 from .keys import size as size_in_bytes
-from .memory.find_batch import FoundBatches, Resize, found_batches, size_of, without_memory_parts
-from .memory.measured_growth import rows_of
 from .memory.random_states import NUMPY, PYTHON, torch_sources
 from .optimizer import FleetOptimizer
 from .placement import agree_on_model, named_trainable
 from .sampler import FleetSampler
 from .strategies.auto import Auto
 from .strategy import SCALARS, DistributedStrategy
+from .wrapped import refuse_steps_of_a_sample
+
+if TYPE_CHECKING:  # imported where they are used: few scripts plan, not all save, and `import fleetx` must be quick
+    from .checkpoint import load_checkpoint, save_checkpoint, save_model
+    from .memory.find_batch import FoundBatches, Resize
+    from .monitor import Monitor
 
 __all__ = [
     "DistributedStrategy",
+    "Monitor",
     "autocast",
     "barrier_worker",
     "device",
@@ -62,6 +65,12 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 
+_HOMES = {
+    "Monitor": ".monitor",
+    "load_checkpoint": ".checkpoint",
+    "save_checkpoint": ".checkpoint",
+    "save_model": ".checkpoint",
+}
 _default_strategy: DistributedStrategy | None = None
 _models_waiting: list[weakref.ref[nn.Module]] = []
 _optimizers_waiting: list[weakref.ref[FleetOptimizer]] = []
@@ -191,22 +200,27 @@ def find_batch(
     budget: int | str,
     loss_fn: LossFn | None = None,
     global_batch: int | None = None,
-    resize: Resize = rows_of,
+    resize: Resize | None = None,
     size: int | None = None,
 ) -> FoundBatches:
     """The largest micro-batch that a budget of memory allows, and the fastest one; before `distribute`, on every rank.
 
     `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
     micro-batches make it up without a rest. Model and optimizer are afterwards as they were."""
+    from .memory.find_batch import found_batches, size_of, without_memory_parts
+    from .memory.measured_growth import rows_of
+
     require_plain_optimizer(optimizer)
     chosen, face = _chosen(strategy), FleetOptimizer(optimizer)
     limit = size_in_bytes().check("budget", budget)
     if global_batch is not None:
         global_batch = integer(1).check("global_batch", global_batch)
     length = size_of(sample) if size is None else integer(2).check("size", size)
+    resize = rows_of if resize is None else resize
     if not callable(resize):
         raise ConfigError(f"resize is {resize!r}; it must be a function: resize(sample, size) gives a batch of that size.")
     require_loss_fn(loss_fn)
+    refuse_steps_of_a_sample(model)
     bind(model, face, without_memory_parts(chosen), has_sample=True, checks=chosen)
     try:
         rehearsal = rehearsal_of(model, face, sample, loss_fn)
@@ -251,12 +265,14 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     return face
 
 
-_LATER = {"Monitor"}
-
-
 def __getattr__(name: str) -> Any:
-    later = " It is not available yet in this version." if name in _LATER else ""
-    raise AttributeError(f"fleet has no attribute `{name}`.{later}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __package__), name)
+    raise AttributeError(f"fleet has no attribute `{name}`.")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:
@@ -270,6 +286,9 @@ def _planned(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, auto: Auto, sample: Any, loss_fn: LossFn | None
 ) -> tuple[DistributedStrategy, Any]:
     """The strategy that `auto` chooses, by steps that leave no trace, and a batch for it; worker 0 shows why."""
+    from .auto.choose import chosen_plan
+    from .auto.subject import Subject
+
     require_module(model)
     here = world.current()
     # First of all: a rank that wants something else would be in other collectives than the rest.
@@ -289,19 +308,31 @@ def _planned(
     return plan.strategy, sample
 
 
+def _warnings_of(auto: Auto | None) -> AbstractContextManager[None]:
+    """Auto has measured what a part would warn of."""
+    if auto is None:
+        return contextlib.nullcontext()
+    from .auto.subject import silence
+
+    return silence()
+
+
 def _bind(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, *, sample: Any = None, loss_fn: LossFn | None = None
 ) -> None:
     """Worker 0 shows the strategy before steps of the sample are run: what they settle is told below it."""
     require_loss_fn(loss_fn)
     auto = next((part for part in strategy.parts() if isinstance(part, Auto)), None)
+    if auto is not None or sample is not None:
+        refuse_steps_of_a_sample(model)
     if auto is not None:
         strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
     elif callable(sample):
         raise ConfigError("sample is a function, which only strategy.auto takes. Give one batch, as the loop gives it.")
-    with silence() if auto is not None else contextlib.nullcontext():  # auto has measured what a part would warn of
+    with _warnings_of(auto):
         bind(model, face, strategy, has_sample=sample is not None)
     current_autocast.use(face)
+    running.enlist(model, face, strategy)
     if is_first_worker():
         print(strategy, flush=True)
     if sample is not None:

@@ -141,6 +141,16 @@ def size() -> Kind:
     return Kind('a number of bytes, such as 20_000_000_000, "20GB" or "20GiB"', parse)
 
 
+def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict of these pairs, of which none has another's name."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = value
+    return found
+
+
 def key(default: Any, kind: Kind, doc: str) -> Any:
     """A dataclass field that carries its kind and its one-line meaning."""
     metadata = {"kind": kind, "doc": doc}

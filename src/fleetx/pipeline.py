@@ -30,6 +30,13 @@ from .progress import Phase
 from .report import Report, mean_loss
 from .slots import Average, Backward, Clip, Merge, News, Reduce, Step
 from .window import Weighing, Window
+from .wrapped import ReducedByDDP
+
+
+def dense_bytes(buckets: Buckets, comm: Comm) -> int:
+    """What one rank sends in a plain all-reduce of all gradients."""
+    numbers = sum(p.numel() * p.element_size() for bucket in buckets for p in bucket.params)
+    return round(2 * (comm.size - 1) / comm.size * numbers)
 
 
 @dataclass(slots=True)
@@ -43,6 +50,11 @@ class Stages:
     update: Optimizer
     average: Average | None
 
+    @property
+    def ddp(self) -> ReducedByDDP | None:
+        """REDUCE, where it is done inside backward by a wrapper of the model's."""
+        return self.reduce if isinstance(self.reduce, ReducedByDDP) else None
+
 
 @final
 class Pipeline:
@@ -50,7 +62,8 @@ class Pipeline:
         self.stages, self.buckets, self.comm = stages, buckets, comm
         self._checks, self.meter = checks, meter
         needs_loss = stages.backward.needs_loss or (stages.average is not None and stages.average.needs_loss)
-        self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss)
+        by_ddp = stages.ddp is not None
+        self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss, mean_in_backward=by_ddp)
         self._norms = GradientNorms(buckets, stages.update)
         self.window = Window()
         self._finite = True
@@ -62,6 +75,9 @@ class Pipeline:
         self._grad_norm: Tensor | None = None
         self._reported_bytes = comm.bytes_sent
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
+        self.number = 0
+        """Among the pairs of this process, from 1 (running.py)."""
+        self._dense_bytes = dense_bytes(buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, heed=self._heed_round)
         pairs.enlist(self)
@@ -78,22 +94,26 @@ class Pipeline:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
+        by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as a bare backward's are
         self.buckets.begin()
         self.window.enter(loss, weight)
         progress.at_step(self.index + 1, Phase.BACKWARD)
         try:
-            if due:
+            if due and not by_ddp:
                 self._arm()
-            self.buckets.expect(reduces=due)
+            if not by_ddp:
+                self.buckets.expect(reduces=due)
             pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
             self.buckets.abandon()
             raise
-        if due:
-            self._close()
-        else:
+        if by_ddp or not due:
             self._keep()
+        if due and by_ddp:
+            self._reduce_now()
+        elif due:
+            self._close()
         progress.at_step(self.index + 1)
 
     def step(self, *, recycle: bool = False) -> Report:
@@ -111,6 +131,11 @@ class Pipeline:
 
     def flush(self) -> Report:
         """Close a window early. Every rank must call it, at the same place."""
+        self.reduce_early()
+        return self._update(recycle=True) if self.window.closed else self._report(due=False, updated=False)
+
+    def reduce_early(self) -> None:
+        """Half of a flush: true gradients of the micro-steps so far, to be looked at before step() applies them."""
         self.refuse_inside_averaged()
         self.window.refuse_broken()
         if not self.window.closed and self.buckets.has_new():
@@ -118,7 +143,6 @@ class Pipeline:
         self._checks.agree_to_flush(self.window)
         if self.window.micro_steps and not self.window.closed:
             self._reduce_now()
-        return self._update(recycle=True) if self.window.closed else self._report(due=False, updated=False)
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
@@ -136,6 +160,8 @@ class Pipeline:
     def _keep(self) -> None:
         """A micro-step inside a window is over."""
         self.buckets.keep()
+        if self.stages.ddp is not None:
+            self.stages.ddp.after_backward()
         if self.meter.measures(self.index + 1):
             self.meter.after_micro_step(self.buckets, self.window, self.weighing)
 
@@ -157,6 +183,8 @@ class Pipeline:
     def _close(self) -> None:
         self.buckets.close()
         self.window.closed = True
+        if self.stages.ddp is not None:
+            self.stages.ddp.compare(self.buckets)
         used = self.stages.reduce.used(self._checks.unused.after_reduce())
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
         looks, measures = self._checks.looks_at_norm(self.stages.backward), self.meter.measures(self.index + 1)
@@ -177,6 +205,8 @@ class Pipeline:
 
     def _reduce_now(self) -> None:
         """Reduce without overlap: after a bare loss.backward(), or when a window is flushed."""
+        if self.stages.ddp is not None:
+            self.stages.ddp.require_done(self.buckets.missing())
         self._arm()
         self._close()
 
@@ -185,6 +215,7 @@ class Pipeline:
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = self._norms.measure()
+        progress.at_step(self.index + 1, Phase.UPDATE)
         finite = self._finite
         if not finite and self._checks.must_stop(self.stages.backward):
             self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
@@ -286,6 +317,7 @@ class Pipeline:
         sent, self._reported_bytes = self.comm.bytes_sent - self._reported_bytes, self.comm.bytes_sent
         ratios = getattr(self.stages.update, "trust_ratios", None)
         stage = self.stages.average
+        step = self._step(self.index if due else self.index + 1)
         return Report(
             due=due,
             updated=updated,
@@ -293,9 +325,14 @@ class Pipeline:
             bytes_sent=round(sent),
             loss_scale=self.stages.backward.scale() if loss_scale is None else loss_scale,
             period=None if stage is None else stage.period,
+            step=step.index,
+            micro_steps=self.window.micro_steps,
+            bytes_dense=self._dense_bytes if due else 0,
+            pair=self.number,
             averaged=averaged,
             waited=None if stage is None else stage.waits,
             trust_ratios=ratios() if updated and callable(ratios) else None,
+            _lr=step.lr.detach().clone() if isinstance(step.lr, Tensor) else step.lr,  # a scheduler writes into a tensor
             _losses=tuple(self.window.losses),
             _weights=tuple(self.window.weights),
             _grad_norm=self._grad_norm if due else None,
@@ -344,6 +381,8 @@ class Pipeline:
         """This pair will train nothing: its parameters are free for another."""
         pairs.dismiss(self)
         self.buckets.give_up()
+        if self.stages.ddp is not None:
+            self.stages.ddp.give_up()
         if self._checks.first_look is not None:
             self._checks.first_look.give_up()
 

@@ -64,7 +64,7 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
-    """One clear sentence for each kind of model that would train wrongly."""
+    """One clear sentence for each kind of model that would train wrongly. Of a model in DDP: of the module inside it."""
     wrapped = sharding_of(model)
     if wrapped is not None:
         raise ConfigError(f"the model is already distributed ({wrapped}). Give fleet.distribute(...) the bare module.")

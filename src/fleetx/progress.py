@@ -3,6 +3,7 @@
 worker     progress.at_step(812)                      the update under way, counted from 1
            with progress.during(Phase.WAIT): ...      the one place that waits is comm.Pending.wait
 launcher   progress.read(path)                        None until the worker first says something
+monitor    progress.listen(heard)                     told of every change of phase, in the thread that trains
 
 Standard library only: the launcher reads it before torch is imported, and a record costs the worker less than a microsecond.
 """
@@ -16,7 +17,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,11 @@ class Phase(enum.IntEnum):
     WAIT = 3
     """In a collective, until the other ranks are there too."""
     SAVE = 4
+    FORWARD = 5
+    """Of a model in training, and the loss after it; known only while a monitor looks."""
+    UPDATE = 6
+    EVALUATE = 7
+    """A forward that no backward will follow; known only while a monitor looks."""
 
 
 _PHASES = frozenset(int(phase) for phase in Phase)
@@ -69,7 +75,8 @@ class _Record:
 
     def __init__(self) -> None:
         self.step, self.phase = 0, Phase.SCRIPT
-        self._main = threading.main_thread().ident
+        self.thread = threading.main_thread().ident
+        self.listener: Callable[[Phase], None] | None = None
         self._page: mmap.mmap | bytearray = bytearray(RECORD_BYTES)
         path = os.environ.get(PROGRESS_FILE)
         if path:
@@ -78,9 +85,11 @@ class _Record:
                 self._page = mmap.mmap(file.fileno(), RECORD_BYTES)
 
     def write(self, phase: Phase) -> None:
-        if threading.get_ident() != self._main:
+        if threading.get_ident() != self.thread:
             return  # a checkpoint written in the background is not where the rank is
         self.phase = phase
+        if self.listener is not None:
+            self.listener(phase)
         _RECORD.pack_into(self._page, 0, self.step, self.phase, time.monotonic_ns())
 
 
@@ -90,6 +99,23 @@ _record = _Record()
 def at_step(step: int, phase: Phase = Phase.SCRIPT) -> None:
     _record.step = step
     _record.write(phase)
+
+
+def now() -> Phase:
+    return _record.phase
+
+
+def enter(phase: Phase) -> None:
+    """Until the next change, whoever makes it."""
+    _record.write(phase)
+
+
+def listen(listener: Callable[[Phase], None] | None) -> None:
+    """Tell it of every change of phase from now on. The thread that asks is the one that trains: under some frameworks it is
+    not the main one."""
+    _record.listener = listener
+    if listener is not None:
+        _record.thread = threading.get_ident()
 
 
 @contextlib.contextmanager

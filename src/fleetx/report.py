@@ -41,12 +41,21 @@ class Report:
     loss_scale: float = 1.0
     period: int | None = None
     """Updates between two averagings (Local SGD)."""
+    step: int = 0
+    """The update that this micro-step belongs to, from 1; updates that were skipped count too."""
+    micro_steps: int = 0
+    """Of the window so far."""
+    bytes_dense: int = 0
+    """What a dense all-reduce of this update's gradients would have sent; 0 inside a window."""
     averaged: bool = False
     """The weights are a new average over all ranks (Local SGD)."""
     waited: dict[int, float] | None = None
     """Seconds in which each rank waited for the others, by rank, at the averaging before the last; a slow rank waits least."""
     trust_ratios: TrustRatios | None = None
     """Of this update, by layer (LARS, LAMB); None where none was made."""
+    pair: int = 0
+    """Which pair of model and optimizer, in the order of fleet.distribute, from 1."""
+    _lr: float | Tensor | None = field(default=None, repr=False)
     _losses: tuple[Tensor, ...] = field(default=(), repr=False)
     _weights: tuple[float, ...] = field(default=(), repr=False)
     _grad_norm: Tensor | None = field(default=None, repr=False)
@@ -56,8 +65,20 @@ class Report:
     @property
     def loss(self) -> float | None:
         """Mean of this rank's losses over the window so far, by weight where weights are given."""
-        mean = mean_loss(self._losses, self._weights)
+        mean = self.loss_on_device()
         return None if mean is None else float(mean)
+
+    def loss_on_device(self) -> Tensor | None:
+        """The same, for those who cannot wait for the device."""
+        return mean_loss(self._losses, self._weights)
+
+    def grad_norm_on_device(self) -> Tensor | None:
+        return self._grad_norm
+
+    @property
+    def lr(self) -> float | None:
+        """Of the optimizer's first group, at this update."""
+        return None if self._lr is None else float(self._lr)
 
     @property
     def grad_norm(self) -> float | None:

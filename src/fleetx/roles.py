@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zlib
 from collections.abc import Mapping
@@ -36,6 +37,18 @@ def role_from_env(env: Env) -> Role:
         if role is not None:
             return _checked(role)
     return ALONE
+
+
+def role_in_group(env: Env, *, rank: int, size: int) -> Role:
+    """In a process group that somebody else has made: who we are is known, and variables may be half set (Lightning sets
+    WORLD_SIZE and LOCAL_RANK alone), or be of another job than this group."""
+    with contextlib.suppress(ConfigError):
+        role = role_from_env(env)
+        if (role.rank, role.size) == (rank, size):
+            return role
+    local = {name: int(env[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name, "").isdecimal()}
+    local_rank, local_size = local.get("LOCAL_RANK", rank), local.get("LOCAL_WORLD_SIZE", size)
+    return Role(rank=rank, size=size, local_rank=local_rank, local_size=local_size, source="group")
 
 
 def _from_torchrun(env: Env) -> Role | None:

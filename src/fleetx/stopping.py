@@ -10,13 +10,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from types import FrameType
+
+from .errors import FleetWarning
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 
 _requested = False
 _armed = False
+_warned = False
 _agreed: bool | None = None
 """Whether all ranks know. None in a job that has made no pair, whose updates could carry the request."""
 
@@ -52,12 +56,28 @@ def forget() -> None:
 def arm() -> None:
     """From now on a request is noted. A handler of the user's own is left alone."""
     global _armed
-    if _armed or threading.current_thread() is not threading.main_thread():
-        return  # Python lets the main thread alone set handlers
+    if _armed:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        return _warn_of_thread()
     for signum in SIGNALS:
         if signal.getsignal(signum) is signal.SIG_DFL:
             signal.signal(signum, _on_signal)
     _armed = True
+    return None
+
+
+def _warn_of_thread() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "fleet.should_stop() is asked outside the main thread, where Python lets nobody set a signal handler: this process "
+            "notes no SIGTERM or SIGUSR1, and hears only of those that other ranks note. Ask once in the main thread; in a "
+            "worker of Ray Train, which has no such place, save at regular steps instead.",
+            FleetWarning,
+            stacklevel=4,
+        )
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:

@@ -6,15 +6,12 @@ import copy
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import yaml
-
 from .errors import ConfigError, StrategyConflict, did_you_mean
-from .keys import Kind, boolean, choice, integer, number
+from .keys import Kind, boolean, choice, integer, number, once
 from .overview import overview, slot_table
 from .slots import Part
 from .strategies import catalogue
@@ -271,14 +268,18 @@ class DistributedStrategy:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(_read("JSON", lambda: json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)))
+        return cls.from_dict(_read("JSON", lambda: json.loads(text, object_pairs_hook=once, parse_constant=_refuse_constant)))
 
     def to_yaml(self) -> str:
+        import yaml  # late: a strategy is mostly written in Python, and an import must be quick
+
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        return cls.from_dict(_read("YAML", lambda: yaml.load(text, Loader=_StrictLoader)))
+        from .strict_yaml import load
+
+        return cls.from_dict(_read("YAML", lambda: load(text)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         text = self.to_json() if _is_json(path) else self.to_yaml()
@@ -293,35 +294,6 @@ class DistributedStrategy:
             raise ConfigError(f"{path} is not UTF-8 text: {error}.") from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML without its traps: no key twice (merged in either), no aliases (they multiply), and 1e-3 is a number."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        _once([(key.value, None) for key in scalars])
-        if any(key.tag == "tag:yaml.org,2002:merge" for key in scalars):
-            raise ValueError("merge keys are not allowed")
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 reads 1e-3 as text, for want of a dot.
-_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
-
-
-def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    once: dict[Any, Any] = {}
-    for name, value in pairs:
-        if name in once:
-            raise ValueError(f"{name!r} is given twice")
-        once[name] = value
-    return once
 
 
 def _refuse_constant(name: str) -> None:

@@ -68,8 +68,10 @@ class Window:
 class Weighing:
     """How micro-batches and ranks are averaged: by a factor on each loss, and one on the sums in the buckets."""
 
-    def __init__(self, merge: Merge, backward: Backward, comm: Comm, *, needs_loss: bool) -> None:
+    def __init__(self, merge: Merge, backward: Backward, comm: Comm, *, needs_loss: bool, mean_in_backward: bool = False) -> None:
         self._merge, self._backward, self._comm, self._needs_loss = merge, backward, comm, needs_loss
+        self._mean_in_backward = mean_in_backward
+        """The sums in the buckets are already divided by the number of ranks, by DDP."""
         self.weighted: bool | None = None
         """Whether this run passes weight=; None before the first reduce."""
         self.usual = 1.0
@@ -104,6 +106,8 @@ class Weighing:
         if window.weights:
             self.last_total = math.fsum(window.weights) if alone else self._total(window.weights)
             divisor = self.last_total / self.usual
+        if self._mean_in_backward:
+            divisor /= self._comm.size
         # All weights 0 on all ranks: the gradients are 0 too, and must not become NaN.
         return 0.0 if divisor == 0.0 else 1.0 / (divisor * self._backward.scale())
 

@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 
 from . import comm as c10d
-from . import stopping
+from . import running, stopping
 from .comm import Comm, SoloComm, TorchComm
 from .errors import ConfigError
-from .roles import Role, role_from_env
+from .roles import Role, role_from_env, role_in_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,22 @@ def is_open() -> bool:
     return _current is not None
 
 
-def open_world(*, backend: str | None = None, timeout: timedelta | float | None = None) -> World:
-    """Adopt an existing process group, or make one from the launcher's variables, or be alone."""
+def open_world(
+    *, backend: str | None = None, timeout: timedelta | float | None = None, device: torch.device | None = None
+) -> World:
+    """Adopt an existing process group, or make one from the launcher's variables, or be alone.
+
+    `device`: that of a framework which has chosen one."""
     global _current
     if _current is not None:
         return _current
-    role = role_from_env(os.environ)
-    device = choose_device(role)
+    adopted = c10d.rank_and_size() if c10d.is_initialized() else None
+    role = role_from_env(os.environ) if adopted is None else role_in_group(os.environ, rank=adopted[0], size=adopted[1])
+    device = choose_device(role) if device is None else device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     comm: Comm = SoloComm()
-    if c10d.is_initialized():
+    if adopted is not None:
         comm = TorchComm()
     elif role.address is not None:
         _open_group(role, backend or choose_backend(role, device), timeout)
@@ -63,6 +68,7 @@ def close_world() -> None:
     global _current
     _current = None
     stopping.forget()
+    running.forget()
     c10d.close_group()
 
 

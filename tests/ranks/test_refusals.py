@@ -333,8 +333,8 @@ def test_compiling_after_distribute_is_refused(how: str) -> None:
 
 def _wrapped(rank: int, how: str) -> str:
     model = mlp()
-    if how == "DistributedDataParallel":
-        model = nn.parallel.DistributedDataParallel(model)  # type: ignore[assignment]
+    if how == "DistributedDataParallel":  # around a part of it; around all of it: test_wrapped_models.py
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(model), nn.Linear(4, 4))
     elif how == "FSDPModule":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

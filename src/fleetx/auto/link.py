@@ -104,12 +104,12 @@ def measured_link(comm: Comm, device: torch.device, *, sizes: Sequence[int] = SI
         return LinkProfile(1, (), ())
     return LinkProfile(
         comm.size,
-        _timed(comm, device, sizes, longest_s, lambda tensor: comm.all_reduce(tensor).wait()),
-        _timed(comm, device, sizes, longest_s, lambda tensor: comm.all_gather(tensor)[1].wait()),
+        timed(comm, device, sizes, longest_s, lambda tensor: comm.all_reduce(tensor).wait()),
+        timed(comm, device, sizes, longest_s, lambda tensor: comm.all_gather(tensor)[1].wait()),
     )
 
 
-def _timed(
+def timed(
     comm: Comm, device: torch.device, sizes: Sequence[int], longest_s: float, run: Callable[[torch.Tensor], Any]
 ) -> tuple[Point, ...]:
     """Medians, the slowest rank's. Whether a larger size is still tried is decided by what all ranks share, or some would wait

@@ -25,6 +25,15 @@ class SGDHandedOver(torch.optim.SGD):
     def adopt_groups(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> None:
         self.param_groups = groups
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        for group, new in zip(groups, self.param_groups, strict=True):
+            group.update(new)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state  # the very dicts that a scheduler of the user's optimizer moves
+
     def hand_over(self, param: Tensor) -> Tensor | None:
         """Its momentum, which is no longer kept here."""
         momentum: Tensor | None = self.state[param].pop("momentum_buffer", None) if param in self.state else None

@@ -96,11 +96,12 @@ def find_nodes(options: argparse.Namespace) -> topology.Nodes:
 class Console:
     """Tables and logs on stdout, from the moment it is known which ranks are this node's."""
 
-    def __init__(self, plan: topology.Plan) -> None:
+    def __init__(self, plan: topology.Plan, *, is_shared: bool) -> None:
+        """`is_shared`: rank 0 knows the terminal, and may draw on it."""
         self.first_rank = 0
         self.node = plan.nodes.rank or 0
         self._plan = plan
-        self._follower = logs.Follower()
+        self._follower = logs.Follower(is_shared=is_shared)
 
     def announce(self, environment: Mapping[str, str]) -> None:
         """Given the variables of this node's first rank, just before it starts; on a restart all is open already."""
@@ -169,8 +170,8 @@ def supervised(plan: topology.Plan) -> int:
     """Run the ranks with their output on the console, and say how it ended."""
     from fleetx.launch import supervise
 
-    shown = Console(plan)
     terminal = own_terminal() if console.shows_rank_0_bare(plan) else None
+    shown = Console(plan, is_shared=terminal is not None)
     oom_kills = oom.count_kills()
     console_seconds: float | None = STOPPED_CONSOLE_SECONDS
     try:

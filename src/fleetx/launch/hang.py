@@ -16,7 +16,15 @@ from fleetx.progress import Phase, Progress
 STOPPED_SECONDS = 3.0
 GAP_SECONDS = 1.0
 SHOWN_CULPRITS = 4
-PLACES = {Phase.SCRIPT: "the user's code", Phase.BACKWARD: "backward", Phase.WAIT: "a collective", Phase.SAVE: "a save"}
+PLACES = {
+    Phase.SCRIPT: "the user's code",
+    Phase.BACKWARD: "backward",
+    Phase.WAIT: "a collective",
+    Phase.SAVE: "a save",
+    Phase.FORWARD: "forward",
+    Phase.UPDATE: "the update",
+    Phase.EVALUATE: "an evaluation",
+}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fleetx.launch.topology import log_path, stale_logs
 FOLLOW_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 14
+ERASE_LINE, SHOW_CURSOR = b"\r\x1b[K", b"\x1b[?25h"
 STACK_HEADING = "(most recent call first):"
 """Of each thread's stack, as faulthandler writes it; the main thread's is the last."""
 
@@ -89,23 +90,26 @@ class _Tail:
 
 
 class _Screen:
-    """Keeps lines whole: a prefixed line begins at the left edge, also when a bare rank stands in the middle of one."""
+    """Keeps lines whole: a prefixed line begins at the left edge, also when a bare rank stands in the middle of one.
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self._write = write
+    `is_shared`: rank 0 may draw a line of its own there, over and over; what is shown takes its place, and it comes again below."""
+
+    def __init__(self, write: Callable[[bytes], None], *, is_shared: bool = False) -> None:
+        self._write, self._is_shared = write, is_shared
         self._is_at_edge = True
 
     def show(self, data: bytes, view: View) -> None:
         if not data:
             return
         needs_edge = not self._is_at_edge and not isinstance(view, Bare)
-        self._write(b"\n" + data if needs_edge else data)
+        erase = ERASE_LINE if self._is_shared and self._is_at_edge else b""
+        self._write(erase + (b"\n" + data if needs_edge else data))
         self._is_at_edge = data.endswith(b"\n")
 
 
-def follow(tails: Sequence[_Tail], finished: threading.Event, write: Callable[[bytes], None]) -> None:
+def follow(tails: Sequence[_Tail], finished: threading.Event, write: Callable[[bytes], None], *, is_shared: bool) -> None:
     """Copy growing files onto the console, to their very end."""
-    screen = _Screen(write)
+    screen = _Screen(write, is_shared=is_shared)
     with contextlib.suppress(ConsoleGone):  # ends the copy, not the run
         while True:
             is_last_pass = finished.is_set()  # asked before reading: what was written until then is still read
@@ -122,13 +126,15 @@ def follow(tails: Sequence[_Tail], finished: threading.Event, write: Callable[[b
                 finished.wait(FOLLOW_SECONDS)
         for tail in tails:
             screen.show(tail.view.end(), tail.view)
+        if is_shared:  # a rank that was killed could not
+            write(SHOW_CURSOR)
 
 
 class Follower:
     """One thread for all logs of this node."""
 
-    def __init__(self, write: Callable[[bytes], None] = write_all) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[bytes], None] = write_all, *, is_shared: bool = False) -> None:
+        self._write, self._is_shared = write, is_shared
         self._finished = threading.Event()
         self._thread: threading.Thread | None = None
         self._tails: list[_Tail] = []
@@ -139,7 +145,8 @@ class Follower:
 
     def start(self, views: Sequence[tuple[Path, View]]) -> None:
         self._tails = [_Tail(path, view) for path, view in views]
-        self._thread = threading.Thread(target=follow, args=(self._tails, self._finished, self._write), daemon=True)
+        arguments, more = (self._tails, self._finished, self._write), {"is_shared": self._is_shared}
+        self._thread = threading.Thread(target=follow, args=arguments, kwargs=more, daemon=True)
         self._thread.start()
 
     def stop(self, limit_seconds: float | None = None) -> None:

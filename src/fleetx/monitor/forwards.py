@@ -1,0 +1,56 @@
+"""When a model computes: hooks that tell forward from the data before it, while a monitor looks.
+
+From a forward in training until backward the rank is at the loss; after one for evaluation it is back in the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .. import progress
+from ..progress import Phase
+
+OUTSIDE = (Phase.SCRIPT, Phase.FORWARD, Phase.EVALUATE)
+"""Inside backward a forward may run too: what recompute had dropped."""
+_evaluating: nn.Module | None = None
+"""The outermost module of an evaluation under way."""
+
+
+def begins(module: nn.Module, *_: Any) -> None:
+    global _evaluating
+    if progress.now() not in OUTSIDE or _evaluating is not None:
+        return
+    trains = module.training and torch.is_grad_enabled()
+    _evaluating = None if trains else module
+    progress.enter(Phase.FORWARD if trains else Phase.EVALUATE)
+
+
+def ends(module: nn.Module, *_: Any) -> None:
+    global _evaluating
+    if module is _evaluating:
+        _evaluating = None
+        progress.enter(Phase.SCRIPT)
+
+
+def unwatch(handles: Iterable[RemovableHandle]) -> None:
+    global _evaluating
+    for handle in handles:
+        handle.remove()
+    _evaluating = None
+
+
+def watch(model: nn.Module) -> list[RemovableHandle]:
+    """The model and its children: a method such as `model.loss(batch)` may call only those."""
+    handles = []
+    for module in unique([model, *model.children()]):
+        handles += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, always_call=True)]
+    return handles
+
+
+def unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return list(dict.fromkeys(modules))

@@ -1,0 +1,153 @@
+"""The one line about a running job, and the one at its end. Pure functions of what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .split import PARTS, Split, compute_of
+
+BAR_CELLS = 12
+VALUES_SHOWN = 4
+
+
+@dataclass
+class Standing:
+    """Of the run, as far as it is known."""
+
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    memory_bytes: int = 0
+    bytes_sent: int = 0
+    """Of one update, a mean over the last ones."""
+    bytes_dense: int = 0
+    period: int | None = None
+    loss_scale: float | None = None
+    slowest: tuple[int, float] | None = None
+    """The rank that the others wait for, and the seconds of an update that they do."""
+
+    def learn(self, loss: float | None, values: Mapping[str, float]) -> None:
+        self.loss = self.loss if loss is None else loss
+        self.values |= values
+
+
+def bytes_text(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def number_text(value: float) -> str:
+    """Four digits, as short as they go."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def duration_text(seconds: float) -> str:
+    seconds = round(seconds)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    if hours >= 48:
+        return f"{hours // 24} days {hours % 24} h"
+    return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+
+
+def bar(share: float) -> str:
+    full = round(min(max(share, 0.0), 1.0) * BAR_CELLS)
+    return "━" * full + "─" * (BAR_CELLS - full)
+
+
+def wire_text(sent: float, dense: float) -> str | None:
+    """What an update sends against a dense all-reduce; None where nothing would be sent."""
+    if dense <= 0:
+        return None
+    return f"wire {bytes_text(sent)} ({percent(sent / dense)} of dense)"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.2g} %"
+
+
+def eta_seconds(now: Standing) -> float | None:
+    if now.total_steps is None or not now.steps_per_second:
+        return None
+    return max(now.total_steps - now.step, 0) / now.steps_per_second
+
+
+def pieces(now: Standing) -> list[str]:
+    """What is known, in an order that a narrow terminal may cut."""
+    share = now.step / now.total_steps if now.total_steps else None
+    found: list[str | None] = [
+        f"step {now.step:,}" if share is None else f"{bar(share)} {now.step:,}/{now.total_steps:,}",
+        None if now.loss is None else f"loss {number_text(now.loss)}",
+        *(f"{name} {number_text(value)}" for name, value in list(now.values.items())[:VALUES_SHOWN]),
+        speed_text(now.steps_per_second, now.samples_per_second),
+        None if (left := eta_seconds(now)) is None else f"ETA {duration_text(left)}",
+        f"mem {bytes_text(now.memory_bytes)}" if now.memory_bytes else None,
+        wire_text(now.bytes_sent, now.bytes_dense),
+        None if now.period is None else f"period {now.period}",
+        None if now.loss_scale in (None, 1.0) else f"scale {number_text(now.loss_scale or 1.0)}",
+        waits_text(now.slowest, now.steps_per_second),
+    ]
+    return [piece for piece in found if piece]
+
+
+def speed_text(steps_per_second: float | None, samples_per_second: float | None) -> str | None:
+    if samples_per_second:
+        return f"{number_text(samples_per_second)} samples/s"
+    if not steps_per_second:
+        return None
+    return f"{number_text(steps_per_second)} steps/s" if steps_per_second >= 1 else f"{number_text(1 / steps_per_second)} s/step"
+
+
+def waits_text(slowest: tuple[int, float] | None, steps_per_second: float | None) -> str | None:
+    """Only where it is worth telling: a tenth of an update."""
+    if slowest is None or not steps_per_second or slowest[1] * steps_per_second < 0.1:
+        return None
+    return f"worker {slowest[0]} is waited for {1e3 * slowest[1]:,.3g} ms a step"
+
+
+def line(now: Standing) -> str:
+    return " · ".join(pieces(now))
+
+
+def split_text(split: Mapping[str, float]) -> str | None:
+    total = sum(split[part] for part in PARTS)
+    if total <= 0:
+        return None
+    shares = {
+        "compute": compute_of(split),
+        "communication": split["communication"],
+        "data and script": split["data"],
+        "evaluation and saving": split["other"],
+    }
+    return " ".join(f"{name} {percent(seconds / total)}" for name, seconds in shares.items() if seconds / total >= 0.005)
+
+
+def last_line(
+    state: str,
+    now: Standing,
+    seconds: float,
+    split: Split,
+    wire: tuple[int, int],
+    slowest: tuple[int, float] | None,
+    folder: str,
+) -> str:
+    sent, dense = wire
+    found = [
+        f"{state} after {duration_text(seconds)}",
+        f"{now.step:,} steps",
+        None if now.loss is None else f"loss {number_text(now.loss)}",
+        *(f"{name} {number_text(value)}" for name, value in now.values.items()),
+        split_text(split),
+        f"sent {bytes_text(sent)} ({percent(sent / dense)} of dense)" if dense else None,
+        None if slowest is None or slowest[1] < 0.02 * seconds else f"worker {slowest[0]} was waited for {slowest[1]:,.3g} s",
+        folder,
+    ]
+    return " · ".join(piece for piece in found if piece)

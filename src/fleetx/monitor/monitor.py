@@ -1,0 +1,278 @@
+"""`fleet.Monitor`: the only logging call of a script. All ranks make one and log to it; worker 0 shows and writes.
+
+with fleet.Monitor("runs/first", total_steps=1000) as monitor:
+    for x, y in loader:
+        report = optimizer.minimize(criterion(model(x), y))
+        monitor.log(report, samples=len(x))
+    monitor.log(acc=accuracy)               # joins the last update
+
+No collective is made here, so a rank that logs less, or not at all, holds nobody up; and nothing waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .. import progress, running, stopping, world
+from ..errors import ConfigError
+from ..progress import Phase
+from ..report import Report
+from . import checked, forwards
+from .environment import start_of_run
+from .folder import Folder, OwnLog
+from .later import Awaited
+from .line import Standing, last_line, line
+from .memory_curve import AT_UPDATE, MemoryCurve, memory_peak
+from .ranks import ByRank, Ranks, slowest
+from .record import Record
+from .screen import screen
+from .sinks import Sink, TensorBoard, has_tensorboard
+from .split import Split, added, no_time, stopwatch
+from .tally import Tally, Window
+
+READ_SECONDS = 2.0
+"""Between two looks at what takes a wait for the device: trust ratios, the noise scale."""
+RANKS_SECONDS = 5.0
+_open: Monitor | None = None
+
+
+@final
+class Monitor:
+    path: Path
+    """The folder of the run."""
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        total_steps: int | None = None,
+        *,
+        sinks: Iterable[Sink] = (),
+        tensorboard: bool | None = None,
+        show: bool = True,
+    ) -> None:
+        """`dir` is the folder of the run, made where it is not there; a run that is resumed goes on in it. `total_steps` is the
+        number of updates, for the time left. `tensorboard`: None is "where it is installed". `show=False` prints nothing."""
+        global _open
+        if _open is not None:
+            raise ConfigError(f"a fleet.Monitor is open already, on {_open.path}. Close it first, or log to it.")
+        self.path = checked.path_of(dir)
+        self._sinks = checked.sinks_of(sinks)
+        self._now = Standing(total_steps=checked.total_of(total_steps))
+        here = world.current()
+        self._comm, self._device = here.comm, here.device
+        self._folder = self._open_folder(tensorboard)
+        self._own_log = OwnLog(self.path, self._comm.rank)
+        self._screen = screen(rank=self._comm.rank if show else -1)
+        self._began = time.monotonic()
+        self._tally, self._split, self._ranks = Tally(), no_time(), Ranks(self._comm)
+        self._pending: collections.deque[Record] = collections.deque()
+        self._next_read = self._next_ranks = 0.0
+        self._pairs_seen = 0
+        self._places: dict[int, int] = {}
+        """Of pairs in this run, from 1, by their number in this process."""
+        self._handles: list[RemovableHandle] = []
+        self._curve: MemoryCurve | None = None
+        self._is_closed = False
+        self._watch_pairs()
+        self._watch = stopwatch(Phase.SCRIPT, self._device)
+        progress.listen(self._phase_changed)
+        _open = self
+
+    # --- the beginning --------------------------------------------------------------------------------------------
+
+    def _open_folder(self, tensorboard: bool | None) -> Folder | None:
+        if self._comm.rank != 0:
+            return None
+        try:
+            folder = Folder(self.path)
+            if tensorboard or (tensorboard is None and has_tensorboard()):
+                self._sinks.append(TensorBoard(self.path))
+        except ConfigError as error:
+            self._comm.leave_word(f"worker 0 has stopped: {error}")  # the others would only see a broken connection
+            raise
+        return folder
+
+    def _watch_pairs(self) -> None:
+        """Those that were distributed since the last look; as a rule all of them, before the first step."""
+        pairs, self._pairs_seen = running.pairs(), running.count()
+        for pair in pairs:
+            model = pair.model()
+            if pair.number in self._places or model is None:
+                continue
+            self._places[pair.number] = len(self._places) + 1
+            self._handles += forwards.watch(model)
+            if self._folder is not None:
+                self._folder.note_strategy(self._places[pair.number], pair.strategy)
+        if self._folder is not None:
+            start = start_of_run(self._folder.start, world.current(), pairs, total_steps=self._now.total_steps)
+            self._folder.begin(start)
+
+    def _phase_changed(self, phase: Phase) -> None:
+        self._watch.changed(phase)
+        if self._curve is not None:
+            self._curve.changed(phase)
+
+    # --- the run --------------------------------------------------------------------------------------------------
+
+    def log(self, report: Report | None = None, *, samples: int | None = None, **values: float | Tensor) -> None:
+        """Note what a micro-step did. `samples`: in its batch, on this rank. Other numbers are kept by name with the update;
+        without a report they join the last one."""
+        if self._is_closed:
+            raise ConfigError("this fleet.Monitor is closed. Log inside its `with` block.")
+        checked.require_report(report)
+        awaited = {name: checked.number_of(name, value) for name, value in values.items()}
+        self._tally.micro_step(0 if report is None else report.bytes_sent, checked.samples_of(samples))
+        if report is not None and report.due:
+            self._update(report)
+        if awaited:
+            self._add(awaited)
+        self._write_ready()
+        if self._screen.is_due and self._tally.updates:
+            self._refresh()
+
+    def _update(self, report: Report) -> None:
+        if running.count() != self._pairs_seen:
+            self._watch_pairs()
+        split = self._watch.take()
+        window = self._tally.update(report, ranks=self._comm.size, ended_seconds=time.monotonic() - self._began)
+        self._now.step, self._now.period, self._now.loss_scale = report.step, report.period, report.loss_scale
+        self._now.memory_bytes = memory_peak(self._device)
+        reads = self._folder is not None and time.monotonic() >= self._next_read
+        if reads:
+            self._next_read = time.monotonic() + READ_SECONDS
+        self._pending.append(Record(report, self._plain(report, window), split, reads=reads))
+        if self._folder is not None:
+            self._draw_curve(self._folder, report)
+
+    def _plain(self, report: Report, window: Window) -> dict[str, Any]:
+        """Of a record: what is known at once."""
+        found: dict[str, Any] = {"start": self._folder.start} if self._folder is not None else {}
+        found |= {"step": report.step, "seconds": round(window.ended_seconds, 6)}
+        found |= {"updated": report.updated, "skipped": report.skipped, "loss_scale": report.loss_scale}
+        found |= {"bytes_sent": window.bytes_sent, "bytes_dense": window.bytes_dense}
+        found |= {"period": report.period, "averaged": report.averaged, "micro_steps": report.micro_steps}
+        found |= {"samples": window.samples} if window.samples else {}
+        return found | {"memory_bytes": self._now.memory_bytes, "pair": self._places.get(report.pair, 1)}
+
+    def _draw_curve(self, folder: Folder, report: Report) -> None:
+        """Memory over one of the first steps."""
+        if self._curve is not None:
+            curve, self._curve = self._curve.take(), None
+            kind = "allocated" if self._device.type == "cuda" else "resident"
+            folder.note("memory.json", {"kind": kind, "curves": [{"start": folder.start, "step": report.step, **curve}]})
+        elif self._tally.updates == AT_UPDATE - 1:
+            self._curve = MemoryCurve(self._device, expected_seconds=self._tally.step_seconds() or 0.1)
+
+    def _add(self, awaited: Mapping[str, Awaited]) -> None:
+        if not self._pending:
+            raise ConfigError(f"{', '.join(awaited)} came before any update was logged. Log a report of a due micro-step first.")
+        self._pending[-1].add(awaited)
+
+    def _write_ready(self, *, is_last: bool = False) -> None:
+        """The newest one waits for the next, or for the end: values may join it."""
+        while len(self._pending) > (0 if is_last else 1) and (is_last or self._pending[0].is_here):
+            self._write(self._pending.popleft())
+
+    def _write(self, record: Record) -> None:
+        split: Split = record.split.value()
+        self._split = added(self._split, split)
+        self._ranks.add(split)
+        if self._folder is None:
+            return
+        self._now.learn(record.loss.value(), record.values())
+        if self._comm.size > 1 and time.monotonic() >= self._next_ranks:
+            self._note_ranks(record)
+        told = record.told()
+        self._folder.write(told)
+        for sink in self._sinks:
+            sink.write(told)
+
+    def _note_ranks(self, record: Record) -> None:
+        self._next_ranks = time.monotonic() + RANKS_SECONDS
+        taken = self._ranks.take()
+        if taken is None:
+            return
+        record.note("ranks", _rounded(taken))
+        found, step_seconds = slowest(taken), self._tally.step_seconds()
+        mean_seconds = sum(one["seconds"] for one in taken.values()) / len(taken)
+        if found is not None and step_seconds and mean_seconds > 0:
+            self._now.slowest = found[0], found[1] / mean_seconds * step_seconds
+
+    def _refresh(self) -> None:
+        now, newest = self._now, self._pending[-1]
+        if newest.is_here:
+            now.learn(newest.loss.value(), newest.values())
+        now.steps_per_second, now.samples_per_second = self._tally.steps_per_second(), self._tally.samples_per_second()
+        now.bytes_sent, now.bytes_dense = self._tally.wire()
+        self._screen.show(line(now))
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, *, state: str = "finished", error: str | None = None) -> None:
+        """What `with` calls; calling it again does nothing."""
+        global _open
+        if self._is_closed:
+            return
+        self._is_closed, _open = True, None
+        progress.listen(None)
+        forwards.unwatch(self._handles)
+        if self._curve is not None:
+            self._curve.take()
+        self._write_ready(is_last=True)
+        ranks = self._ranks.close(waits=state == "finished")
+        self._own_log.keep()
+        if self._folder is not None:
+            self._end(self._folder, state, error, ranks)
+
+    def _end(self, folder: Folder, state: str, error: str | None, ranks: ByRank | None) -> None:
+        now, seconds = self._now, time.monotonic() - self._began
+        tally = self._tally
+        summary = {
+            "state": state,
+            "error": error,
+            "start": folder.start,
+            "steps": now.step,
+            "skipped": tally.skipped,
+            "seconds": round(folder.seconds_before + seconds, 3),
+            "loss": now.loss,
+            "values": now.values,
+            "samples": tally.samples or None,
+            "samples_per_second": tally.samples / seconds if tally.samples else None,
+            "steps_per_second": tally.updates / seconds,
+            "bytes_sent": tally.bytes_sent,
+            "bytes_dense": tally.bytes_dense,
+            "memory_bytes": now.memory_bytes,
+            "split": self._split,
+            "ranks": None if ranks is None else _rounded(ranks),
+        }
+        folder.note("summary.json", summary)
+        folder.close()
+        for sink in self._sinks:
+            sink.close(summary)
+        found = None if ranks is None else slowest(ranks)
+        wire = (tally.bytes_sent, tally.bytes_dense)
+        self._screen.end(last_line(state, now, seconds, self._split, wire, found, str(self.path)))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close(state="stopped" if stopping.is_requested() else "finished")
+        elif isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            self.close(state="stopped", error=type(error).__name__)
+        else:
+            self.close(state="failed", error=f"{type(error).__name__}: {error}")
+
+
+def _rounded(ranks: ByRank) -> dict[str, dict[str, float]]:
+    return {str(rank): {name: round(value, 6) for name, value in one.items()} for rank, one in ranks.items()}

@@ -1,0 +1,99 @@
+"""Every rank's time split, brought to worker 0 without a collective: a monitor on one rank alone must not hang the others.
+
+Each rank now and then leaves its sums in the store of the process group; worker 0 takes what lies there. The figures of
+two ranks may be a second apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from typing import final
+
+from ..comm import Comm
+from .split import PARTS, Split, added, compute_of, no_time
+
+POST_SECONDS = 1.0
+LAST_SECONDS = 1.0
+"""How long worker 0 waits at the end for what the others leave last."""
+_numbers = itertools.count(1)
+
+ByRank = dict[int, dict[str, float]]
+
+
+def told(split: Mapping[str, float]) -> dict[str, float]:
+    """In the words of a record."""
+    return {
+        "seconds": sum(split[part] for part in PARTS),
+        "compute": compute_of(split),
+        "communication": split["communication"],
+        "data": split["data"],
+    }
+
+
+def slowest(ranks: Mapping[int, Mapping[str, float]]) -> tuple[int, float] | None:
+    """The rank that the others waited for, and the seconds by which it waited less than the one that waited most."""
+    if len(ranks) < 2:
+        return None
+    waits = {rank: seconds["communication"] for rank, seconds in ranks.items()}
+    rank = min(waits, key=lambda one: waits[one])
+    return rank, max(waits.values()) - waits[rank]
+
+
+@final
+class Ranks:
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._key = f"fleetx/monitor/{next(_numbers)}"
+        self._sums = no_time()
+        self._taken: dict[int, Split] = {}
+        self._due = time.monotonic() + POST_SECONDS
+
+    def add(self, split: Mapping[str, float]) -> None:
+        self._sums = added(self._sums, split)
+        if self._comm.size > 1 and time.monotonic() >= self._due:
+            self._due = time.monotonic() + POST_SECONDS
+            self._post()
+
+    def _post(self, *, is_last: bool = False) -> None:
+        self._comm.leave_note(f"{self._key}/{self._comm.rank}", json.dumps([is_last, self._sums]))
+
+    def take(self) -> ByRank | None:
+        """Since the last time; None where not all ranks have left anything new."""
+        sums = self._lying_there()
+        if sums is None or any(sums[rank] == self._taken.get(rank) for rank in sums):
+            return None
+        before = {rank: self._taken.get(rank) or no_time() for rank in sums}
+        self._taken = sums
+        return {rank: told({part: split[part] - before[rank][part] for part in PARTS}) for rank, split in sums.items()}
+
+    def close(self, *, waits: bool) -> ByRank | None:
+        """Sums over the whole start, as far as they are known; None where another rank has left nothing."""
+        if self._comm.size > 1:
+            self._post(is_last=True)
+        until = time.monotonic() + (LAST_SECONDS if waits and self._comm.rank == 0 else 0.0)
+        while not self._all_have_ended() and time.monotonic() < until:
+            time.sleep(0.01)
+        sums = self._lying_there()
+        return None if sums is None else {rank: told(split) for rank, split in sums.items()}
+
+    def _lying_there(self) -> dict[int, Split] | None:
+        notes = self._notes()
+        if notes is None:
+            return None
+        sums = {rank: note[1] for rank, note in notes.items()}
+        return sums | {self._comm.rank: dict(self._sums)}
+
+    def _all_have_ended(self) -> bool:
+        notes = self._notes()
+        return notes is not None and all(is_last for rank, (is_last, _) in notes.items() if rank != self._comm.rank)
+
+    def _notes(self) -> dict[int, tuple[bool, Split]] | None:
+        if self._comm.size == 1:
+            return {0: (True, self._sums)}
+        texts = self._comm.notes_left([f"{self._key}/{rank}" for rank in range(self._comm.size)])
+        if texts is None:
+            return None
+        return {rank: (bool(is_last), sums) for rank, (is_last, sums) in enumerate(map(json.loads, texts))}

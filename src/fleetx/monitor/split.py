@@ -1,0 +1,109 @@
+"""Where an update's time went: what the rank did from one log call to the next, by phase.
+
+On a CPU by the clock. On a GPU the host runs ahead, so each change of phase leaves an event in the stream, and the times
+between events are those of the device: a phase in which the device had nothing to do counts as long as it waited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Protocol, final
+
+import torch
+
+from ..progress import Phase
+from .later import Awaited, Here
+
+NAMES = {
+    Phase.SCRIPT: "data",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WAIT: "communication",
+    Phase.UPDATE: "update",
+    Phase.SAVE: "other",
+    Phase.EVALUATE: "other",
+}
+PARTS = ("data", "forward", "backward", "communication", "update", "other")
+COMPUTE = ("forward", "backward", "update")
+
+Split = dict[str, float]
+
+
+def no_time() -> Split:
+    return dict.fromkeys(PARTS, 0.0)
+
+
+def added(one: Mapping[str, float], other: Mapping[str, float]) -> Split:
+    return {part: one[part] + other[part] for part in PARTS}
+
+
+def compute_of(split: Mapping[str, float]) -> float:
+    return sum(split[part] for part in COMPUTE)
+
+
+class Stopwatch(Protocol):
+    def changed(self, phase: Phase) -> None: ...
+
+    def take(self) -> Awaited:
+        """The split since the last time."""
+
+
+@final
+class HostStopwatch:
+    def __init__(self, phase: Phase) -> None:
+        self._phase, self._since = phase, time.perf_counter()
+        self._split = no_time()
+
+    def changed(self, phase: Phase) -> None:
+        now = time.perf_counter()
+        self._split[NAMES[self._phase]] += now - self._since
+        self._phase, self._since = phase, now
+
+    def take(self) -> Awaited:
+        self.changed(self._phase)
+        taken, self._split = self._split, no_time()
+        return Here(taken)
+
+
+@final
+class _Marks:
+    """Events of one update, read once the last of them has passed."""
+
+    def __init__(self, marks: list[tuple[Phase, torch.cuda.Event]], end: torch.cuda.Event) -> None:
+        self._marks, self._end = marks, end
+
+    @property
+    def is_here(self) -> bool:
+        return bool(self._end.query())
+
+    def value(self) -> Split:
+        self._end.synchronize()
+        split, ends = no_time(), [event for _, event in self._marks[1:]] + [self._end]
+        for (phase, began), ended in zip(self._marks, ends, strict=True):
+            split[NAMES[phase]] += began.elapsed_time(ended) / 1e3
+        return split
+
+
+@final
+class DeviceStopwatch:
+    def __init__(self, phase: Phase, device: torch.device) -> None:
+        self._device = device
+        self._marks = [(phase, self._event())]
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def changed(self, phase: Phase) -> None:
+        self._marks.append((phase, self._event()))
+
+    def take(self) -> Awaited:
+        phase, now = self._marks[-1][0], self._event()
+        taken, self._marks = self._marks, [(phase, now)]
+        return _Marks(taken, now)
+
+
+def stopwatch(phase: Phase, device: torch.device) -> Stopwatch:
+    return DeviceStopwatch(phase, device) if device.type == "cuda" else HostStopwatch(phase)

@@ -1,0 +1,372 @@
+"""fleet.Monitor on one worker: what it writes, what it refuses, what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fleetx import fleet, progress, running
+from fleetx.errors import ConfigError
+from fleetx.monitor import monitor as monitors
+from fleetx.monitor.environment import command_of
+from fleetx.monitor.folder import Folder, last_record
+from fleetx.monitor.split import PARTS
+from fleetx.progress import Phase
+from models import batch, mlp
+from monitor_runs import environment, pair, records, summary, train
+
+
+@pytest.fixture(autouse=True)
+def closed_afterwards() -> Any:
+    yield
+    if monitors._open is not None:
+        monitors._open.close()
+    running.forget()
+
+
+def quiet(folder: Path, **settings: Any) -> fleet.Monitor:
+    return fleet.Monitor(folder, show=False, tensorboard=False, **settings)
+
+
+def loss_of(model: nn.Module, index: int = 0) -> torch.Tensor:
+    x, y = batch(index)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def test_every_update_is_a_line_with_the_numbers_of_its_report(tmp_path: Path) -> None:
+    losses = train(str(tmp_path / "run"), 5)
+    lines = records(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["loss"] for line in lines] == losses
+    assert all(line["lr"] == 0.1 and line["samples"] == 8 and line["updated"] and line["pair"] == 1 for line in lines)
+    assert [line["start"] for line in lines] == [1] * 5
+
+
+def test_the_folder_holds_strategy_environment_and_summary(tmp_path: Path) -> None:
+    train(str(tmp_path / "deep" / "run"), 4)
+    folder = tmp_path / "deep" / "run"
+    assert fleet.DistributedStrategy.load(folder / "strategy.yaml").to_dict() == fleet.DistributedStrategy().to_dict()
+    start = environment(folder)["starts"][0]
+    assert (start["ranks"], start["nodes"], start["device"], start["backend"]) == (1, 1, "cpu", None)
+    assert start["torch"] == torch.__version__ and start["total_steps"] == 4
+    assert start["pairs"] == [
+        {"model": "Sequential", "parameters": sum(p.numel() for p in mlp().parameters()), "optimizer": "SGD"}
+    ]
+    ended = summary(folder)
+    assert (ended["state"], ended["steps"], ended["samples"], ended["error"]) == ("finished", 4, 32, None)
+    assert not list(folder.glob(".*"))
+
+
+def test_the_split_adds_up_to_the_time_of_the_run(tmp_path: Path) -> None:
+    train(str(tmp_path), 20)
+    lines = records(tmp_path)
+    for before, line in itertools.pairwise(lines):
+        assert set(line["split"]) == set(PARTS) and all(seconds >= 0 for seconds in line["split"].values())
+        assert sum(line["split"].values()) == pytest.approx(line["seconds"] - before["seconds"], abs=2e-3)
+        assert line["split"]["forward"] > 0 and line["split"]["backward"] > 0 and line["split"]["update"] > 0
+    whole = {part: sum(line["split"][part] for line in lines) for part in PARTS}
+    assert summary(tmp_path)["split"] == pytest.approx(whole, abs=1e-6)
+
+
+def test_time_in_the_script_evaluation_and_saving_is_told_apart(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    with quiet(tmp_path / "run") as watch:
+        watch.log(optimizer.minimize(loss_of(model)))
+        _busy(0.05)  # as a slow loader
+        watch.log(optimizer.minimize(loss_of(model)))
+        model.eval()
+        with torch.no_grad():
+            _Slow.seconds = 0.05
+            model.append(_Slow())  # a forward that takes its time
+            model(batch(0)[0])
+        del model[-1]
+        model.train()
+        watch.log(optimizer.minimize(loss_of(model)))
+    _, second, third = (line["split"] for line in records(tmp_path / "run"))
+    assert second["data"] >= 0.05 and second["other"] == 0
+    assert third["other"] >= 0.05 and third["data"] < 0.05
+
+
+class _Slow(nn.Module):
+    seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _busy(self.seconds)
+        return x
+
+
+def _busy(seconds: float) -> None:
+    import time
+
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def test_a_merge_window_is_one_line_and_its_micro_steps_are_counted(tmp_path: Path) -> None:
+    model, optimizer = pair(gradient_merge=True, gradient_merge_configs={"k_steps": 3})
+    with quiet(tmp_path) as watch:
+        for index in range(6):
+            watch.log(optimizer.minimize(loss_of(model, index)), samples=8)
+    lines = records(tmp_path)
+    assert [(line["step"], line["micro_steps"], line["samples"]) for line in lines] == [(1, 3, 24), (2, 3, 24)]
+
+
+def test_values_join_the_update_they_were_logged_with_or_the_last_one(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    with quiet(tmp_path) as watch:
+        watch.log(optimizer.minimize(loss_of(model)), acc=0.5, ratio=torch.tensor(0.25))
+        watch.log(optimizer.minimize(loss_of(model)))
+        watch.log(top1=1)
+        watch.log(optimizer.minimize(loss_of(model)), bad=float("nan"))
+    assert [line["values"] for line in records(tmp_path)] == [{"acc": 0.5, "ratio": 0.25}, {"top1": 1.0}, {"bad": None}]
+    assert summary(tmp_path)["values"] == {"acc": 0.5, "ratio": 0.25, "top1": 1.0}
+
+
+def test_trust_ratios_are_written_by_layer(tmp_path: Path) -> None:
+    model, optimizer = pair(lars=True)
+    with quiet(tmp_path) as watch:
+        report = optimizer.minimize(loss_of(model))
+        expected = report.trust_ratios.by_name
+        watch.log(report)
+    assert records(tmp_path)[0]["trust_ratios"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_memory_over_a_step_is_drawn_with_its_marks(tmp_path: Path) -> None:
+    train(str(tmp_path), 6)
+    drawn = json.loads((tmp_path / "memory.json").read_text())
+    curve = drawn["curves"][0]
+    assert drawn["kind"] == "resident" and curve["step"] == 3
+    assert len(curve["seconds"]) == len(curve["bytes"]) >= 1 and min(curve["bytes"]) > 1e6
+    assert [name for name, _ in curve["marks"]] == ["forward", "backward", "update"]
+
+
+def test_two_pairs_have_a_strategy_file_each_and_their_own_lines(tmp_path: Path) -> None:
+    first, first_optimizer = pair()
+    with quiet(tmp_path) as watch:
+        second, second_optimizer = pair(bf16_allreduce=True)  # after the monitor was made
+        watch.log(first_optimizer.minimize(loss_of(first)))
+        watch.log(second_optimizer.minimize(loss_of(second)))
+    assert [line["pair"] for line in records(tmp_path)] == [1, 2]
+    assert fleet.DistributedStrategy.load(tmp_path / "strategy.2.yaml").bf16_allreduce
+    assert len(environment(tmp_path)["starts"][0]["pairs"]) == 2
+
+
+def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    train(str(tmp_path), 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"start": 1, "step": 4, "lo')  # cut off by a kill
+    train(str(tmp_path), 2)
+    whole = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    assert [json.loads(line)["start"] for line in whole] == [1, 1, 1, 2, 2]
+    starts = environment(tmp_path)["starts"]
+    assert [start["start"] for start in starts] == [1, 2]
+    assert summary(tmp_path)["seconds"] > starts[1]["seconds_before"] >= 0
+
+
+def test_seconds_of_earlier_starts_count_on(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.begin({"start": 1})
+    folder.write({"start": 1, "step": 9, "seconds": 40.0})
+    folder.close()
+    again = Folder(tmp_path)
+    assert (again.start, again.seconds_before) == (2, 40.0)
+    again.begin({"start": 2})
+    again.write({"start": 2, "step": 12, "seconds": 2.0})
+    again.close()
+    last = Folder(tmp_path)
+    last.close()
+    assert last.seconds_before == 42.0
+    assert last_record(tmp_path / "metrics.jsonl") == {"start": 2, "step": 12, "seconds": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "told"),
+    [
+        (ValueError("no such file"), "failed", "ValueError: no such file"),
+        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
+        (SystemExit(3), "stopped", "SystemExit"),
+    ],
+)
+def test_a_run_that_breaks_off_says_how(tmp_path: Path, error: BaseException, state: str, told: str) -> None:
+    model, optimizer = pair()
+    with pytest.raises(type(error)), quiet(tmp_path) as watch:
+        watch.log(optimizer.minimize(loss_of(model)))
+        raise error
+    assert (summary(tmp_path)["state"], summary(tmp_path)["error"]) == (state, told)
+    assert len(records(tmp_path)) == 1
+
+
+def test_training_with_a_monitor_has_the_bits_of_training_without(tmp_path: Path) -> None:
+    def trained(watched: bool) -> list[torch.Tensor]:
+        model, optimizer = pair(recompute=True, recompute_configs={"checkpoints": ["0", "2"]})
+        watch = quiet(tmp_path) if watched else None
+        for index in range(5):
+            report = optimizer.minimize(loss_of(model, index))
+            if watch is not None:
+                watch.log(report)
+        if watch is not None:
+            watch.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for mine, theirs in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert all(line["split"]["backward"] > 0 for line in records(tmp_path))
+
+
+def test_nothing_is_left_on_the_model_afterwards(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    with quiet(tmp_path) as watch:
+        watch.log(optimizer.minimize(loss_of(model)))
+        twin = copy.deepcopy(model)
+        torch.save(twin, tmp_path / "whole.pt")  # hooks that cannot be written would show here
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert progress._record.listener is None
+    twin(batch(0)[0])
+
+
+def test_a_sink_gets_every_record_and_the_summary(tmp_path: Path) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.records: list[dict[str, Any]] = []
+            self.summary: dict[str, Any] = {}
+
+        def write(self, record: Any) -> None:
+            self.records.append(record)
+
+        def close(self, summary: Any) -> None:
+            self.summary = summary
+
+    kept = Kept()
+    train(str(tmp_path), 3, sinks=[kept])
+    assert kept.records == records(tmp_path) and kept.summary["steps"] == 3
+
+
+def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    model, optimizer = pair()
+    with fleet.Monitor(tmp_path, show=False) as watch:
+        for index in range(3):
+            watch.log(optimizer.minimize(loss_of(model, index)), acc=index)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("fleetx/loss")] == [1, 2, 3]
+    assert [event.value for event in events.Scalars("fleetx/loss")] == pytest.approx([line["loss"] for line in records(tmp_path)])
+    assert [event.value for event in events.Scalars("values/acc")] == [0, 1, 2]
+
+
+def test_a_disk_that_fails_later_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    with quiet(tmp_path / "run") as watch:
+        watch.log(optimizer.minimize(loss_of(model)))
+        watch._folder._metrics.close()  # type: ignore[union-attr]
+        watch._folder._metrics = open("/dev/full", "wb", buffering=0)  # type: ignore[union-attr]
+        with pytest.warns(UserWarning, match="cannot be written any more.*No space left"):
+            watch.log(optimizer.minimize(loss_of(model)))
+        watch.log(optimizer.minimize(loss_of(model)))
+
+
+def test_plain_lines_go_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = pair()
+    capsys.readouterr()
+    with fleet.Monitor(tmp_path / "run", total_steps=40, tensorboard=False) as watch:
+        for index in range(40):
+            watch.log(optimizer.minimize(loss_of(model, index)), samples=8)
+        watch.log(acc=0.75)
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("──────────── 1/40 · loss 1.") and "\x1b" not in first + last
+    assert last.startswith("finished after 0:0") and "40 steps" in last and "acc 0.75" in last and str(tmp_path / "run") in last
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda folder: fleet.Monitor(""), "dir is ''; it must be the folder of the run"),
+        (lambda folder: fleet.Monitor(3), "dir is 3"),
+        (lambda folder: fleet.Monitor(folder, total_steps=0), "total_steps is 0; it must be the number of updates"),
+        (lambda folder: fleet.Monitor(folder, total_steps=True), "total_steps is True"),
+        (lambda folder: fleet.Monitor(folder, sinks=[print]), "lacks write(record) or close(summary)"),
+        (lambda folder: fleet.Monitor(__file__), "cannot be written"),
+    ],
+)
+def test_what_a_monitor_cannot_use_is_refused(tmp_path: Path, call: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call(tmp_path)
+    assert expected in str(caught.value)
+
+
+def test_what_cannot_be_logged_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    with quiet(tmp_path) as watch:
+        with pytest.raises(ConfigError, match="acc came before any update was logged"):
+            watch.log(acc=1.0)
+        report = optimizer.minimize(loss_of(model))
+        for call, expected in (
+            (lambda: watch.log(torch.zeros(3)), "log\\(\\) was given Tensor"),
+            (lambda: watch.log(report, acc=torch.zeros(3)), "acc is a tensor of shape \\(3,\\)"),
+            (lambda: watch.log(report, acc="high"), "acc is 'high'"),
+            (lambda: watch.log(report, samples=2.5), "samples is 2.5"),
+            (lambda: fleet.Monitor(tmp_path / "other"), "a fleet.Monitor is open already"),
+        ):
+            with pytest.raises(ConfigError, match=expected):
+                call()
+        watch.log(report)
+    with pytest.raises(ConfigError, match="is closed"):
+        watch.log(report)
+    assert len(records(tmp_path)) == 1
+    watch.close()
+
+
+def test_values_of_flags_that_sound_like_secrets_are_not_written_down() -> None:
+    given = ["train.py", "--api-key", "abc", "--hub_token=xyz", "--lr", "0.1", "--password"]
+    assert command_of(given) == ["train.py", "--api-key", "(hidden)", "--hub_token=(hidden)", "--lr", "0.1", "--password"]
+
+
+def test_the_worker_log_is_linked_while_it_grows_and_kept_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log" / "workerlog.0"
+    log.parent.mkdir()
+    log.write_text("first\n")
+    monkeypatch.setenv("FLEETX_WORKER_LOG", str(log))
+    with quiet(tmp_path / "run"):
+        assert os.readlink(tmp_path / "run" / "workerlog.0") == str(log)
+        with log.open("a") as file:
+            file.write("second\n")
+    log.write_text("")  # the next run begins
+    assert (tmp_path / "run" / "workerlog.0").read_text() == "first\nsecond\n"
+
+
+def test_a_log_that_lies_in_the_run_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "workerlog.0"
+    log.write_text("all\n")
+    monkeypatch.setenv("FLEETX_WORKER_LOG", str(log))
+    with quiet(tmp_path):
+        pass
+    assert log.read_text() == "all\n" and not log.is_symlink()
+
+
+def test_a_thread_other_than_the_main_one_may_train(tmp_path: Path) -> None:
+    import threading
+
+    worker = threading.Thread(target=train, args=(str(tmp_path), 3))
+    worker.start()
+    worker.join()
+    progress._record.thread = threading.main_thread().ident
+    assert all(line["split"]["backward"] > 0 for line in records(tmp_path))
+
+
+def test_a_launcher_can_tell_every_phase() -> None:
+    from fleetx.launch.hang import PLACES
+
+    assert set(PLACES) == set(Phase)
