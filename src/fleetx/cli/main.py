@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fleetx import __version__
-from fleetx.cli import plan
+from fleetx.cli import doctor, plan, report
 from fleetx.cli.flags import Parser
 from fleetx.errors import FleetError
 
 EXIT_USAGE, EXIT_CTRL_C, EXIT_NOBODY_READS = 2, 130, 141
-PARTS = {"plan": plan}
+PARTS = {"doctor": doctor, "plan": plan, "report": report}
 """Subcommands: each module has `HELP`, adds its flags to a parser (`add`) and runs them (`run`)."""
 
 

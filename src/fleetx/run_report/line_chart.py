@@ -1,0 +1,263 @@
+"""A chart of lines: SVG that stretches with its box, and labels beside it in HTML, so that text keeps its size on any screen.
+
+Both scales and all horizontal axes are made here; the page's script shows one or another, and draws lines anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from .axis import Axis, logarithmic, straight
+from .markup import Markup, data, join, tag
+from .thinning import Point, means, thin
+from .words import PLAIN, Unit, plain, unit_for
+
+WIDTH, HEIGHT = 2000, 1000
+COLOURS = 8
+NEAR_MARKS = 0.2
+MEANS = 180
+Shape = Literal["line", "steps", "dots"]
+
+
+@dataclass(frozen=True)
+class Line:
+    track: int
+    """Whose line it is: it is hidden with its run."""
+    name: str
+    points: Sequence[Point]
+    colour: int
+    shape: Shape = "line"
+    is_dashed: bool = False
+    is_of_all: bool = False
+    """It stays when its run is hidden."""
+
+
+@dataclass(frozen=True)
+class Horizontal:
+    """One way to lay out the chart from left to right."""
+
+    key: str
+    caption: str
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Chart:
+    key: str
+    title: str
+    lines: Sequence[Line]
+    across: Sequence[Horizontal]
+    units: Sequence[Unit] = (PLAIN,)
+    caption: str = ""
+    from_zero: bool = False
+    starts_log: bool = False
+    is_smoothed: bool = True
+    marks: Sequence[tuple[str, float]] = ()
+    """Names and places of upright lines."""
+    notes: Sequence[str] = ()
+    is_named: bool = False
+    """One line alone is named too: there are other runs, which have no such line."""
+
+
+def number_json(value: float | None) -> float | int | None:
+    """Short: six digits that count are more than a pixel tells."""
+    if value is None:
+        return None
+    short = float(f"{value:.6g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def path(points: Sequence[Point], place: Callable[[float, float], tuple[int, int]], shape: Shape, *, is_log: bool) -> str:
+    """The `d` of an SVG path. A gap lifts the pen; a point alone between gaps is a dot."""
+    pieces: list[str] = []
+    is_down, drawn = False, 0
+    last = (-1, -1)
+    for x, y in points:
+        if y is None or (is_log and y <= 0):
+            pieces += ["h0"] if is_down and drawn == 1 else []
+            is_down = False
+            continue
+        at = place(x, y)
+        if not is_down or shape == "dots":
+            pieces.append(f"M{at[0]} {at[1]}" + ("h0" if shape == "dots" else ""))
+            is_down, drawn = True, 1
+        elif at != last:
+            pieces.append(f"H{at[0]}V{at[1]}" if shape == "steps" else f"L{at[0]} {at[1]}")
+            drawn += 1
+        last = at
+    pieces += ["h0"] if is_down and drawn == 1 and shape != "dots" else []
+    return "".join(pieces)
+
+
+def upright(lines: Sequence[Line], chart: Chart) -> tuple[Axis, Axis | None]:
+    """The straight axis, and one by powers of ten where nothing lies at or below zero."""
+    values = [value for line in lines for _, value in line.points if value is not None]
+    low, high = min(values), max(values)
+    unit = unit_for(max(abs(low), abs(high)), chart.units)
+    lin = straight(low, high, unit=unit, from_zero=chart.from_zero)
+    above = [value for value in values if value > 0]
+    has_log = bool(above) and low >= 0 and high > 1.5 * min(above)
+    return lin, logarithmic(min(above), high, unit=unit) if has_log else None
+
+
+def labels_up(axis: Axis, key: str, *, is_shown: bool) -> Markup:
+    spans = [tag("span", axis.label(tick), style=f"bottom:{100 * axis.place(tick):.2f}%") for tick in axis.ticks]
+    return tag("div", *spans, class_="yt", data_y=key, hidden=not is_shown)
+
+
+def labels_across(one: Horizontal, *, is_shown: bool) -> Markup:
+    every = max(1, -(-len(one.axis.ticks) // 5))
+    spans = [
+        tag(
+            "span",
+            one.axis.label(tick),
+            style=f"left:{100 * one.axis.place(tick):.2f}%",
+            class_=edge_class(one.axis.place(tick), is_extra=bool(place % (2 * every))),
+        )
+        for place, tick in enumerate(one.axis.ticks)
+    ]
+    return tag("div", *spans, tag("em", one.caption), class_="xt", data_x=one.key, hidden=not is_shown)
+
+
+def edge_class(place: float, *, is_extra: bool) -> str | None:
+    """At the ends a label must not stick out; every other one goes where the screen is narrow."""
+    names = [name for name, holds in (("lo", place < 0.02), ("hi", place > 0.98), ("extra", is_extra)) if holds]
+    return " ".join(names) or None
+
+
+def grid(axis: Axis, key: str, *, is_shown: bool) -> Markup:
+    heights = [HEIGHT - round(HEIGHT * axis.place(tick)) for tick in axis.ticks]
+    drawn = "".join(f"M0 {height}H{WIDTH}" for height in heights)
+    return tag("path", class_="grid", data_y=key, d=drawn, style=None if is_shown else "display:none")
+
+
+def spoken(chart: Chart) -> str:
+    """What a screen reader says in place of the picture."""
+    told = []
+    for line in chart.lines[:8]:
+        values = [value for _, value in line.points if value is not None]
+        told.append(
+            f"{line.name} from {plain(values[0])} to {plain(values[-1])}, least {plain(min(values))}, most {plain(max(values))}"
+        )
+    more = f"; and {len(chart.lines) - 8} more" if len(chart.lines) > 8 else ""
+    return f"{chart.title}{', ' + chart.caption if chart.caption else ''}: {'; '.join(told)}{more}. Arrow keys read it out."
+
+
+def legend(lines: Sequence[Line]) -> Markup:
+    items = []
+    for line in lines:
+        more = (" dashed" if is_dashed(line) else "") + (" dot" if line.shape == "dots" else "")
+        items.append(
+            tag(
+                "li",
+                tag("i", class_=f"key c{line.colour % COLOURS}{more}"),
+                line.name,
+                data_track=None if line.is_of_all else line.track,
+            )
+        )
+    return tag("ul", *items, class_="legend")
+
+
+def is_dashed(line: Line) -> bool:
+    """Colours come round again after the eighth line, and are then told apart by dashes."""
+    return line.is_dashed or (line.colour // COLOURS) % 2 == 1
+
+
+def line_data(line: Line, kept: Sequence[Point]) -> dict[str, Any]:
+    """What the script needs of a line: the points that were kept, and where some were not, means for smoothing."""
+    found: dict[str, Any] = {
+        "t": line.track,
+        "n": line.name,
+        "k": line.shape,
+        "c": line.colour % COLOURS,
+        "x": [number_json(x) for x, _ in kept],
+        "y": [number_json(y) for _, y in kept],
+    }
+    found |= {"keep": True} if line.is_of_all else {}
+    if len(kept) < len(line.points):
+        columns = means(line.points, MEANS)
+        found |= {"mx": [number_json(x) for x, _ in columns], "my": [number_json(y) for _, y in columns]}
+    return found
+
+
+def has_means(chart: Chart, line: Line, kept: Sequence[Point]) -> bool:
+    """Of many points the mean is the line, and the extremes its shadow: three noisy runs would hide each other."""
+    return chart.is_smoothed and line.shape == "line" and len(kept) < len(line.points)
+
+
+def line_chart(chart: Chart) -> Markup | None:
+    """None: there is nothing to draw."""
+    lines = [line for line in chart.lines if any(value is not None for _, value in line.points)]
+    if not lines:
+        return None
+    chart = replace(chart, lines=lines)
+    lin, log = upright(lines, chart)
+    shown, key = (log, "log") if chart.starts_log and log is not None else (lin, "lin")
+    first = chart.across[0]
+    kept = [thin(line.points) for line in lines]
+
+    def place(x: float, y: float) -> tuple[int, int]:
+        return round(WIDTH * first.axis.place(x)), HEIGHT - round(HEIGHT * shown.place(y))
+
+    paths = []
+    for line, points in zip(lines, kept, strict=True):
+        look = f"l c{line.colour % COLOURS} {line.shape}{' dashed' if is_dashed(line) else ''}"
+        middle = means(line.points, MEANS) if has_means(chart, line, points) else []
+        drawn = path(points, place, line.shape, is_log=shown.is_log)
+        paths.append(tag("path", class_=look + (" faint" if middle else ""), data_track=line.track, d=drawn))
+        if middle:
+            paths.append(tag("path", class_=f"{look} mean", d=path(middle, place, line.shape, is_log=shown.is_log)))
+    scales: Mapping[str, Axis] = {"lin": lin} if log is None else {"lin": lin, "log": log}
+    grids = [grid(axis, name, is_shown=name == key) for name, axis in scales.items()]
+    svg = tag("svg", *grids, *paths, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", aria_hidden="true")
+    island = {
+        "id": chart.key,
+        "lines": [line_data(line, points) for line, points in zip(lines, kept, strict=True)],
+        "y": {name: [axis.low, axis.high] for name, axis in scales.items()},
+        "x": {one.key: [one.axis.low, one.axis.high, one.axis.unit.factor, one.caption] for one in chart.across},
+        "scale": key,
+        "unit": [lin.unit.name, lin.unit.factor],
+        "smooth": chart.is_smoothed,
+    }
+    return frame(
+        chart.key,
+        chart.title,
+        " ".join(piece for piece in (chart.caption, f"({lin.unit.name})" if lin.unit.name else "") if piece),
+        legend(lines) if len(lines) > 1 or chart.is_named else None,
+        tag("button", "log", type="button", class_="log", aria_pressed="true" if key == "log" else "false", title="log scale")
+        if log is not None
+        else None,
+        tag(
+            "div",
+            *(labels_up(axis, name, is_shown=name == key) for name, axis in scales.items()),
+            tag("div", svg, *upright_marks(chart), class_="plot", tabindex=0, role="img", aria_label=spoken(chart)),
+            *(labels_across(one, is_shown=one is first) for one in chart.across),
+            class_="body",
+        ),
+        *(tag("p", note, class_="note") for note in chart.notes),
+        data(island),
+    )
+
+
+def upright_marks(chart: Chart) -> list[Markup]:
+    """Named upright lines; a name goes a line lower where the one before is near, so that they do not lie upon each other."""
+    axis = chart.across[0].axis
+    found: list[Markup] = []
+    turn, before = 0, -1.0
+    for name, at in chart.marks:
+        place = axis.place(at)
+        turn = (turn + 1) % 4 if place - before < NEAR_MARKS else 0
+        before = place
+        label = tag("b", name, class_="left" if place > 0.8 else None, style=f"top:{1.1 * turn:.1f}rem")
+        found.append(tag("span", label, class_="mark", data_at=number_json(at), style=f"left:{100 * place:.2f}%"))
+    return found
+
+
+def frame(
+    key: str, title: str, caption: str, legend: Markup | None, button: Markup | None, *body: Markup | None, class_: str = ""
+) -> Markup:
+    """What every chart is put in."""
+    head = tag("div", tag("h3", title), tag("small", caption) if caption else None, button, class_="head")
+    return tag("figure", tag("figcaption", head, legend), join(*body), class_=f"chart {class_}".strip(), id=f"chart-{key}")

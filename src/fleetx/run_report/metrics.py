@@ -1,0 +1,207 @@
+"""The lines of metrics.jsonl -> Updates, with the rule by which a resumed run takes the place of what it does again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+METRICS = "metrics.jsonl"
+TOLD_LINES = 8
+"""Damaged lines that are named; the rest are counted."""
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """Of one rank, summed over some updates."""
+
+    seconds: float
+    compute: float
+    communication: float
+    data: float
+
+
+@dataclass(slots=True)
+class Update:
+    """One line of metrics.jsonl. Totals go on over all starts, with the work in them that a resumed run did again."""
+
+    start: int
+    pair: int
+    step: int
+    seconds: float | None
+    total_seconds: float | None
+    loss: float | None
+    lr: float | None
+    skipped: bool
+    loss_scale: float | None
+    grad_norm: float | None
+    bytes_sent: float | None
+    bytes_dense: float | None
+    total_sent: float
+    total_dense: float
+    period: float | None
+    samples: float | None
+    memory_bytes: float | None
+    noise_scale: float | None
+    density: float | None
+    split: dict[str, float]
+    values: dict[str, float | None]
+    trust_ratios: dict[str, float] | None
+    ranks: dict[int, RankTimes] | None
+
+
+# --- one line ---------------------------------------------------------------------------------------------------------------
+
+
+def number(value: object) -> float | None:
+    """A finite one, or None: what a chart can use."""
+    if type(value) is float:  # by far the most; a run has a million of them
+        return value if math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def whole(value: object) -> int | None:
+    if type(value) is int:
+        return value
+    found = number(value)
+    return int(found) if found is not None and found == int(found) else None
+
+
+def numbers(value: object) -> dict[str, float]:
+    found = {name: number(one) for name, one in value.items()} if isinstance(value, dict) else {}
+    return {str(name): one for name, one in found.items() if one is not None}
+
+
+def rank_times(value: object) -> dict[int, RankTimes] | None:
+    """Ranks whose times are all there; None where there are none."""
+    found = {}
+    for rank, times in value.items() if isinstance(value, dict) else ():
+        read = numbers(times)
+        if str(rank).isdecimal() and {"seconds", "compute", "communication", "data"} <= read.keys():
+            found[int(rank)] = RankTimes(read["seconds"], read["compute"], read["communication"], read["data"])
+    return found or None
+
+
+def update_from(line: Mapping[str, Any]) -> Update | None:
+    """None: it names no step, and cannot be placed."""
+    step = whole(line.get("step"))
+    if step is None:
+        return None
+    values = line.get("values")
+    return Update(
+        start=whole(line.get("start")) or 1,
+        pair=whole(line.get("pair")) or 1,
+        step=step,
+        seconds=number(line.get("seconds")),
+        total_seconds=None,
+        loss=number(line.get("loss")),
+        lr=number(line.get("lr")),
+        skipped=line.get("skipped") is True,
+        loss_scale=number(line.get("loss_scale")),
+        grad_norm=number(line.get("grad_norm")),
+        bytes_sent=number(line.get("bytes_sent")),
+        bytes_dense=number(line.get("bytes_dense")),
+        total_sent=0.0,
+        total_dense=0.0,
+        period=number(line.get("period")),
+        samples=number(line.get("samples")),
+        memory_bytes=number(line.get("memory_bytes")),
+        noise_scale=number(line.get("noise_scale")),
+        density=number(line.get("density")),
+        split=numbers(line.get("split")),
+        values={str(name): number(value) for name, value in values.items()} if isinstance(values, dict) else {},
+        trust_ratios=numbers(line.get("trust_ratios")) or None,
+        ranks=rank_times(line.get("ranks")),
+    )
+
+
+# --- all lines --------------------------------------------------------------------------------------------------------------
+
+
+DECODER = json.JSONDecoder(parse_constant=lambda _: None)
+"""NaN and Infinity, which are no JSON but may be written as such, are None."""
+
+
+def parse_line(text: str) -> tuple[dict[str, Any] | None, bool]:
+    """What a line says, and whether it is whole. A start after a kill goes on in the half line: its object is found there."""
+    for begin in (0, text.rfind('{"start"')):
+        try:
+            found = DECODER.decode(text[begin:] if begin else text) if begin >= 0 else None
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found, begin == 0
+    return None, False
+
+
+def parse_lines(text: str) -> tuple[list[Update], list[str]]:
+    """Every update in the order of the file, and what is wrong with it. A line that a kill has cut off is no damage: it is the
+    last one, or the next belongs to another start."""
+    updates: list[Update] = []
+    bad: list[tuple[int, int]] = []  # places of lines, and updates before them
+    lines = text.split("\n")
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        found, is_whole = parse_line(line)
+        if found is None or not is_whole:
+            bad.append((place, len(updates)))
+        update = update_from(found) if found is not None else None
+        if update is not None:
+            updates.append(update)
+        elif is_whole:
+            bad.append((place, len(updates)))
+    cut = [place for place, before in bad if is_cut(updates, before, is_last=place == len(lines))]
+    damaged = [place for place, _ in bad if place not in cut]
+    told = [f"line {place} of {METRICS} cannot be read" for place in damaged[:TOLD_LINES]]
+    if len(damaged) > TOLD_LINES:
+        told.append(f"{len(damaged) - TOLD_LINES} more lines of {METRICS} cannot be read")
+    return updates, told + [f"line {place} of {METRICS} was cut off, as by a kill" for place in cut]
+
+
+def is_cut(updates: Sequence[Update], before: int, *, is_last: bool) -> bool:
+    """Of a bad line after so many updates."""
+    if is_last or before == len(updates):
+        return is_last
+    return before > 0 and updates[before].start != updates[before - 1].start
+
+
+def add_totals(updates: Sequence[Update]) -> None:
+    """Seconds and bytes from the first start on, in the order of the file."""
+    ended: dict[int, float] = {}  # by start: its last seconds
+    before: dict[int, float] = {}  # by start: seconds of all that came earlier
+    sent: dict[int, list[float]] = {}
+    for update in updates:
+        if update.start not in before:
+            before[update.start] = sum(ended.values())
+            ended[update.start] = 0.0
+        if update.seconds is not None:
+            ended[update.start] = max(ended[update.start], update.seconds)
+            update.total_seconds = before[update.start] + update.seconds
+        totals = sent.setdefault(update.pair, [0.0, 0.0])
+        totals[0] += update.bytes_sent or 0.0
+        totals[1] += update.bytes_dense or 0.0
+        update.total_sent, update.total_dense = totals
+
+
+def superseded(updates: Sequence[Update]) -> dict[int, list[Update]]:
+    """By pair: a start whose first line is step s takes the place of all earlier lines of that pair from s on."""
+    kept: dict[int, list[Update]] = {}
+    starts: dict[int, int] = {}
+    for update in updates:
+        own = kept.setdefault(update.pair, [])
+        if starts.setdefault(update.pair, update.start) != update.start:
+            own[:] = [earlier for earlier in own if earlier.step < update.step]
+            starts[update.pair] = update.start
+        own.append(update)
+    for own in kept.values():
+        own.sort(key=lambda one: one.step)  # stable, and already so but in a damaged file
+    return dict(sorted(kept.items()))

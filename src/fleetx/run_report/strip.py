@@ -1,0 +1,108 @@
+"""A strip of colours: layers downward, steps across, each layer's trust ratio as a shade."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+
+from .line_chart import frame
+from .markup import Markup, data, tag
+from .words import plain
+
+CELLS, MOST_COLUMNS = 12_000, 160
+ROW_PIXELS, MOST_PIXELS, LEAST_LABEL_PIXELS = 15, 480, 13
+SHADES = ((24, 34, 88), (38, 92, 138), (60, 150, 146), (190, 192, 96), (255, 236, 150))
+"""From low to high: ever lighter, so that it reads without colours too."""
+SHADE_COUNT = 64
+EMPTY = SHADE_COUNT
+"""The shade of a layer that a step says nothing of: see-through."""
+
+
+def shade(share: float) -> tuple[int, int, int]:
+    """Between the named ones, 0 to 1."""
+    at = share * (len(SHADES) - 1)
+    low = min(int(at), len(SHADES) - 2)
+    red, green, blue = (round(a + (b - a) * (at - low)) for a, b in zip(SHADES[low], SHADES[low + 1], strict=True))
+    return red, green, blue
+
+
+def png(rows: Sequence[bytes]) -> bytes:
+    """One byte a cell, an index of the palette of shades."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    palette = b"".join(bytes(shade(place / (SHADE_COUNT - 1))) for place in range(SHADE_COUNT)) + bytes(3)
+    head = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0)
+    pixels = zlib.compress(b"".join(b"\0" + row for row in rows), 9)
+    see_through = b"\xff" * SHADE_COUNT + b"\0"
+    chunks = ((b"IHDR", head), (b"PLTE", palette), (b"tRNS", see_through), (b"IDAT", pixels), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, body) for kind, body in chunks)
+
+
+def picked(count: int, most: int) -> list[int]:
+    """Places spread over all, with the first and the last."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
+
+
+def shade_rows(table: Sequence[Sequence[float | None]]) -> tuple[list[bytes], float, float]:
+    """Indices of shades by the logarithm, and the least and greatest value above zero. Zero has the lowest shade."""
+    above = [value for row in table for value in row if value is not None and value > 0]
+    low, high = (min(above), max(above)) if above else (1.0, 1.0)
+    span = math.log(high / low) or 1.0
+
+    def index(value: float | None) -> int:
+        if value is None:
+            return EMPTY
+        return round((SHADE_COUNT - 1) * math.log(value / low) / span) if value > low else 0
+
+    return [bytes(index(value) for value in row) for row in table], low, high
+
+
+def ratio_strip(key: str, title: str, logged: Sequence[tuple[int, Mapping[str, float]]], *, track: int) -> Markup | None:
+    names = list(dict.fromkeys(name for _, ratios in logged for name in ratios))
+    if not names or len(logged) < 2:
+        return None
+    shown = [logged[place] for place in picked(len(logged), max(20, min(MOST_COLUMNS, CELLS // len(names))))]
+    table = [[ratios.get(name) for _, ratios in shown] for name in names]
+    rows, low, high = shade_rows(table)
+    address = "data:image/png;base64," + base64.b64encode(png(rows)).decode()
+    pixels = min(ROW_PIXELS * len(names), MOST_PIXELS)
+    every = math.ceil(LEAST_LABEL_PIXELS * len(names) / pixels)
+    labels = [
+        tag("span", tag("bdi", name), title=name, style=f"top:{100 * (place + 0.5) / len(names):.2f}%")
+        for place, name in enumerate(names)
+        if place % every == 0
+    ]
+    steps = [step for step, _ in shown]
+    ends = [
+        tag("span", f"{steps[0]:,}", style="left:0", class_="lo"),
+        tag("span", f"{steps[-1]:,}", style="left:100%", class_="hi"),
+    ]
+    stops = ",".join(f"rgb{shade(place / 8)}" for place in range(9))
+    scale = tag(
+        "span", plain(low, 2), tag("i", style=f"background:linear-gradient(90deg,{stops})"), plain(high, 2), class_="ramp"
+    )
+    spoken = f"{title}: {len(names)} layers over steps {steps[0]} to {steps[-1]}, from {plain(low, 2)} to {plain(high, 2)}."
+    svg = tag(
+        "svg",
+        tag("image", href=address, width=100, height=100, preserveAspectRatio="none"),
+        viewBox="0 0 100 100",
+        preserveAspectRatio="none",
+        aria_hidden="true",
+    )
+    island = {"id": key, "strip": True, "names": names, "steps": steps, "t": track,
+              "cells": [[None if value is None else float(f"{value:.3g}") for value in row] for row in table]}  # fmt: skip
+    body = tag(
+        "div",
+        tag("div", *labels, class_="yt names"),
+        tag("div", svg, class_="plot strip", tabindex=0, role="img", aria_label=spoken, style=f"height:{pixels}px"),
+        tag("div", *ends, tag("em", "step"), class_="xt"),
+        class_="body wide-labels",
+    )
+    return frame(key, title, "by layer, log shades", None, scale, body, data(island), class_="wide")
