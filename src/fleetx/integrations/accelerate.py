@@ -1,0 +1,379 @@
+"""Hugging Face Accelerate trains by a FleetX strategy: Accelerator(strategy=...), and the loop stays as it is.
+
+prepare          no DDP around the model: fleet.distribute(model, optimizer, strategy); the model comes back unwrapped
+backward         optimizer.backward(loss); gradients are true ones when `sync_gradients`, so that clipping is right
+accumulate       gradient_accumulation_steps=k becomes gradient_merge of k; or strategy.gradient_merge, but not both
+optimizer.step   nothing inside a window; the scheduler moves when the window closes, by Accelerate's own count (as many
+                 moves an update as there are processes, unless split_batches=True)
+save_state       beside Accelerate's files a folder `fleetx`: each rank's own weights, residuals, counters, random numbers
+
+Not public in Accelerate, and used: Accelerator._optimizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fleetx import fleet, world
+from fleetx.errors import CheckpointError, ConfigError, FleetError
+from fleetx.graph import leaves
+from fleetx.integrations import imported, require_seams
+from fleetx.optimizer import FleetOptimizer
+from fleetx.report import Report
+from fleetx.strategy import DistributedStrategy
+
+accelerate: Any = imported("accelerate", extra="hf", oldest=(1, 0))
+PlainAccelerator: Any = accelerate.Accelerator
+PlainOptimizer: Any = accelerate.optimizer.AcceleratedOptimizer
+SEAMS = ("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "backward", "clip_grad_norm_", "save_state")
+require_seams(PlainAccelerator, (*SEAMS, "load_state", "get_state_dict", "register_load_state_pre_hook"))
+
+FOLDER = "fleetx"
+"""Of the strategy's state, inside a folder of save_state."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+HANDLERS = {
+    "DistributedDataParallelKwargs": "there is no DDP here: strategy.find_unused_parameters, strategy.fuse_grad_size_in_MB",
+    "GradScalerKwargs": "strategy.amp_configs has the loss scale",
+    "AutocastKwargs": "strategy.amp_configs has the precision",
+}
+
+
+# --- from Accelerate's settings to the strategy's -----------------------------------------------------------------------
+
+
+def merged(strategy: DistributedStrategy, window: int, *, said: str) -> DistributedStrategy:
+    """A copy that merges `window` micro-batches. Their losses come divided already, so gradients are summed."""
+    strategy = strategy.copy()
+    if window > 1:
+        if strategy.gradient_merge:
+            raise ConfigError(
+                f"{said}={window} and strategy.gradient_merge both say how many micro-batches make one update. Keep one of them."
+            )
+        strategy.gradient_merge = True
+        strategy.gradient_merge_configs = {"k_steps": window, "avg": False}
+    return strategy
+
+
+def with_precision(strategy: DistributedStrategy, precision: str | None) -> DistributedStrategy:
+    """A copy that has Accelerate's mixed precision as its own."""
+    strategy = strategy.copy()
+    if precision in (None, "no"):
+        return strategy
+    if precision not in DTYPES:
+        raise ConfigError(f'mixed_precision="{precision}" is not supported; "no", "bf16" and "fp16" are.')
+    if strategy.amp:
+        raise ConfigError(f'mixed_precision="{precision}" and strategy.amp both set the precision. Keep one of them.')
+    strategy.amp = True
+    strategy.amp_configs = {"dtype": DTYPES[precision]}
+    return strategy
+
+
+@contextlib.contextmanager
+def world_shown(variables: MutableMapping[str, str]) -> Iterator[None]:
+    """Accelerate knows ranks by these variables alone; a group made from Slurm's or MPI's it would not see."""
+    here = world.current()
+    host = here.endpoints[here.comm.rank].rpartition(":")[0]
+    neighbours = sum(endpoint.rpartition(":")[0] == host for endpoint in here.endpoints)
+    told = {"RANK": here.comm.rank, "WORLD_SIZE": here.comm.size, "LOCAL_RANK": here.local_rank, "LOCAL_WORLD_SIZE": neighbours}
+    added = [name for name in told if name not in variables and here.comm.size > 1]
+    variables.update({name: str(told[name]) for name in added})
+    try:
+        yield
+    finally:  # a process started from here would take itself for this rank
+        for name in added:
+            variables.pop(name, None)
+
+
+def refuse_handlers(handlers: Iterable[Any]) -> None:
+    for handler in handlers:
+        name = type(handler).__name__
+        if name in HANDLERS:
+            raise ConfigError(f"kwargs_handlers holds {name}, which nothing would follow: {HANDLERS[name]}. Leave it out.")
+
+
+# --- the optimizer ------------------------------------------------------------------------------------------------------
+
+
+class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
+    """What prepare() returns: Accelerate's wrapper, around the optimizer that drives the strategy (`.optimizer`)."""
+
+    def __init__(self, optimizer: FleetOptimizer, model: nn.Module, *, hosted: bool) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self.model, self._hosted = model, hosted
+        """`hosted`: Accelerate says where a window ends."""
+        self.report: Report | None = None
+
+    def step(self, closure: Any = None) -> Report | None:
+        face: FleetOptimizer = self.optimizer
+        if not self.gradient_state.sync_gradients:
+            if face.pipeline.window.entered or face.pipeline.buckets.has_new():
+                face.step()  # ends the micro-step: nothing moves inside a window
+            self._is_overflow = True  # no update: a scheduler must not move
+            return None
+        report = face.step(closure)
+        if self._hosted and not report.due:
+            report = face.flush()  # after a bare loss.backward(), the last of a short window
+        # Ranks that train alone may skip alone: their schedulers must move alike. Else as Accelerate does: not on an overflow.
+        self._is_overflow = not report.due or (report.skipped and not face.pipeline.trains_alone)
+        self.report = report
+        return report
+
+    def __getattr__(self, name: str) -> Any:
+        """`backward`, `minimize`, `flush`, `average`, `averaged`, `due`, ...: of the optimizer inside."""
+        if name.startswith("_") or "optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.__dict__["optimizer"], name)
+
+
+# --- the accelerator ----------------------------------------------------------------------------------------------------
+
+
+class Accelerator(PlainAccelerator):  # type: ignore[misc]
+    """accelerate.Accelerator with one more keyword, `strategy`; the objects that prepare() returns train by it."""
+
+    def __init__(self, *args: Any, strategy: DistributedStrategy | None = None, **kwargs: Any) -> None:
+        refuse_handlers(kwargs.get("kwargs_handlers") or ())
+        wants_cpu = bool(kwargs.get("cpu")) or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        world.open_world(device=torch.device("cpu") if wants_cpu else None)
+        if len(args) > 2:
+            raise ConfigError("give mixed_precision and what follows it by name: Accelerator(mixed_precision=..., strategy=...).")
+        precision = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        precision = None if precision is None else str(precision).lower()
+        # Without it a job of several CPU processes is, to Accelerate, as many jobs of one.
+        kwargs["cpu"] = fleet.device().type == "cpu"
+        with world_shown(os.environ):
+            super().__init__(*args, mixed_precision="no", **kwargs)
+        steps = int(self.gradient_accumulation_steps)
+        chosen = merged(with_precision(_copied(strategy), precision), steps, said="gradient_accumulation_steps")
+        self._adopt(chosen, window=steps)
+
+    @classmethod
+    def of(cls, plain: Any, strategy: DistributedStrategy, *, window: int) -> Accelerator:
+        """One that a framework has made, changed in place. `window`: the most micro-batches that it puts into one update."""
+        world.open_world(device=_device_of(plain))
+        plain.__class__ = cls
+        accelerator: Accelerator = plain
+        accelerator._adopt(strategy, window=window)
+        return accelerator
+
+    def _adopt(self, strategy: DistributedStrategy, *, window: int) -> None:
+        kind = str(self.distributed_type).rpartition(".")[2]
+        if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            raise ConfigError(
+                f"Accelerate is set up for {kind}, which shards or wraps the model itself. A strategy needs none of it."
+            )
+        if self.num_processes != fleet.worker_num():
+            raise ConfigError(
+                f"Accelerate sees {self.num_processes} processes, fleet.init() {fleet.worker_num()}. On CPUs tell Accelerate so "
+                "(cpu=True; TrainingArguments(use_cpu=True)); start with fleetrun, torchrun or accelerate launch."
+            )
+        if _device_of(self) != fleet.device():
+            raise ConfigError(
+                f"Accelerate trains on {self.device}, fleet.init() on {fleet.device()}. Create the Accelerator first."
+            )
+        self.strategy, self._window = strategy, window
+        self._prepared: list[nn.Module] = []
+
+    @property
+    def pairs(self) -> list[FleetAcceleratedOptimizer]:
+        return [optimizer for optimizer in self._optimizers if isinstance(optimizer, FleetAcceleratedOptimizer)]
+
+    # --- prepare --------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Models first: an optimizer needs the one it trains, wherever that stands."""
+        placed = kwargs.get("device_placement") or [None] * len(args)
+        return super().prepare(
+            *[self.prepare_model(a, where) if isinstance(a, nn.Module) else a for a, where in zip(args, placed, strict=False)],
+            **kwargs,
+        )
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """`evaluation_mode` is Accelerate's word for: do not wrap."""
+        prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        if not any(prepared is known for known in self._prepared):
+            self._prepared.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        model = next((m for m in self._prepared if any(id(p) in trained for p in m.parameters())), None)
+        if model is None:
+            raise ConfigError(
+                "no prepared model has this optimizer's parameters. Write accelerator.prepare(model, optimizer, ...)."
+            )
+        _, face = fleet.distribute(model, optimizer, self.strategy)
+        ours = FleetAcceleratedOptimizer(face, model, hosted=self._window > 1)
+        self._optimizers.append(ours)
+        return ours
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """A scheduler that was built on the optimizer before prepare() follows the one in its place."""
+        given = getattr(scheduler, "optimizer", None)
+        prepared = super().prepare_scheduler(scheduler)
+        owners = [ours for ours in self.pairs if given is ours.optimizer.given or given is ours]
+        if owners:
+            prepared.optimizers = owners
+        return prepared
+
+    # --- one step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-step closes a window: Accelerate's, or the strategy's own."""
+        return bool(self.gradient_state.sync_gradients) and (self._window > 1 or all(ours.optimizer.due for ours in self.pairs))
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """optimizer.backward(loss): when `sync_gradients`, it ends with true gradients."""
+        known = {name: kwargs.pop(name) for name in ("weight", "retain_graph") if name in kwargs}
+        if kwargs:
+            raise ConfigError(f"accelerator.backward was given {', '.join(sorted(kwargs))}; it takes weight and retain_graph.")
+        if self._window == 1 and int(self.gradient_accumulation_steps) != 1:
+            raise ConfigError(
+                "gradient_accumulation_steps was changed after the Accelerator was made. Give it to Accelerator(...)."
+            )
+        face = self._owner_of(loss).optimizer
+        face.backward(loss / self.gradient_accumulation_steps, **known)
+        if self._window > 1 and self.gradient_state.sync_gradients and not face.pipeline.window.closed:
+            face.pipeline.reduce_early()  # the last window of an epoch may be a short one; all ranks are at their last batch
+
+    def _owner_of(self, loss: Tensor) -> FleetAcceleratedOptimizer:
+        if len(self.pairs) == 1:
+            return self.pairs[0]
+        reached = {id(leaf) for leaf in leaves(loss)}
+        owners = [ours for ours in self.pairs if reached & ours.optimizer.parameter_ids()]
+        if len(owners) != 1:
+            raise ConfigError(
+                f"this loss reaches the parameters of {len(owners)} prepared optimizers; accelerator.backward(loss) trains one. "
+                "Write optimizer.backward(loss), of the optimizer that is to step; others are then left alone."
+            )
+        return owners[0]
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Of true gradients. Inside a window there are none yet: nothing is done, and None comes back."""
+        if not self._window_is_closed():
+            return None
+        if max_norm == float("inf"):  # asked for the norm alone: gradients stay as they are
+            grads = [p.grad for p in _as_list(parameters) if p.grad is not None]
+            return torch.nn.utils.get_total_norm(grads, norm_type)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self._window_is_closed():
+            super().clip_grad_value_(parameters, clip_value)
+
+    def _window_is_closed(self) -> bool:
+        """Or holds gradients of a bare loss.backward(), which are not reduced before step(): those are not clipped right."""
+        windows = [ours.optimizer.pipeline.window for ours in self.pairs]
+        if windows and not any(window.micro_steps for window in windows):
+            raise ConfigError(
+                "gradients of a bare loss.backward() are reduced in optimizer.step(), and cannot be clipped before. "
+                "Write accelerator.backward(loss)."
+            )
+        return any(window.closed for window in windows)
+
+    def autocast(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return fleet.autocast()
+
+    def join_uneven_inputs(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            "join_uneven_inputs is DDP's. Give every rank equally many batches: even_batches=True, the default, does."
+        )
+
+    # --- files ----------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """For save_model too."""
+        for ours in self.pairs:
+            if ours.model is model and _shows_own_weights(ours.optimizer):
+                raise ConfigError(
+                    "under Local SGD each rank has weights of its own. On every rank write: "
+                    "with optimizer.averaged(): accelerator.save_model(model, folder)"
+                )
+        return super().get_state_dict(model, unwrap)
+
+    def averaged(self) -> contextlib.ExitStack:
+        """Under Local SGD the mean of all ranks' weights inside; every rank must enter it."""
+        shown = contextlib.ExitStack()
+        for ours in self.pairs:
+            shown.enter_context(ours.optimizer.averaged())
+        return shown
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's files hold the average under Local SGD; the strategy's folder what each rank goes on from."""
+        with self.averaged():
+            saved = super().save_state(output_dir, *args, **kwargs)
+        self.save_strategy_state(Path(saved))
+        return saved
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        folders: list[Path] = []
+        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(Path(folder)))
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+        self.load_strategy_state(folders[-1])
+
+    def save_strategy_state(self, folder: Path) -> None:
+        """Every rank calls it."""
+        if not self.pairs:
+            return
+        if fleet.is_first_worker():  # before any collective: an older run's state, of a later step, would be taken instead
+            shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        step = self.pairs[0].optimizer.pipeline.index
+        fleet.save_checkpoint(folder / FOLDER, step=step, keep=1, **self._states())
+
+    def load_strategy_state(self, folder: Path) -> None:
+        """Every rank calls it."""
+        if self.pairs and fleet.load_checkpoint(folder / FOLDER, **self._states()) is None:
+            raise CheckpointError(
+                f"{folder} has no folder `{FOLDER}`: saved without the strategy, whose counters and residuals are missing. "
+                "Start from its weights instead: load them into the model before accelerator.prepare(...)."
+            )
+
+    def _states(self) -> dict[str, Any]:
+        models = {f"model_{i}": ours.model for i, ours in enumerate(self.pairs)}
+        return models | {f"optimizer_{i}": ours.optimizer for i, ours in enumerate(self.pairs)}
+
+
+def _copied(strategy: DistributedStrategy | None) -> DistributedStrategy:
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise ConfigError(f"strategy is {type(strategy).__name__}; it must be a fleet.DistributedStrategy.")
+    return fleet._chosen(strategy)
+
+
+def _device_of(accelerator: Any) -> torch.device:
+    """Accelerate counts CPUs ("cpu:0"), and a single GPU it does not ("cuda")."""
+    device: torch.device = accelerator.device
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def _shows_own_weights(face: FleetOptimizer) -> bool:
+    """Local SGD, outside of `with optimizer.averaged():`."""
+    try:
+        face.pipeline.refuse_inside_averaged()
+    except FleetError:
+        return False
+    return face.pipeline.averages
+
+
+def _as_list(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

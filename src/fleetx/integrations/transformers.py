@@ -1,0 +1,127 @@
+"""Hugging Face's Trainer trains by a FleetX strategy: FleetTrainer(..., fleet_strategy=...), and the rest stays as it is.
+
+accelerator    Trainer's own, changed into fleetx.integrations.accelerate.Accelerator: no DDP around the model
+accumulation   gradient_accumulation_steps=k and strategy.gradient_merge of k are one thing; Trainer divides the losses, by tokens
+               where it knows them, and a short window at the end of an epoch closes by itself
+clipping       max_grad_norm, of true gradients; under Local SGD of each rank's own
+files          save_model writes the average under Local SGD (every rank calls it); a checkpoint has a folder `fleetx` beside
+               Trainer's files, from which resume_from_checkpoint goes on
+evaluation     of the average under Local SGD
+
+Not public in transformers, and used: Trainer._save_optimizer_and_scheduler, Trainer._load_optimizer_and_scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fleetx import fleet
+from fleetx.errors import ConfigError
+from fleetx.integrations import imported, require_seams
+from fleetx.integrations.accelerate import Accelerator, merged
+from fleetx.strategy import DistributedStrategy
+
+transformers: Any = imported("transformers", extra="hf", oldest=(4, 50))
+PlainTrainer: Any = transformers.Trainer
+SEAMS = ("create_accelerator_and_postprocess", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
+require_seams(PlainTrainer, (*SEAMS, "save_model", "evaluate", "predict", "train"))
+
+REFUSED = {
+    "fp16": 'write strategy.amp = True; strategy.amp_configs = {"dtype": "float16"}',
+    "bf16": 'write strategy.amp = True; strategy.amp_configs = {"dtype": "bfloat16"}',
+    "ddp_bucket_cap_mb": "there is no DDP here; write strategy.fuse_grad_size_in_MB",
+    "ddp_broadcast_buffers": "there is no DDP here; buffers are averaged with each update",
+    "ddp_static_graph": "there is no DDP here",
+    "auto_find_batch_size": "a batch that does not fit on one rank leaves the others waiting; fleet.find_batch(...) finds one",
+    "deepspeed": "it shards the model itself",
+    "fsdp": "it shards the model itself",
+}
+"""Arguments of TrainingArguments that nothing would follow, and what to write instead."""
+
+
+def refuse_arguments(arguments: Any) -> None:
+    """All of them at once."""
+    asked = [name for name in REFUSED if getattr(arguments, name, None)]
+    if asked:
+        told = "; ".join(f"{name}: {REFUSED[name]}" for name in asked)
+        raise ConfigError(f"FleetTrainer does not take these of TrainingArguments. {told}.")
+    if getattr(arguments, "n_gpu", 1) > 1:
+        raise ConfigError(
+            "one process sees several GPUs, and Trainer would use DataParallel. Start with fleetrun: one rank each."
+        )
+
+
+def window_of(arguments: Any, strategy: DistributedStrategy) -> int:
+    """How many micro-batches make one update: Trainer's word or the strategy's; where both speak they must agree."""
+    theirs = int(arguments.gradient_accumulation_steps)
+    if not strategy.gradient_merge:
+        return theirs
+    ours = strategy.gradient_merge_configs
+    if not ours["avg"]:
+        raise ConfigError('gradient_merge_configs["avg"] is False, and Trainer divides losses by their number. Leave it out.')
+    if theirs not in (1, ours["k_steps"]):
+        raise ConfigError(
+            f"gradient_accumulation_steps={theirs} and strategy.gradient_merge with k_steps={ours['k_steps']} differ; both say "
+            "how many micro-batches make one update. Keep one of them."
+        )
+    return int(ours["k_steps"])
+
+
+class FleetTrainer(PlainTrainer):  # type: ignore[misc]
+    """transformers.Trainer with one more keyword, `fleet_strategy`."""
+
+    args: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, fleet_strategy: DistributedStrategy | None = None, **kwargs: Any) -> None:
+        if fleet_strategy is not None and not isinstance(fleet_strategy, DistributedStrategy):
+            raise ConfigError(f"fleet_strategy is {type(fleet_strategy).__name__}; it must be a fleet.DistributedStrategy.")
+        self._asked = fleet_strategy
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        refuse_arguments(self.args)
+        strategy = fleet._chosen(self._asked)
+        window = window_of(self.args, strategy)
+        strategy.gradient_merge = False  # said by `window` from here on
+        if window != self.args.gradient_accumulation_steps:
+            self.args = copy.copy(self.args)  # the user's own stay as they are; updates and schedules are counted by these
+            self.args.gradient_accumulation_steps = window
+        super().create_accelerator_and_postprocess()
+        # As Trainer would tell DDP: on, unless the model recomputes or the user says otherwise.
+        found = getattr(self.accelerator, "ddp_handler", None)
+        strategy.find_unused_parameters |= bool(getattr(found, "find_unused_parameters", False))
+        strategy = merged(strategy, window, said="gradient_accumulation_steps")
+        self.accelerator = Accelerator.of(self.accelerator, strategy, window=window)
+
+    @contextlib.contextmanager
+    def _average_shown(self) -> Iterator[None]:
+        """Of a trained pair under Local SGD; elsewhere nothing changes. Every rank is here."""
+        with self.accelerator.averaged():
+            yield
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._average_shown():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._average_shown():
+            return super().predict(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every rank must call it; rank 0 writes."""
+        with self._average_shown():
+            super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.accelerator.save_strategy_state(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.accelerator.load_strategy_state(Path(checkpoint))
