@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleetx.errors import ConfigError
-from fleetx.roles import ALONE, first_host, job_port, role_from_env
+from fleetx.roles import ALONE, first_host, job_port, role_from_env, role_in_group
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -90,3 +90,18 @@ def test_a_rank_that_is_no_number_is_refused_by_name_and_value() -> None:
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_in_a_group_that_was_made_by_a_framework_half_set_variables_do() -> None:
+    role = role_in_group({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}, rank=1, size=2)
+    assert (role.rank, role.size, role.local_rank, role.source) == (1, 2, 1, "group")
+
+
+def test_a_groups_rank_counts_more_than_the_variables_of_another_job() -> None:
+    assert role_in_group(TORCHRUN, rank=3, size=8) == role_from_env(TORCHRUN)
+    role = role_in_group(TORCHRUN, rank=0, size=4)
+    assert (role.rank, role.size, role.local_rank, role.node_num) == (0, 4, 1, None)
+
+
+def test_in_a_group_without_variables_the_rank_is_the_place_on_the_node() -> None:
+    assert role_in_group({"PATH": "/bin"}, rank=2, size=3).local_rank == 2

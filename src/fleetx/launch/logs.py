@@ -92,7 +92,7 @@ class _Tail:
 class _Screen:
     """Keeps lines whole: a prefixed line begins at the left edge, also when a bare rank stands in the middle of one.
 
-    `is_shared`: rank 0 may draw a line of its own there, over and over; what is shown takes its place, and it comes again below."""
+    `is_shared`: rank 0 may draw a line of its own there, over and over; what is shown takes its place, and it comes again."""
 
     def __init__(self, write: Callable[[bytes], None], *, is_shared: bool = False) -> None:
         self._write, self._is_shared = write, is_shared

@@ -1,0 +1,233 @@
+"""Facts of this machine, asked of it: nothing is judged here, nothing is changed, and nothing waits for long."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+import fleetx
+from fleetx.errors import first_line
+
+from . import cgroup
+from .facts import Backends, Devices, Facts, Gpu, Limits, Package, Software
+from .gather_network import gather_network
+from .software import parse_requirement
+from .variables import known
+
+LOG_DIR = "log"
+WANTED_PYTHON = "3.11"
+TIME_ERROR = 5
+"""What adjtimex(2) returns of a clock that nothing keeps right."""
+SHM = Path("/dev/shm")
+DRIVER = Path("/proc/driver/nvidia/version")
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def gather(*, hosts: tuple[str, ...] = (), port: int) -> Facts:
+    """`hosts`: of --master or --ips, whose port is tried."""
+    torch_error = _import_torch()
+    return Facts(
+        software=_software(torch_error),
+        devices=_devices(has_torch=not torch_error),
+        backends=Backends() if torch_error else _backends(),
+        network=gather_network(hosts, port, has_torch=not torch_error),
+        limits=_limits(),
+        variables=known(os.environ),
+    )
+
+
+def _import_torch() -> str:
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # a broken install fails in many ways: a missing library, a file of the same name, a wrong build
+        return f"{type(error).__name__}: {first_line(error)}"
+    return ""
+
+
+# --- software ---------------------------------------------------------------------------------------------------------------
+
+
+def _software(torch_error: str) -> Software:
+    try:
+        requirements = importlib.metadata.requires("fleetx") or []
+        installed = importlib.metadata.version("fleetx")
+    except importlib.metadata.PackageNotFoundError:
+        requirements, installed = [], None
+    wanted = [package for text in requirements if (package := parse_requirement(text)) is not None]
+    packages = tuple(
+        Package(one.name, one.wanted, _version(one.name), one.extra) for one in wanted if one.name.lower() != "fleetx"
+    )
+    if all(one.name != "triton" for one in packages):
+        packages += (Package("triton", "", _version("triton"), "dev"),)
+    return Software(
+        python=platform.python_version(),
+        wanted_python=WANTED_PYTHON,
+        fleetx=fleetx.__version__,
+        installed=installed,
+        packages=packages,
+        torch_error=torch_error,
+        shadows=find_shadows([os.getcwd()], _python_path(), {one.name.replace("-", "_") for one in packages if not one.extra}),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def find_shadows(first: list[str], python_path: list[str], dependencies: set[str]) -> tuple[tuple[str, str], ...]:
+    """Files that hide a module: `first` are folders like that of a script, in which another fleetx is nothing strange."""
+    hidden = set(sys.stdlib_module_names) | {name.lower() for name in dependencies} | dependencies
+    found: dict[str, str] = {}
+    for folder in [*first, *python_path]:
+        names = hidden | {"fleetx"} if folder in python_path and folder not in first else hidden
+        for path in sorted(Path(folder).glob("*")):
+            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
+            if is_module and path.stem in names and not _is_installed(path):
+                found.setdefault(path.stem, str(path))
+    return tuple(found.items())
+
+
+def _is_installed(path: Path) -> bool:
+    """What PYTHONPATH names may be the very folder that is in use anyway."""
+    if path.stem != "fleetx":
+        return "site-packages" in path.parts
+    return path.resolve() == Path(fleetx.__file__).resolve().parent
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------------
+
+
+def _devices(*, has_torch: bool) -> Devices:
+    memory = psutil.virtual_memory()
+    limit = cgroup.memory_limit()
+    cores = os.cpu_count() or 1
+    bare = Devices(
+        driver=_driver(),
+        cores=cores,
+        allowed_cores=len(os.sched_getaffinity(0)),
+        cpu_quota=cgroup.cpu_quota(),
+        threads=cores,
+        memory_bytes=int(memory.total),
+        available_bytes=int(memory.available if limit is None else min(memory.available, limit)),
+        memory_limit_bytes=limit,
+    )
+    return _with_torch(bare) if has_torch else bare
+
+
+def _with_torch(bare: Devices) -> Devices:
+    """What only torch knows."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gpus = _gpus()
+    return replace(
+        bare,
+        threads=torch.get_num_threads(),
+        gpus=gpus,
+        torch_cuda=torch.version.cuda,
+        architectures=tuple(torch.cuda.get_arch_list()) if gpus else (),
+        driver_cuda=_driver_cuda(),
+        cuda_error=" ".join(str(said[0].message).split())[:300] if said and not gpus else "",
+    )
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(one.name, int(one.total_memory), (one.major, one.minor), has_bf16) for one in found)
+
+
+def _driver() -> str | None:
+    """ "580.65.06", of a line such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  ..."."""
+    try:
+        words = DRIVER.read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return None
+    return next((word for word in words if word[:1].isdigit() and "." in word), "of unknown version")
+
+
+def _driver_cuda() -> str | None:
+    import torch
+
+    asked = getattr(torch._C, "_cuda_getDriverVersion", None)  # only a build for CUDA has it
+    try:
+        number = int(asked()) if asked is not None else 0
+    except RuntimeError:  # no driver
+        return None
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _backends() -> Backends:
+    from fleetx.launch.backends import has_gloo, has_mpi, nccl_version
+
+    return Backends(gloo=has_gloo(), nccl=nccl_version(), mpi=has_mpi())
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------------
+
+
+def _limits() -> Limits:
+    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
+    error, free = _log_folder(Path(LOG_DIR).absolute())
+    return Limits(
+        shm_bytes=shm.total if shm else None,
+        shm_free_bytes=shm.free if shm else 0,
+        open_files=_limit_of(resource.RLIMIT_NOFILE),
+        processes=_limit_of(resource.RLIMIT_NPROC)[0],
+        locked_bytes=_limit_of(resource.RLIMIT_MEMLOCK)[0],
+        address_space_bytes=_limit_of(resource.RLIMIT_AS)[0],
+        infiniband=tuple(sorted(os.listdir(INFINIBAND))) if INFINIBAND.is_dir() else (),
+        log_dir=str(Path(LOG_DIR).absolute()),
+        log_error=error,
+        log_free_bytes=free,
+        clock_behind_seconds=max(0.0, Path(fleetx.__file__).stat().st_mtime - time.time()),
+        is_clock_synchronised=_is_clock_synchronised(),
+    )
+
+
+def _limit_of(kind: int) -> tuple[int, int]:
+    soft, hard = resource.getrlimit(kind)
+    return (-1 if soft == resource.RLIM_INFINITY else soft), (-1 if hard == resource.RLIM_INFINITY else hard)
+
+
+def _log_folder(folder: Path) -> tuple[str, int]:
+    """Why it cannot be written, and how much room is there. A folder that is not there yet is not made."""
+    there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        return "", shutil.disk_usage(there).free
+    except OSError as error:
+        return error.strerror or str(error), 0
+
+
+def _is_clock_synchronised() -> bool | None:
+    try:
+        answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # all zero: it only asks
+    except (OSError, AttributeError):
+        return None
+    return None if answer < 0 else bool(answer != TIME_ERROR)

@@ -1,0 +1,181 @@
+"""GPUs, cores, memory, backends, limits, log folder and clock. Pure functions of facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .facts import Devices, Facts, Gpu
+from .finding import Finding, note, ok, problem
+from .software import numbers
+
+MIB, GIB = 1 << 20, 1 << 30
+SMALL_SHM_BYTES = 64 * MIB
+"""What a container gets when nobody asks for more."""
+ROOM_BYTES = GIB
+FEW_FILES, ENOUGH_FILES = 1024, 4096
+FEW_PROCESSES = 1024
+BF16_SINCE = (8, 0)
+
+
+def gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------------
+
+
+def check_gpus(facts: Facts) -> Iterable[Finding]:
+    topic, devices = "GPUs", facts.devices
+    if facts.software.torch_error:
+        return
+    for index, gpu in enumerate(devices.gpus):
+        yield _one_gpu(index, gpu, devices)
+    if devices.gpus:
+        return
+    if devices.driver is None:
+        yield ok(topic, "none; training runs on the CPU")
+    elif devices.torch_cuda is None:
+        told = f"this machine has an NVIDIA driver ({devices.driver}), but torch was built for CPUs alone"
+        yield problem(topic, told, "install a CUDA build of torch: see its start page for the command")
+    elif facts.variables.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        yield note(topic, "hidden by CUDA_VISIBLE_DEVICES")
+    else:
+        yield _unusable(devices)
+
+
+def _unusable(devices: Devices) -> Finding:
+    assert devices.torch_cuda is not None
+    said = f": {devices.cuda_error}" if devices.cuda_error else ""
+    has_old_driver = devices.driver_cuda is not None and numbers(devices.driver_cuda)[:1] < numbers(devices.torch_cuda)[:1]
+    fix = "look at nvidia-smi; in a container, start it with --gpus all"
+    if has_old_driver:
+        fix = f"install a newer driver, or a torch built for CUDA {devices.driver_cuda} or older"
+    return problem("GPUs", f"driver {devices.driver}, torch for CUDA {devices.torch_cuda}, but no GPU can be used{said}", fix)
+
+
+def runs_on(gpu: Gpu, architectures: Iterable[str]) -> bool:
+    """Compiled code runs on the same major version, from its minor on; "compute_" is compiled when it is loaded."""
+    major, minor = gpu.capability
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        digits = "".join(letter for letter in digits if letter.isdigit())
+        built = (int(digits[:-1]), int(digits[-1])) if len(digits) >= 2 else (99, 0)
+        if built <= (major, minor) and (kind == "compute" or built[0] == major):
+            return True
+    return False
+
+
+def _one_gpu(index: int, gpu: Gpu, devices: Devices) -> Finding:
+    told = f"{index}: {gpu.name}, {gib(gpu.memory_bytes)}, capability {gpu.capability[0]}.{gpu.capability[1]}"
+    if devices.architectures and not runs_on(gpu, devices.architectures):
+        built = ", ".join(devices.architectures)
+        return problem("GPUs", f"{told}: torch was built for {built}", "install a torch that is built for this GPU")
+    if not gpu.has_bf16 or gpu.capability < BF16_SINCE:
+        return note("GPUs", f"{told}: no bfloat16; amp takes float16 with a loss scale")
+    return ok("GPUs", f"{told}, bfloat16 (driver {devices.driver}, torch for CUDA {devices.torch_cuda})")
+
+
+def check_cpu(facts: Facts) -> Iterable[Finding]:
+    topic, devices = "CPU", facts.devices
+    cores = devices.allowed_cores
+    if devices.cpu_quota is not None and devices.cpu_quota < cores:
+        share = max(1, int(devices.cpu_quota))
+        told = f"the control group allows {devices.cpu_quota:g} of {cores} cores: threads for all of them slow each other down"
+        yield note(topic, told, f"fleetrun --env OMP_NUM_THREADS={share} train.py, divided by the ranks of this machine")
+    if cores < devices.cores:
+        yield note(topic, f"this process may use {cores} of {devices.cores} cores (its affinity)", "start it without taskset")
+    threads = f"{devices.threads} thread{'s' * (devices.threads != 1)}"
+    yield ok(topic, f"{cores} core{'s' * (cores != 1)}, {threads} of torch in one process")
+
+
+def check_memory(facts: Facts) -> Iterable[Finding]:
+    topic, devices = "memory", facts.devices
+    limit = devices.memory_limit_bytes
+    if devices.available_bytes < ROOM_BYTES:
+        told = f"only {gib(devices.available_bytes)} of {gib(devices.memory_bytes)} are free"
+        yield problem(topic, told, "end other processes, or start fewer ranks: torch alone takes about 0.3 GiB in each")
+    if limit is not None and limit < devices.memory_bytes:
+        yield note(topic, f"the control group allows {gib(limit)} of {gib(devices.memory_bytes)}; beyond it, ranks are killed")
+    yield ok(topic, f"{gib(devices.available_bytes)} of {gib(devices.memory_bytes)} free")
+
+
+def check_backends(facts: Facts) -> Iterable[Finding]:
+    topic, backends = "backends", facts.backends
+    if facts.software.torch_error:
+        return
+    if not backends.gloo:
+        yield problem(topic, "this torch has no gloo, which every rank needs", "install torch's own build for Linux")
+    if facts.devices.gpus and backends.nccl is None:
+        yield problem(topic, "there are GPUs, but this torch has no NCCL", "install torch's own CUDA build for Linux")
+    there = [
+        *(["gloo"] if backends.gloo else []),
+        *([f"NCCL {backends.nccl}"] if backends.nccl else []),
+        *(["MPI"] if backends.mpi else []),
+    ]
+    yield ok(topic, ", ".join(there) or "none")
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------------
+
+
+def check_shared_memory(facts: Facts) -> Iterable[Finding]:
+    topic, limits = "/dev/shm", facts.limits
+    fix = "docker run --shm-size=8g (or --ipc=host); elsewhere: mount -o remount,size=8G /dev/shm"
+    if limits.shm_bytes is None:
+        yield problem(topic, "it is not there: data loaders with workers, and NCCL, cannot share memory", fix)
+    elif limits.shm_bytes <= SMALL_SHM_BYTES:
+        yield problem(topic, f"{gib(limits.shm_bytes)}: data loaders with workers die of a bus error", fix)
+    elif limits.shm_free_bytes < ROOM_BYTES:
+        yield note(topic, f"{gib(limits.shm_free_bytes)} of {gib(limits.shm_bytes)} free: batches of data loaders lie there", fix)
+    else:
+        yield ok(topic, f"{gib(limits.shm_free_bytes)} of {gib(limits.shm_bytes)} free")
+
+
+def check_limits(facts: Facts) -> Iterable[Finding]:
+    topic, limits = "limits", facts.limits
+    soft, hard = limits.open_files
+    if 0 <= soft < ENOUGH_FILES:
+        wanted = 65536 if hard < 0 else min(65536, hard)
+        raised = f"ulimit -n {wanted}" if wanted > soft else "raise nofile in /etc/security/limits.conf"
+        if soft < FEW_FILES:
+            yield problem(topic, f"{soft} open files are too few for ranks and data loaders", raised)
+        else:
+            yield note(topic, f"{soft} open files: few, for data loaders with many workers", raised)
+    if 0 <= limits.processes < FEW_PROCESSES:
+        told = f"{limits.processes} processes and threads of this user; a rank alone takes dozens"
+        yield problem(topic, told, "ulimit -u 65536, or nproc in /etc/security/limits.conf")
+    if limits.infiniband and limits.locked_bytes >= 0:
+        told = f"InfiniBand ({', '.join(limits.infiniband)}) pins memory, of which only {gib(limits.locked_bytes)} are allowed"
+        yield problem(topic, told, "ulimit -l unlimited, or memlock in /etc/security/limits.conf")
+    if limits.address_space_bytes >= 0:
+        told = f"address space limited to {gib(limits.address_space_bytes)}: torch with CUDA reserves far more than it uses"
+        yield note(topic, told, "ulimit -v unlimited")
+    yield ok(topic, f"open files {_limit(soft)}, processes {_limit(limits.processes)}")
+
+
+def _limit(count: int) -> str:
+    return "without limit" if count < 0 else f"{count:,}"
+
+
+def check_log_folder(facts: Facts) -> Iterable[Finding]:
+    topic, limits = "log folder", facts.limits
+    if limits.log_error:
+        told = f"{limits.log_dir} cannot be written: {limits.log_error}"
+        yield problem(topic, told, "change to another folder, or write fleetrun --log_dir DIR")
+    elif limits.log_free_bytes < ROOM_BYTES:
+        fix = "free some, or write fleetrun --log_dir DIR on another disk"
+        yield note(topic, f"only {gib(limits.log_free_bytes)} free for {limits.log_dir}", fix)
+    else:
+        yield ok(topic, f"{limits.log_dir} can be written, {gib(limits.log_free_bytes)} free")
+
+
+def check_clock(facts: Facts) -> Iterable[Finding]:
+    topic, limits = "clock", facts.limits
+    if limits.clock_behind_seconds > 0:
+        days = limits.clock_behind_seconds / 86400
+        yield problem(topic, f"it stands {days:.1f} days before fleetx was installed", "timedatectl set-ntp true")
+    elif limits.is_clock_synchronised is False and facts.network.peers:
+        told = "it is not synchronised: logs of several nodes cannot be put in order"
+        yield note(topic, told, "timedatectl set-ntp true")
+    else:
+        yield ok(topic, "synchronised" if limits.is_clock_synchronised else "not before fleetx was installed")
