@@ -1,0 +1,360 @@
+"""Lightning trains by a FleetX strategy: Trainer(strategy=FleetStrategy(strategy)), and the LightningModule stays as it is.
+
+setup_environment  Lightning makes the process group, or finds one; it is adopted
+setup_optimizers   no DDP around the module: fleet.distribute(module, optimizer) for what configure_optimizers returned
+backward           optimizer.backward(loss): Lightning's clipping and hooks then meet true gradients
+optimizer_step     Lightning's own; the last window of an epoch may be a short one
+on_validation_*    under Local SGD the average is validated, and saved (lightning_checkpoints.py)
+
+Not public in Lightning, and used: Strategy._layer_sync, Strategy._lightning_optimizers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fleetx import comm as c10d
+from fleetx import fleet, world
+from fleetx.binding import LossFn, give_up
+from fleetx.errors import ConfigError
+from fleetx.graph import leaves
+from fleetx.integrations import lightning_checkpoints as checkpoints
+from fleetx.integrations.lightning_refusals import (
+    homes_of,
+    refuse_changed_accumulation,
+    refuse_overridden,
+    refuse_what_both_claim,
+)
+from fleetx.optimizer import FleetOptimizer
+from fleetx.placement import broadcast_from_first
+from fleetx.report import Report
+from fleetx.strategy import DistributedStrategy
+
+OLDEST = (2, 4)
+PASSED_ON = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+)
+SEAMS = ("configure_ddp", "setup_environment", "setup_optimizers", "optimizer_step", "load_optimizer_state_dict")
+
+
+def _lightning() -> Any:
+    """`lightning.pytorch` and `pytorch_lightning` are one code in two packages, and a Trainer takes its own classes alone."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        names.reverse()
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise ConfigError('fleetx.integrations.lightning needs Lightning, which is not installed: pip install "fleetx[lightning]".')
+
+
+def _checked(package: Any) -> Any:
+    version = tuple(int(number) for number in package.__version__.split(".")[:2])
+    missing = [name for name in SEAMS if not hasattr(package.strategies.DDPStrategy, name)]
+    if version < OLDEST or missing:
+        lacks = f", which lacks {', '.join(missing)}" if missing else ""
+        raise ConfigError(f"FleetStrategy needs Lightning 2.4 or later; this is {package.__version__}{lacks}.")
+    return package
+
+
+pl: Any = _checked(_lightning())
+
+_pairs: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, FleetOptimizer]]] = weakref.WeakKeyDictionary()
+"""What a LightningModule was last trained by: a second fit makes new optimizers, and these must let go of it."""
+
+
+class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
+    """`strategy` is the fleet.DistributedStrategy; `sample` and `loss_fn` are those of fleet.distribute.
+
+    `report` is the report of the last step, for logging: `trainer.strategy.report`."""
+
+    optimizers: list[Any]
+
+    def __init__(
+        self,
+        strategy: DistributedStrategy | None = None,
+        *,
+        sample: Any = None,
+        loss_fn: LossFn | None = None,
+        **lightning: Any,
+    ) -> None:
+        unknown = sorted(set(lightning) - set(PASSED_ON))
+        if unknown:
+            raise ConfigError(
+                f"FleetStrategy has no {', '.join(unknown)}: nothing is wrapped in DDP here. It takes a "
+                "fleet.DistributedStrategy (which has find_unused_parameters), sample, loss_fn, and of Lightning's own "
+                f"{', '.join(PASSED_ON)}."
+            )
+        if strategy is not None and not isinstance(strategy, DistributedStrategy):
+            raise ConfigError(f"FleetStrategy was given {type(strategy).__name__}; it takes a fleet.DistributedStrategy.")
+        super().__init__(**lightning)
+        self.fleet_strategy = (strategy or DistributedStrategy()).copy()
+        self.report: Report | None = None
+        self._sample, self._loss_fn = sample, loss_fn
+        self._merged = 1
+        """Batches that make one update, where Lightning counts them."""
+        self._multiplies = False
+        """The merge is the strategy's own, which means true losses: what Lightning divided by is undone."""
+        self._counted: Any = None
+        """The Trainer that was told to accumulate as the strategy does."""
+        self._shown = contextlib.ExitStack()
+        self._shows_average = False
+        self._path: Any = None
+        self._trains = False
+
+    # --- once ---------------------------------------------------------------------------------------------------------
+
+    def set_world_ranks(self) -> None:
+        """Called while the Trainer is made, before Lightning starts processes."""
+        super().set_world_ranks()
+        self._refuse_other_world()
+
+    def setup_environment(self) -> None:
+        self._refuse_other_world()
+        super().setup_environment()
+        world.open_world(device=self.root_device)
+        self._refuse_other_world()
+        atexit.register(c10d.close_group)  # Lightning leaves a gloo group open, whose threads may outlive the interpreter
+
+    def _refuse_other_world(self) -> None:
+        if not world.is_open():
+            return
+        here = world.current()
+        if here.comm.size != self.world_size:
+            raise ConfigError(
+                f"fleet.init() has joined a job of {here.comm.size} rank(s) before Lightning has made one of {self.world_size}. "
+                "Leave fleet.init() out: FleetStrategy calls it when the processes are there; or start them first: fleetrun "
+                f"--nproc_per_node {self.num_processes} train.py."
+            )
+        if here.device != self.root_device:
+            raise ConfigError(
+                f"fleet.init() has chosen {here.device}, and Lightning {self.root_device}. Leave fleet.init() out: FleetStrategy "
+                "calls it with Lightning's device."
+            )
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        if self._layer_sync is not None:
+            raise ConfigError("Trainer(sync_batchnorm=True) is torch's SyncBatchNorm. Write strategy.sync_batch_norm = True.")
+        refuse_what_both_claim(trainer, self.precision_plugin, self.fleet_strategy)
+        refuse_overridden(module, pl.LightningModule)
+        self._count_batches(trainer)
+        super().setup_optimizers(trainer)
+        self._release(module)
+        homes = homes_of(module, self.optimizers)
+        if len(homes) > 1:  # of what belongs to none of them
+            broadcast_from_first(module, {}, world.current().comm)
+        pairs = [(home, self._distribute(home, given)) for home, given in zip(homes, self.optimizers, strict=True)]
+        _pairs[module] = pairs
+        self.optimizers = [face for _, face in pairs]
+        self._heed_plan(trainer)
+        self._trains = True
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        for wrapped in self._lightning_optimizers:
+            # Methods that set something on their optimizer must find the optimizer, and not what Lightning put around it.
+            wrapped.flush, wrapped.minimize = wrapped.optimizer.flush, _no_minimize
+
+    def _count_batches(self, trainer: Any) -> None:
+        """Lightning's loop decides when an update is due: schedulers, global_step and max_steps follow it."""
+        strategy = self._merging = self.fleet_strategy.copy()
+        self._multiplies = bool(strategy.gradient_merge) and self.lightning_module.automatic_optimization
+        if self._multiplies:
+            trainer.accumulate_grad_batches = strategy.gradient_merge_configs["k_steps"]
+            self._counted = trainer
+        elif trainer.accumulate_grad_batches > 1:
+            strategy.gradient_merge = True  # Lightning has divided the losses already: their sum is the mean
+            strategy.gradient_merge_configs = {"k_steps": trainer.accumulate_grad_batches, "avg": False}
+        self._merged = trainer.accumulate_grad_batches
+
+    def _heed_plan(self, trainer: Any) -> None:
+        """strategy.auto may have chosen to merge batches."""
+        chosen = self.optimizers[0].pipeline.stages.merge.micro_steps
+        if self.lightning_module.automatic_optimization and chosen != self._merged:
+            self._multiplies, self._counted = True, trainer
+            self._merged = trainer.accumulate_grad_batches = chosen
+
+    def _release(self, module: nn.Module) -> None:
+        for home, face in _pairs.pop(module, []):
+            give_up(home, face)
+
+    def _distribute(self, home: nn.Module, given: Any) -> FleetOptimizer:
+        _, face = fleet.distribute(home, given, self._merging, sample=self._sample, loss_fn=self._loss_fn)
+        myself, it = weakref.ref(self), weakref.ref(face)  # no cycle: it would keep a discarded pair alive
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            """Lightning gives each step a closure, to be run once: forward, backward, hooks and clipping."""
+            result = None if closure is None else closure()
+            face, strategy = it(), myself()
+            assert face is not None
+            report = FleetOptimizer.step(face)
+            if strategy is not None:
+                strategy.report = report
+            return report if closure is None else result
+
+        vars(face)["step"] = step
+        return face
+
+    # --- each batch ---------------------------------------------------------------------------------------------------
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        module, plugin = self.lightning_module, self.precision_plugin
+        retains = _retain_graph(args, kwargs)
+        face = self._meant_by(closure_loss)
+        self._refuse_backward(face)
+        self.pre_backward(closure_loss)
+        loss = plugin.pre_backward(closure_loss, module)
+        face.backward(loss * self._merged if self._multiplies and self._merged > 1 else loss, retain_graph=retains)
+        if module.automatic_optimization and not face.pipeline.window.closed:
+            face.pipeline.step()  # Lightning calls step() only when an update is due; this ends the micro-step
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss  # type: ignore[no-any-return]
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def run() -> Any:
+            result = closure()
+            if self.lightning_module.automatic_optimization and not optimizer.pipeline.window.closed:
+                optimizer.pipeline.reduce_early()  # the last batches of an epoch, fewer than a whole window
+            return result
+
+        return super().optimizer_step(optimizer, run, model, **kwargs)
+
+    def _meant_by(self, loss: Tensor) -> FleetOptimizer:
+        """Whose loss it is: of several optimizers, that whose parameters it reaches."""
+        faces: list[FleetOptimizer] = self.optimizers
+        if len(faces) == 1:
+            return faces[0]
+        reached = {id(leaf) for leaf in leaves(loss)}
+        found = [number for number, face in enumerate(faces) if face.pipeline.param_ids & reached]
+        if len(found) != 1:
+            raise ConfigError(
+                f"this loss reaches the parameters of optimizers {found} of {len(faces)}, and is meant for one. Put "
+                "self.toggle_optimizer(opt) before its forward and self.untoggle_optimizer(opt) after step(), or write "
+                "opt.backward(loss) in place of self.manual_backward(loss)."
+            )
+        return faces[found[0]]
+
+    def _refuse_backward(self, face: FleetOptimizer) -> None:
+        if self.lightning_module.automatic_optimization:
+            refuse_changed_accumulation(self.lightning_module.trainer.accumulate_grad_batches, self._merged)
+        elif face.pipeline.window.closed:
+            raise ConfigError(
+                "self.manual_backward(loss) came twice before opt.step(). Add the losses and call it once; or, to make one "
+                "update of several batches, call opt.step() after each and write strategy.gradient_merge = True with "
+                'strategy.gradient_merge_configs = {"k_steps": ...}.'
+            )
+
+    # --- Local SGD: what is validated and kept is the average ---------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._show_average()
+
+    def on_validation_end(self) -> None:
+        self._show_own()
+        super().on_validation_end()
+
+    def on_train_end(self) -> None:
+        """All ranks leave with the same weights."""
+        super().on_train_end()
+        for face in self.optimizers:
+            if face.pipeline.window.micro_steps:
+                face.flush()
+            face.average()
+        self._trains = False
+
+    def _averages(self) -> bool:
+        return self._trains and any(face.pipeline.averages for face in self.optimizers)
+
+    def _show_average(self) -> None:
+        if self._averages():
+            for face in self.optimizers:
+                self._shown.enter_context(face.averaged())
+            self._shows_average = True
+
+    def _show_own(self) -> None:
+        self._shows_average = False
+        self._shown.close()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._shows_average or not self._averages() or self._is_interrupted():
+            return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+        with contextlib.ExitStack() as shown:
+            for face in self.optimizers:
+                shown.enter_context(face.averaged())
+            state = super().lightning_module_state_dict()
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        faces = [face for face in self.optimizers if isinstance(face, FleetOptimizer)]
+        step, shown = int(checkpoint["global_step"]), self._shows_average
+        keeps = bool(faces) and "optimizer_states" in checkpoint  # else it was asked for the weights alone
+        if keeps and self._is_interrupted():
+            keeps = checkpoints.keep_after_an_error(checkpoint, filepath, faces)
+        elif keeps:
+            checkpoint[checkpoints.KEY] = checkpoints.what_to_keep(faces, step=step)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if keeps and checkpoints.ranks_differ(faces):
+            self._show_own()
+            checkpoints.save_own(filepath, self.lightning_module, faces, step=step)
+            if shown:
+                self._show_average()
+
+    def _is_interrupted(self) -> bool:
+        """An error, maybe of this rank alone: the others are in no collective with it."""
+        return bool(self.lightning_module.trainer.interrupted)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            checkpoints.remove_own(filepath)
+        super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._path = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        checkpoints.load_kept(checkpoint, self._path, self.lightning_module, self.optimizers)
+
+    def teardown(self) -> None:
+        self._show_own()
+        if self._counted is not None:  # as the user gave it: another fit must not find two who count
+            self._counted.accumulate_grad_batches = 1
+            self._counted = None
+        super().teardown()
+
+
+def _retain_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Of what Tensor.backward takes, the only one that means something here."""
+    other = [*map(repr, args), *(name for name, value in kwargs.items() if name != "retain_graph" and value)]
+    if other:
+        raise ConfigError(f"manual_backward was given {', '.join(other)}; besides the loss it takes retain_graph= alone.")
+    return bool(kwargs.get("retain_graph", False))
+
+
+def _no_minimize(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "in a LightningModule write self.manual_backward(loss), opt.step(), opt.zero_grad() in place of opt.minimize(loss): "
+        "Lightning counts its steps there."
+    )

@@ -1,0 +1,93 @@
+"""What a Lightning Trainer and a FleetX strategy cannot both do: one sentence each, with the line to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigError, StrategyConflict
+from ..slots import Slot
+from ..strategy import DistributedStrategy
+
+
+def refuse_what_both_claim(trainer: Any, plugin: Any, strategy: DistributedStrategy) -> None:
+    """Before configure_optimizers is called; all sentences at once."""
+    lines = [*_precision(plugin, strategy), *_clipping(trainer, strategy), *_accumulation(trainer, strategy)]
+    if lines:
+        raise StrategyConflict("\n".join(lines))
+
+
+def _precision(plugin: Any, strategy: DistributedStrategy) -> list[str]:
+    asked = getattr(plugin, "precision", None)
+    if getattr(plugin, "scaler", None) is not None:
+        return [
+            f"Trainer(precision={asked!r}) scales the loss by itself, and would not know the ranks' agreement on an overflow. "
+            'Leave precision out and write strategy.amp = True with strategy.amp_configs = {"dtype": "float16"}.'
+        ]
+    if strategy.amp and type(plugin).__name__ != "Precision":
+        return [f"Trainer(precision={asked!r}) and strategy.amp both set the precision of the forward. Keep one of them."]
+    return []
+
+
+def _clipping(trainer: Any, strategy: DistributedStrategy) -> list[str]:
+    claimants = [part.name for part in strategy.parts() if Slot.CLIP in part.claims()]
+    if not trainer.gradient_clip_val or not claimants:
+        return []
+    return [
+        f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and strategy.{claimants[0]} both clip the gradients. "
+        "Keep one of them."
+    ]
+
+
+def _accumulation(trainer: Any, strategy: DistributedStrategy) -> list[str]:
+    asked = trainer.accumulate_grad_batches
+    found = [
+        f"Trainer(accumulate_grad_batches={asked}) and strategy.{name} both say how many batches make one update. "
+        "Keep one of them."
+        for name in ("gradient_merge", "auto")
+        if asked > 1 and getattr(strategy, name)
+    ]
+    if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
+        found.append(
+            "GradientAccumulationScheduler changes how many batches make one update, which is fixed for a run here. Write "
+            "Trainer(accumulate_grad_batches=...) with one number."
+        )
+    return found
+
+
+def refuse_overridden(module: Any, base: type) -> None:
+    if type(module).backward is not base.backward:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"{type(module).__name__}.backward is overridden: its gradients would be this rank's own where Lightning clips and "
+            "shows them. Take the override out, or set automatic_optimization = False and call self.manual_backward(loss)."
+        )
+
+
+def refuse_changed_accumulation(now: int, before: int) -> None:
+    if now != before:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches was {before} when training began and is {now} now: how many batches make one "
+            "update is fixed for a run (StochasticWeightAveraging changes it for a model with BatchNorm)."
+        )
+
+
+def homes_of(module: nn.Module, optimizers: list[Optimizer]) -> list[nn.Module]:
+    """The module that each optimizer trains: all of it, or with several optimizers a child that is one's alone."""
+    if len(optimizers) == 1:
+        return [module]
+    trained = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+    children = {name: {id(p) for p in child.parameters()} for name, child in module.named_children()}
+    homes = []
+    for number, mine in enumerate(trained):
+        names = [name for name, held in children.items() if held & mine]
+        others = set().union(*(theirs for other, theirs in enumerate(trained) if other != number))
+        if len(names) != 1 or not mine <= children[names[0]] or children[names[0]] & others:
+            raise ConfigError(
+                f"optimizer {number} of {len(optimizers)} trains parameters of {', '.join(names) or 'no child module'}: with "
+                "several optimizers each must train one child of the LightningModule, and no two the same. Give the parameters "
+                "of each optimizer a module of their own (self.generator, self.discriminator); or make one optimizer of groups."
+            )
+        homes.append(module.get_submodule(names[0]))
+    return homes
