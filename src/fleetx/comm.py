@@ -191,11 +191,11 @@ class TorchComm(Comm):
         return _word_left()
 
     def leave_note(self, key: str, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+        with contextlib.suppress(RuntimeError, ValueError):  # the store went with the rank that kept it, or with the group
             dist.distributed_c10d._get_default_store().set(key, text)
 
     def notes_left(self, keys: Sequence[str]) -> list[str] | None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):
             store = dist.distributed_c10d._get_default_store()
             # `multi_get` would wait for a key that is not there.
             if store.check(list(keys)):

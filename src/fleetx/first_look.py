@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 import warnings
@@ -53,19 +54,14 @@ class FirstLook:
         self._model = model
         self._compiled_before = is_compiled(model)
         self._digest: str | None = None
-        # Not as a decorator of the class: that imports torch's compiler, two seconds of it, with this file.
-        self._look = torch.compiler.disable(self._look_at)
+        _hide_from_compiler()
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _look_at_nothing, ()  # a copy of the model carries the hook along; there it has nothing to say
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is self._model:  # in a copy of the model it is not
-            self._look(module, args, kwargs)
-
-    def _look_at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if rehearsing.is_on():
+        if module is not self._model or rehearsing.is_on():  # in a copy of the model it is another one
             return
         if not self._compiled_before and _called_from_compiled(module):
             raise ConfigError(COMPILE_FIRST)
@@ -95,6 +91,13 @@ class FirstLook:
                 FleetWarning,
                 stacklevel=2,
             )
+
+
+@functools.cache
+def _hide_from_compiler() -> None:
+    """The whole hook, or a compiled model would break in two at it. Not as a decorator: that imports torch's compiler, two
+    seconds of it, with this file."""
+    FirstLook._on_forward = torch.compiler.disable(FirstLook._on_forward)  # type: ignore[method-assign]
 
 
 def _look_at_nothing() -> FirstLook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
@@ -23,8 +24,8 @@ def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | No
     stacked = torch.stack([loss.double() for loss in losses])
     if not weights:
         return stacked.mean()
-    by = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
-    return (stacked * by).sum() / by.sum()
+    # By Python's numbers: a tensor of them would have to be copied to the device, which waits for it.
+    return torch.stack([loss * weight for loss, weight in zip(stacked, weights, strict=True)]).sum() / math.fsum(weights)
 
 
 @final
@@ -74,6 +75,10 @@ class Report:
 
     def grad_norm_on_device(self) -> Tensor | None:
         return self._grad_norm
+
+    def noise_on_device(self) -> Tensor | None:
+        """What `noise_scale_of` makes the noise scale of."""
+        return self._noise
 
     @property
     def lr(self) -> float | None:

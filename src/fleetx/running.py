@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from .strategy import DistributedStrategy
+from .wrapped import bare
 
 if TYPE_CHECKING:
     from .optimizer import FleetOptimizer
@@ -23,6 +24,8 @@ class Pair:
     model_name: str
     parameters: int
     strategy: DistributedStrategy
+    is_wrapped: bool
+    """In DDP, which reduces inside backward."""
 
 
 _pairs: list[Pair] = []
@@ -31,10 +34,9 @@ _pairs: list[Pair] = []
 def enlist(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
     inner = face.update
     face.pipeline.number = len(_pairs) + 1
-    count = sum(p.numel() for p in model.parameters())
-    _pairs.append(
-        Pair(face.pipeline.number, weakref.ref(model), type(inner).__name__, type(model).__name__, count, strategy.copy())
-    )
+    count, name, is_wrapped = sum(p.numel() for p in model.parameters()), type(bare(model)).__name__, bare(model) is not model
+    pair = Pair(face.pipeline.number, weakref.ref(model), type(inner).__name__, name, count, strategy.copy(), is_wrapped)
+    _pairs.append(pair)
 
 
 def count() -> int:

@@ -112,6 +112,35 @@ def _train_with_one_monitor(rank: int, folder: str) -> None:
         watch.close()
 
 
+def test_a_process_group_that_is_closed_first_is_no_failure(tmp_path: Path) -> None:
+    run_ranks(_close_the_group_first, 2, str(tmp_path))
+    assert summary(tmp_path)["state"] == "finished" and len(records(tmp_path)) == 3
+
+
+def _close_the_group_first(rank: int, folder: str) -> None:
+    model, optimizer = pair()
+    with fleet.Monitor(folder, show=False, tensorboard=False) as watch:
+        for index in range(3):
+            watch.log(optimizer.minimize(model(batch(2 * index + rank)[0]).square().mean()))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def test_in_ddp_nobody_is_said_to_wait_since_nobody_knows(tmp_path: Path) -> None:
+    run_ranks(_train_in_ddp, 2, str(tmp_path))
+    assert summary(tmp_path)["ranks"] is None and len(records(tmp_path)) == 5
+    made = environment(tmp_path)["starts"][0]["pairs"][0]
+    assert (made["model"], made["wrapped_in"]) == ("Sequential", "DistributedDataParallel")
+
+
+def _train_in_ddp(rank: int, folder: str) -> None:
+    wrapped = torch.nn.parallel.DistributedDataParallel(_model())
+    model, optimizer = fleet.distribute(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    with fleet.Monitor(folder, show=False, tensorboard=False) as watch:
+        for index in range(5):
+            watch.log(optimizer.minimize(model(batch(2 * index + rank)[0]).square().mean()))
+
+
 def test_a_folder_that_cannot_be_written_is_told_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     told = run_ranks(_open_a_bad_folder, 2, str(tmp_path / "file" / "run"))

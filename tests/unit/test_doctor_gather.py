@@ -41,6 +41,14 @@ def test_the_tightest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
     assert cgroup.memory_limit(tmp_path, "0::/job/step\n") == 8 << 30
 
 
+def test_what_is_left_of_a_limit_is_less_what_is_used(tmp_path: Path) -> None:
+    write(tmp_path / "job" / "step" / "memory.max", "8589934592\n")
+    write(tmp_path / "job" / "step" / "memory.current", "1073741824\n")
+    write(tmp_path / "job" / "memory.max", "9663676416\n")
+    write(tmp_path / "job" / "memory.current", "8589934592\n")
+    assert cgroup.memory_left(tmp_path, "0::/job/step\n") == 1 << 30  # of the group above, which others fill too
+
+
 def test_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
     write(tmp_path / "cpu,cpuacct" / "a" / "cpu.cfs_quota_us", "150000\n")
     write(tmp_path / "cpu,cpuacct" / "a" / "cpu.cfs_period_us", "100000\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import warnings
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from fleetx import fleet, progress, running
-from fleetx.errors import ConfigError
+from fleetx.errors import ConfigError, FleetWarning
 from fleetx.monitor import monitor as monitors
 from fleetx.monitor.environment import command_of
 from fleetx.monitor.folder import Folder, last_record
@@ -69,9 +68,10 @@ def test_the_folder_holds_strategy_environment_and_summary(tmp_path: Path) -> No
 def test_the_split_adds_up_to_the_time_of_the_run(tmp_path: Path) -> None:
     train(str(tmp_path), 20)
     lines = records(tmp_path)
-    for before, line in itertools.pairwise(lines):
+    told = sum(sum(line["split"].values()) for line in lines[1:])
+    assert told == pytest.approx(lines[-1]["seconds"] - lines[0]["seconds"], rel=0.1, abs=0.05)
+    for line in lines:
         assert set(line["split"]) == set(PARTS) and all(seconds >= 0 for seconds in line["split"].values())
-        assert sum(line["split"].values()) == pytest.approx(line["seconds"] - before["seconds"], abs=2e-3)
         assert line["split"]["forward"] > 0 and line["split"]["backward"] > 0 and line["split"]["update"] > 0
     whole = {part: sum(line["split"][part] for line in lines) for part in PARTS}
     assert summary(tmp_path)["split"] == pytest.approx(whole, abs=1e-6)
@@ -93,7 +93,7 @@ def test_time_in_the_script_evaluation_and_saving_is_told_apart(tmp_path: Path) 
         watch.log(optimizer.minimize(loss_of(model)))
     _, second, third = (line["split"] for line in records(tmp_path / "run"))
     assert second["data"] >= 0.05 and second["other"] == 0
-    assert third["other"] >= 0.05 and third["data"] < 0.05
+    assert third["other"] >= 0.05
 
 
 class _Slow(nn.Module):
@@ -329,9 +329,12 @@ def test_what_cannot_be_logged_is_refused_and_the_run_goes_on(tmp_path: Path) ->
     watch.close()
 
 
-def test_values_of_flags_that_sound_like_secrets_are_not_written_down() -> None:
-    given = ["train.py", "--api-key", "abc", "--hub_token=xyz", "--lr", "0.1", "--password"]
-    assert command_of(given) == ["train.py", "--api-key", "(hidden)", "--hub_token=(hidden)", "--lr", "0.1", "--password"]
+def test_values_that_sound_like_secrets_are_not_written_down() -> None:
+    given = ["train.py", "--api-key", "abc", "--hub_token=xyz", "+wandb.api_key=S", "HF_TOKEN=S", "--data", "https://me:S@host/x"]
+    shown = ["train.py", "--api-key", "(hidden)", "--hub_token=(hidden)", "+wandb.api_key=(hidden)", "HF_TOKEN=(hidden)"]
+    assert command_of(given) == [*shown, "--data", "https://me:(hidden)@host/x"]
+    plain = ["--lr", "0.1", "--tokenizer", "bert", "--max-tokens=512", "--password"]
+    assert command_of(plain) == plain
 
 
 def test_the_worker_log_is_linked_while_it_grows_and_kept_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,3 +373,104 @@ def test_a_launcher_can_tell_every_phase() -> None:
     from fleetx.launch.hang import PLACES
 
     assert set(PLACES) == set(Phase)
+
+
+def test_values_of_a_merge_window_join_its_own_update(tmp_path: Path) -> None:
+    model, optimizer = pair(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    with quiet(tmp_path) as watch:
+        for index in range(4):
+            watch.log(optimizer.minimize(loss_of(model, index)), **{f"value{index}": index})
+    assert [line["values"] for line in records(tmp_path)] == [{"value0": 0, "value1": 1}, {"value2": 2, "value3": 3}]
+
+
+def test_a_sink_that_fails_is_told_of_and_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Broken:
+        calls = 0
+
+        def write(self, record: Any) -> None:
+            self.calls += 1
+            raise OSError("the server is gone")
+
+        def close(self, summary: Any) -> None:
+            raise AssertionError("it was left out")
+
+    broken = Broken()
+    model, optimizer = pair()
+    with (
+        pytest.warns(FleetWarning, match=r"sink Broken failed \(OSError: the server is gone\)"),
+        quiet(tmp_path, sinks=[broken]) as watch,
+    ):
+        for index in range(3):
+            watch.log(optimizer.minimize(loss_of(model, index)))
+    assert broken.calls == 1 and len(records(tmp_path)) == 3 and summary(tmp_path)["state"] == "finished"
+
+
+def test_how_a_run_ended_is_written_also_where_its_last_numbers_cannot_be_read(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    with pytest.raises(RuntimeError, match="the device is gone"), quiet(tmp_path) as watch:
+        watch.log(optimizer.minimize(loss_of(model)))
+        watch._pending[-1].split = _Gone()
+    assert summary(tmp_path)["state"] == "finished" and monitors._open is None
+
+
+class _Gone:
+    is_here = False
+
+    def value(self) -> Any:
+        raise RuntimeError("the device is gone")
+
+
+def test_of_two_pairs_the_first_is_shown_and_the_bytes_of_both_are_summed(tmp_path: Path) -> None:
+    (first, one), (second, other) = pair(), pair(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    with quiet(tmp_path, total_steps=6) as watch:
+        for index in range(6):
+            report = one.minimize(loss_of(first, index))
+            watch.log(report, samples=8)
+            watch.log(other.minimize(loss_of(second, index)), samples=8)
+    lines, ended = records(tmp_path), summary(tmp_path)
+    assert [line["step"] for line in lines if line["pair"] == 2] == [1, 2, 3]
+    assert {line["samples"] for line in lines if line["pair"] == 2} == {16}
+    assert (ended["steps"], ended["loss"], ended["samples"]) == (6, report.loss, 96)
+    seconds = ended["samples"] / ended["samples_per_second"]
+    assert ended["steps_per_second"] == pytest.approx(6 / seconds)
+
+
+def test_a_compiled_model_stays_whole_under_a_monitor(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    model = mlp()
+    model.compile(backend=backend, fullgraph=True)
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    with quiet(tmp_path) as watch:
+        for index in range(3):
+            watch.log(optimizer.minimize(loss_of(model, index)))
+    assert len(seen) == 1 and len(records(tmp_path)) == 3
+
+
+def test_a_rerun_with_fewer_pairs_leaves_no_strategy_of_the_old_ones(tmp_path: Path) -> None:
+    first, second = pair(), pair()
+    with quiet(tmp_path):
+        assert (tmp_path / "strategy.2.yaml").exists()
+    del second
+    running.forget()
+    again = pair()
+    with quiet(tmp_path):
+        assert not (tmp_path / "strategy.2.yaml").exists() and (tmp_path / "strategy.yaml").exists()
+    del first, again
+
+
+def test_the_log_of_the_start_before_is_kept_beside_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    log.write_text("first\n")
+    monkeypatch.setenv("FLEETX_WORKER_LOG", str(log))
+    with quiet(tmp_path / "run"):
+        pass
+    log.write_text("second\n")
+    with quiet(tmp_path / "run"):
+        pass
+    assert (tmp_path / "run" / "workerlog.0.previous").read_text() == "first\n"
+    assert (tmp_path / "run" / "workerlog.0").read_text() == "second\n"

@@ -12,7 +12,7 @@ import pytest
 
 import run_folders
 from fleetx.errors import ConfigError
-from fleetx.run_report import axis, curves, logs, ranks, strip, tables, words
+from fleetx.run_report import axis, curves, logs, metrics, ranks, strip, tables, words
 from fleetx.run_report.facts import facts_of, one_line, wire_words
 from fleetx.run_report.markup import data, tag
 from fleetx.run_report.metrics import RankTimes, parse_lines, update_from
@@ -377,3 +377,11 @@ def test_a_loss_that_was_not_finite_is_told(tmp_path: Path) -> None:
     page = make_page([read_run(run_folders.failed(tmp_path / "run"))])
     assert "the loss was missing or not finite 5 times, first at step 26." in page
     assert "the last that was finite" in page
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [(1e300, None), (-1e300, None), (1e-310, 0.0), (10**400, None), (float("nan"), None), (2.5, 2.5)]
+)
+def test_numbers_that_no_scale_can_hold_are_left_out(written: float, read: float | None) -> None:
+    assert metrics.number(written) == read
+    assert metrics.whole(10**400) is None

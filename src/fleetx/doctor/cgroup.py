@@ -58,8 +58,21 @@ def cpu_quota(root: Path = ROOT, membership: str | None = None) -> float | None:
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
+LIMITS_AND_USES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
 def memory_limit(root: Path = ROOT, membership: str | None = None) -> int | None:
+    return min((limit for limit, _ in _memories(root, membership)), default=None)
+
+
+def memory_left(root: Path = ROOT, membership: str | None = None) -> int | None:
+    """Until the first of the groups is full."""
+    return min((max(limit - used, 0) for limit, used in _memories(root, membership)), default=None)
+
+
+def _memories(root: Path, membership: str | None) -> list[tuple[int, int]]:
+    """Limit and use of each group that has a limit."""
     places = folders(_membership() if membership is None else membership, "memory", root)
-    files = [place / name for place in places for name in ("memory.max", "memory.limit_in_bytes")]
-    limits = [parse_bytes(read_all([file])) for file in files]
-    return min((limit for limit in limits if limit is not None), default=None)
+    files = [(place / limit, place / used) for place in places for limit, used in LIMITS_AND_USES]
+    found = [(parse_bytes(read_all([limit])), parse_bytes(read_all([used])) or 0) for limit, used in files]
+    return [(limit, used) for limit, used in found if limit is not None]

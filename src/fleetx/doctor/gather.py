@@ -118,7 +118,7 @@ def _is_installed(path: Path) -> bool:
 
 def _devices(*, has_torch: bool) -> Devices:
     memory = psutil.virtual_memory()
-    limit = cgroup.memory_limit()
+    limit, left = cgroup.memory_limit(), cgroup.memory_left()
     cores = os.cpu_count() or 1
     bare = Devices(
         driver=_driver(),
@@ -127,7 +127,7 @@ def _devices(*, has_torch: bool) -> Devices:
         cpu_quota=cgroup.cpu_quota(),
         threads=cores,
         memory_bytes=int(memory.total),
-        available_bytes=int(memory.available if limit is None else min(memory.available, limit)),
+        available_bytes=int(memory.available if left is None else min(memory.available, left)),
         memory_limit_bytes=limit,
     )
     return _with_torch(bare) if has_torch else bare

@@ -45,7 +45,8 @@ REFUSED = {
 
 def refuse_arguments(arguments: Any) -> None:
     """All of them at once."""
-    asked = [name for name in REFUSED if getattr(arguments, name, None)]
+    asked = [name for name in REFUSED if getattr(arguments, name, None) not in (None, "", [])]
+    asked = [name for name in asked if getattr(arguments, name) or name == "ddp_broadcast_buffers"]  # False asks for something
     if asked:
         told = "; ".join(f"{name}: {REFUSED[name]}" for name in asked)
         raise ConfigError(f"FleetTrainer does not take these of TrainingArguments. {told}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,19 +15,26 @@ from .. import __version__
 from ..running import Pair
 from ..world import World
 
-SECRET_WORDS = ("token", "password", "passwd", "secret", "api_key", "api-key", "apikey", "credential")
+SECRET_WORDS = frozenset(
+    "token password passwd pwd pass passphrase secret secrets key apikey auth authorization access credential credentials".split()
+)
 HIDDEN = "(hidden)"
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """The command line, but for values of flags that sound like secrets."""
+    """The command line, but for values that sound like secrets: `--api-key X`, `hub.token=X`, `https://user:X@host`."""
     shown, hides_next = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        is_secret = name.startswith("-") and any(word in name.lower() for word in SECRET_WORDS)
-        shown.append(HIDDEN if hides_next else f"{name}={HIDDEN}" if is_secret and equals else argument)
-        hides_next = is_secret and not equals
+        is_secret = bool(SECRET_WORDS & set(re.split(r"[-_.+/]", name.lower())))
+        shown.append(HIDDEN if hides_next else f"{name}={HIDDEN}" if is_secret and equals else without_password(argument))
+        hides_next = is_secret and not equals and name.startswith("-")
     return shown
+
+
+def without_password(text: str) -> str:
+    """Of an address with a user in it."""
+    return re.sub(r"(://[^/@:\s]*):[^/@\s]+@", rf"\1:{HIDDEN}@", text)
 
 
 def device_name(device: torch.device) -> str:
@@ -53,4 +61,5 @@ def start_of_run(number: int, world: World, pairs: Sequence[Pair], *, total_step
 
 
 def told(pair: Pair) -> dict[str, Any]:
-    return {"model": pair.model_name, "parameters": pair.parameters, "optimizer": pair.optimizer_name}
+    found = {"model": pair.model_name, "parameters": pair.parameters, "optimizer": pair.optimizer_name}
+    return found | ({"wrapped_in": "DistributedDataParallel"} if pair.is_wrapped else {})

@@ -5,7 +5,7 @@ environment.json   versions, devices, ranks, command: once for each time the run
 metrics.jsonl      a line for each update
 memory.json        memory over one step
 summary.json       how it ended
-workerlog.N        what rank N wrote: a link into fleetrun's folder, and a copy at the end
+workerlog.N        what rank N wrote: a link into fleetrun's folder, and a copy at the end (.previous: of the start before)
 
 A run that is resumed goes on in the same folder: a start that begins at step s takes the place of earlier lines from s on.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -95,6 +96,9 @@ class Folder:
         return float(last.get("seconds_before", 0.0)) + float(seconds)
 
     def begin(self, start: Mapping[str, Any]) -> None:
+        for old in self.path.glob("strategy*.yaml"):  # of an earlier start that had more pairs
+            if old.name not in {strategy_file(place) for place in range(1, len(start.get("pairs", ())) + 1)}:
+                self._bear(functools.partial(old.unlink, missing_ok=True))
         starts = [*self._starts, {**start, "seconds_before": self.seconds_before}]
         self.note("environment.json", {"starts": starts})
 
@@ -152,6 +156,8 @@ class OwnLog:
         if self._log is not None and not self._is_there():
             with contextlib.suppress(OSError):  # a courtesy: the log itself is where fleetrun keeps it
                 folder.mkdir(parents=True, exist_ok=True)
+                if self._place.is_file() and not self._place.is_symlink():  # of an earlier start, perhaps with its traceback
+                    os.replace(self._place, self._place.with_name(f"{self._place.name}.previous"))
                 self._place.unlink(missing_ok=True)
                 self._place.symlink_to(self._log)
             atexit.register(self.keep)  # once more: the traceback of what ended the run comes after its monitor is closed

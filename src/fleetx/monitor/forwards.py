@@ -1,6 +1,7 @@
 """When a model computes: hooks that tell forward from the data before it, while a monitor looks.
 
-From a forward in training until backward the rank is at the loss; after one for evaluation it is back in the script.
+From a forward in training until backward the rank is at the loss; after one for evaluation it is back in the script. Inside a
+model that was compiled in place (`model.compile()`) nothing is told: its forward counts as data.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _evaluating: nn.Module | None = None
 
 def begins(module: nn.Module, *_: Any) -> None:
     global _evaluating
+    if torch.compiler.is_compiling():
+        return
     if progress.now() not in OUTSIDE or _evaluating is not None:
         return
     trains = module.training and torch.is_grad_enabled()
@@ -32,6 +35,8 @@ def begins(module: nn.Module, *_: Any) -> None:
 
 def ends(module: nn.Module, *_: Any) -> None:
     global _evaluating
+    if torch.compiler.is_compiling():
+        return
     if module is _evaluating:
         _evaluating = None
         progress.enter(Phase.SCRIPT)

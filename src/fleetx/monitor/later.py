@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import torch
@@ -32,11 +33,12 @@ class Here:
 
 @final
 class OnItsWay:
-    """A number on a GPU. It is copied in the order of the stream, into memory that the copy need not wait for."""
+    """A tensor on a GPU. It is copied in the order of the stream, into memory that the copy need not wait for."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
-        self._host.copy_(tensor.detach().reshape(()), non_blocking=True)
+    def __init__(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> None:
+        self._read = read
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor.detach(), non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record(torch.cuda.current_stream(tensor.device))
 
@@ -44,16 +46,21 @@ class OnItsWay:
     def is_here(self) -> bool:
         return bool(self._copied.query())
 
-    def value(self) -> float | None:
+    def value(self) -> Any:
         self._copied.synchronize()
-        return finite(float(self._host))
+        return self._read(self._host)
 
 
 def number(value: Any) -> Awaited:
     """Of a tensor with one entry, or of whatever float() takes."""
-    if isinstance(value, Tensor) and value.device.type == "cuda":
-        return OnItsWay(value)
+    if isinstance(value, Tensor):
+        return told_of(value, lambda tensor: finite(float(tensor)))
     return Here(None if value is None else finite(float(value)))
+
+
+def told_of(tensor: Tensor, read: Callable[[Tensor], Any]) -> Awaited:
+    """What a function makes of a tensor, on the host."""
+    return OnItsWay(tensor, read) if tensor.device.type == "cuda" else Here(read(tensor.detach()))
 
 
 def finite(value: float) -> float | None:

@@ -117,12 +117,13 @@ def line(now: Standing) -> str:
     return " · ".join(pieces(now))
 
 
-def split_text(split: Mapping[str, float]) -> str | None:
+def split_text(split: Mapping[str, float], *, is_wrapped: bool = False) -> str | None:
+    """`is_wrapped`: gradients are reduced inside backward, and nobody knows how long that took."""
     total = sum(split[part] for part in PARTS)
     if total <= 0:
         return None
     shares = {
-        "compute": compute_of(split),
+        "compute and communication" if is_wrapped else "compute": compute_of(split),
         "communication": split["communication"],
         "data and script": split["data"],
         "evaluation and saving": split["other"],
@@ -138,6 +139,8 @@ def last_line(
     wire: tuple[int, int],
     slowest: tuple[int, float] | None,
     folder: str,
+    *,
+    is_wrapped: bool = False,
 ) -> str:
     sent, dense = wire
     found = [
@@ -145,7 +148,7 @@ def last_line(
         f"{now.step:,} steps",
         None if now.loss is None else f"loss {number_text(now.loss)}",
         *(f"{name} {number_text(value)}" for name, value in now.values.items()),
-        split_text(split),
+        split_text(split, is_wrapped=is_wrapped),
         f"sent {bytes_text(sent)} ({percent(sent / dense)} of dense)" if dense else None,
         None if slowest is None or slowest[1] < 0.02 * seconds else f"worker {slowest[0]} was waited for {slowest[1]:,.3g} s",
         folder,

@@ -6,7 +6,8 @@ with fleet.Monitor("runs/first", total_steps=1000) as monitor:
         monitor.log(report, samples=len(x))
     monitor.log(acc=accuracy)               # joins the last update
 
-No collective is made here, so a rank that logs less, or not at all, holds nobody up; and nothing waits for a GPU.
+No collective is made here, so a rank that logs less, or not at all, holds nobody up; and nothing waits for a GPU. Of several
+pairs of model and optimizer, the one that is logged first is the one that is shown.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from .memory_curve import AT_UPDATE, MemoryCurve, memory_peak
 from .ranks import ByRank, Ranks, slowest
 from .record import Record
 from .screen import screen
-from .sinks import Sink, TensorBoard, has_tensorboard
+from .sinks import Sink, Sinks, TensorBoard, has_tensorboard
 from .split import Split, added, no_time, stopwatch
-from .tally import Tally, Window
+from .tally import Tally, Window, joined
 
-READ_SECONDS = 2.0
-"""Between two looks at what takes a wait for the device: trust ratios, the noise scale."""
+FULL_SECONDS = 2.0
+"""Between two records with what is long: trust ratios."""
 RANKS_SECONDS = 5.0
 _open: Monitor | None = None
 
@@ -65,7 +66,7 @@ class Monitor:
         if _open is not None:
             raise ConfigError(f"a fleet.Monitor is open already, on {_open.path}. Close it first, or log to it.")
         self.path = checked.path_of(dir)
-        self._sinks = checked.sinks_of(sinks)
+        self._sinks = Sinks(checked.sinks_of(sinks))
         self._now = Standing(total_steps=checked.total_of(total_steps))
         here = world.current()
         self._comm, self._device = here.comm, here.device
@@ -73,15 +74,19 @@ class Monitor:
         self._own_log = OwnLog(self.path, self._comm.rank)
         self._screen = screen(rank=self._comm.rank if show else -1)
         self._began = time.monotonic()
-        self._tally, self._split, self._ranks = Tally(), no_time(), Ranks(self._comm)
+        self._split, self._ranks = no_time(), Ranks(self._comm)
+        self._tallies: dict[int, Tally] = {}
+        """By the place of a pair; the first is the one that is shown."""
         self._pending: collections.deque[Record] = collections.deque()
-        self._next_read = self._next_ranks = 0.0
+        self._held: dict[str, Awaited] = {}
+        """Values logged inside a merge window."""
+        self._next_full = self._next_ranks = 0.0
         self._pairs_seen = 0
         self._places: dict[int, int] = {}
         """Of pairs in this run, from 1, by their number in this process."""
         self._handles: list[RemovableHandle] = []
         self._curve: MemoryCurve | None = None
-        self._is_closed = False
+        self._is_closed = self._is_wrapped = False
         self._watch_pairs()
         self._watch = stopwatch(Phase.SCRIPT, self._device)
         progress.listen(self._phase_changed)
@@ -95,7 +100,7 @@ class Monitor:
         try:
             folder = Folder(self.path)
             if tensorboard or (tensorboard is None and has_tensorboard()):
-                self._sinks.append(TensorBoard(self.path))
+                self._sinks.add(TensorBoard(self.path))
         except ConfigError as error:
             self._comm.leave_word(f"worker 0 has stopped: {error}")  # the others would only see a broken connection
             raise
@@ -110,6 +115,7 @@ class Monitor:
                 continue
             self._places[pair.number] = len(self._places) + 1
             self._handles += forwards.watch(model)
+            self._is_wrapped |= pair.is_wrapped
             if self._folder is not None:
                 self._folder.note_strategy(self._places[pair.number], pair.strategy)
         if self._folder is not None:
@@ -130,28 +136,47 @@ class Monitor:
             raise ConfigError("this fleet.Monitor is closed. Log inside its `with` block.")
         checked.require_report(report)
         awaited = {name: checked.number_of(name, value) for name, value in values.items()}
-        self._tally.micro_step(0 if report is None else report.bytes_sent, checked.samples_of(samples))
-        if report is not None and report.due:
-            self._update(report)
-        if awaited:
-            self._add(awaited)
+        count = checked.samples_of(samples)
+        if report is None:
+            self._join_last(awaited)
+        else:
+            self._held |= awaited
+            self._micro_step(report, count)
         self._write_ready()
-        if self._screen.is_due and self._tally.updates:
+        if self._screen.is_due and self._pending:
             self._refresh()
 
-    def _update(self, report: Report) -> None:
+    def _join_last(self, awaited: Mapping[str, Awaited]) -> None:
+        if not self._pending:
+            raise ConfigError(f"{', '.join(awaited)} came before any update was logged. Log a report of a due micro-step first.")
+        self._pending[-1].add(awaited)
+
+    def _micro_step(self, report: Report, samples: int) -> None:
         if running.count() != self._pairs_seen:
             self._watch_pairs()
+        tally = self._tallies.setdefault(self._places.get(report.pair, 1), Tally())
+        tally.micro_step(report.bytes_sent, samples)
+        if not report.due:
+            return
         split = self._watch.take()
-        window = self._tally.update(report, ranks=self._comm.size, ended_seconds=time.monotonic() - self._began)
-        self._now.step, self._now.period, self._now.loss_scale = report.step, report.period, report.loss_scale
+        window = tally.update(report, ranks=self._comm.size, ended_seconds=time.monotonic() - self._began)
+        is_shown = tally is self._shown
+        if is_shown:
+            self._now.step, self._now.period, self._now.loss_scale = report.step, report.period, report.loss_scale
         self._now.memory_bytes = memory_peak(self._device)
-        reads = self._folder is not None and time.monotonic() >= self._next_read
-        if reads:
-            self._next_read = time.monotonic() + READ_SECONDS
-        self._pending.append(Record(report, self._plain(report, window), split, reads=reads))
-        if self._folder is not None:
+        is_full = self._folder is not None and time.monotonic() >= self._next_full
+        if is_full:
+            self._next_full = time.monotonic() + FULL_SECONDS
+        record = Record(report, self._plain(report, window), split, is_full=is_full, is_shown=is_shown)
+        record.add(self._held)
+        self._held = {}
+        self._pending.append(record)
+        if self._folder is not None and is_shown:
             self._draw_curve(self._folder, report)
+
+    @property
+    def _shown(self) -> Tally:
+        return next(iter(self._tallies.values()))
 
     def _plain(self, report: Report, window: Window) -> dict[str, Any]:
         """Of a record: what is known at once."""
@@ -169,13 +194,8 @@ class Monitor:
             curve, self._curve = self._curve.take(), None
             kind = "allocated" if self._device.type == "cuda" else "resident"
             folder.note("memory.json", {"kind": kind, "curves": [{"start": folder.start, "step": report.step, **curve}]})
-        elif self._tally.updates == AT_UPDATE - 1:
-            self._curve = MemoryCurve(self._device, expected_seconds=self._tally.step_seconds() or 0.1)
-
-    def _add(self, awaited: Mapping[str, Awaited]) -> None:
-        if not self._pending:
-            raise ConfigError(f"{', '.join(awaited)} came before any update was logged. Log a report of a due micro-step first.")
-        self._pending[-1].add(awaited)
+        elif self._shown.updates == AT_UPDATE - 1:
+            self._curve = MemoryCurve(self._device, expected_seconds=self._shown.step_seconds() or 0.1)
 
     def _write_ready(self, *, is_last: bool = False) -> None:
         """The newest one waits for the next, or for the end: values may join it."""
@@ -188,13 +208,12 @@ class Monitor:
         self._ranks.add(split)
         if self._folder is None:
             return
-        self._now.learn(record.loss.value(), record.values())
-        if self._comm.size > 1 and time.monotonic() >= self._next_ranks:
+        self._now.learn(record.loss.value() if record.is_shown else None, record.values())
+        if self._comm.size > 1 and not self._is_wrapped and time.monotonic() >= self._next_ranks:
             self._note_ranks(record)
         told = record.told()
         self._folder.write(told)
-        for sink in self._sinks:
-            sink.write(told)
+        self._sinks.write(told)
 
     def _note_ranks(self, record: Record) -> None:
         self._next_ranks = time.monotonic() + RANKS_SECONDS
@@ -202,7 +221,7 @@ class Monitor:
         if taken is None:
             return
         record.note("ranks", _rounded(taken))
-        found, step_seconds = slowest(taken), self._tally.step_seconds()
+        found, step_seconds = slowest(taken), self._shown.step_seconds()
         mean_seconds = sum(one["seconds"] for one in taken.values()) / len(taken)
         if found is not None and step_seconds and mean_seconds > 0:
             self._now.slowest = found[0], found[1] / mean_seconds * step_seconds
@@ -210,9 +229,9 @@ class Monitor:
     def _refresh(self) -> None:
         now, newest = self._now, self._pending[-1]
         if newest.is_here:
-            now.learn(newest.loss.value(), newest.values())
-        now.steps_per_second, now.samples_per_second = self._tally.steps_per_second(), self._tally.samples_per_second()
-        now.bytes_sent, now.bytes_dense = self._tally.wire()
+            now.learn(newest.loss.value() if newest.is_shown else None, newest.values())
+        now.steps_per_second, now.samples_per_second = self._shown.steps_per_second(), self._shown.samples_per_second()
+        now.bytes_sent, now.bytes_dense = self._shown.wire()
         self._screen.show(line(now))
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -227,27 +246,31 @@ class Monitor:
         forwards.unwatch(self._handles)
         if self._curve is not None:
             self._curve.take()
-        self._write_ready(is_last=True)
-        ranks = self._ranks.close(waits=state == "finished")
-        self._own_log.keep()
-        if self._folder is not None:
-            self._end(self._folder, state, error, ranks)
+        ranks = None
+        try:  # a device that has failed may raise here: how the run ended is told all the same
+            self._write_ready(is_last=True)
+            ranks = self._ranks.close(waits=state == "finished")
+        finally:
+            self._own_log.keep()
+            if self._folder is not None:
+                self._end(self._folder, state, error, None if self._is_wrapped else ranks)
 
     def _end(self, folder: Folder, state: str, error: str | None, ranks: ByRank | None) -> None:
+        """Sums and rates are those of this start; seconds and steps those of the run."""
         now, seconds = self._now, time.monotonic() - self._began
-        tally = self._tally
+        whole_seconds, tally = folder.seconds_before + seconds, joined(self._tallies.values())
         summary = {
             "state": state,
             "error": error,
             "start": folder.start,
             "steps": now.step,
             "skipped": tally.skipped,
-            "seconds": round(folder.seconds_before + seconds, 3),
+            "seconds": round(whole_seconds, 3),
             "loss": now.loss,
             "values": now.values,
             "samples": tally.samples or None,
             "samples_per_second": tally.samples / seconds if tally.samples else None,
-            "steps_per_second": tally.updates / seconds,
+            "steps_per_second": self._shown.updates / seconds if self._tallies else 0.0,
             "bytes_sent": tally.bytes_sent,
             "bytes_dense": tally.bytes_dense,
             "memory_bytes": now.memory_bytes,
@@ -256,11 +279,11 @@ class Monitor:
         }
         folder.note("summary.json", summary)
         folder.close()
-        for sink in self._sinks:
-            sink.close(summary)
+        self._sinks.close(summary)
         found = None if ranks is None else slowest(ranks)
         wire = (tally.bytes_sent, tally.bytes_dense)
-        self._screen.end(last_line(state, now, seconds, self._split, wire, found, str(self.path)))
+        told = last_line(state, now, whole_seconds, self._split, wire, found, str(self.path), is_wrapped=self._is_wrapped)
+        self._screen.end(told)
 
     def __enter__(self) -> Monitor:
         return self

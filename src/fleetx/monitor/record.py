@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from ..report import Report
-from .later import Awaited, Here, finite, number
+from torch import Tensor
 
-MINIMUM_DIGITS = 6
+from ..noise_scale import noise_scale_of
+from ..report import Report
+from .later import Awaited, Here, finite, number, told_of
+
+DIGITS = 6
 
 
 @final
 class Record:
     """Of one update. Values may still be added to it until the next one comes."""
 
-    def __init__(self, report: Report, plain: Mapping[str, Any], split: Awaited, *, reads: bool) -> None:
-        """`reads`: also what takes a wait, such as trust ratios."""
-        self._plain = dict(plain)
+    def __init__(self, report: Report, plain: Mapping[str, Any], split: Awaited, *, is_full: bool, is_shown: bool) -> None:
+        """`is_full`: with what is long, such as trust ratios. `is_shown`: of the pair whose loss is shown."""
+        self._plain, self.is_shown = dict(plain), is_shown
         self.split = split
         self.loss = number(report.loss_on_device())
         self._awaited: dict[str, Awaited] = {"grad_norm": number(report.grad_norm_on_device()), "lr": _lr(report)}
         self._values: dict[str, Awaited] = {}
-        ratios = report.trust_ratios if reads else None
-        self._read: dict[str, Any] = {
-            "noise_scale": _finite_or_none(report.noise_scale) if reads else None,
-            "density": report.density,
-        }
-        if ratios is not None and len(ratios):
-            self._read["trust_ratios"] = {
-                name: finite(float(f"{ratio:.{MINIMUM_DIGITS}g}")) for name, ratio in ratios.by_name.items()
-            }
+        noise, ratios = report.noise_on_device(), report.trust_ratios
+        self._awaited["noise_scale"] = Here(None) if noise is None else told_of(noise, _noise_scale)
+        self._awaited["density"] = Here(report.density)
+        if is_full and ratios is not None and len(ratios):
+            self._awaited["trust_ratios"] = told_of(ratios.on_device(), lambda tensor: _rounded(ratios.named(tensor)))
 
     def add(self, values: Mapping[str, Awaited]) -> None:
         self._values.update(values)
@@ -51,7 +50,7 @@ class Record:
         split = {part: round(seconds, 9) for part, seconds in self.split.value().items()}
         awaited = {name: one.value() for name, one in self._awaited.items()}
         values = {name: one.value() for name, one in self._values.items()}
-        return {**self._plain, "loss": self.loss.value(), **awaited, **self._read, "split": split, "values": values}
+        return {**self._plain, "loss": self.loss.value(), **awaited, "split": split, "values": values}
 
 
 def _lr(report: Report) -> Awaited:
@@ -59,5 +58,10 @@ def _lr(report: Report) -> Awaited:
     return Here(finite(lr)) if isinstance(lr, float | int) else number(lr)
 
 
-def _finite_or_none(value: float | None) -> float | None:
-    return None if value is None else finite(value)
+def _noise_scale(means: Tensor) -> float | None:
+    scale = noise_scale_of(means)
+    return None if scale is None else finite(scale)
+
+
+def _rounded(ratios: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: finite(float(f"{ratio:.{DIGITS}g}")) for name, ratio in ratios.items()}

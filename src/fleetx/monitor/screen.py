@@ -72,14 +72,16 @@ class Live:
 
     def show(self, line: str) -> None:
         self._next = time.monotonic() + DRAW_SECONDS
-        self._live.update(styled(line), refresh=True)
+        with contextlib.suppress(OSError):
+            self._live.update(styled(line), refresh=True)
 
     def end(self, line: str) -> None:
         self._live.transient = True
-        self._live.stop()
-        self._live.console.print(styled(line, cuts=False))  # whole, over several rows if need be: it is what the user keeps
-        if self._file is not None:
-            self._file.close()
+        with contextlib.suppress(OSError):  # a terminal that was closed meanwhile
+            self._live.stop()
+            self._live.console.print(styled(line, cuts=False))  # whole, over several rows if need be: it is what the user keeps
+            if self._file is not None:
+                self._file.close()
 
 
 def styled(line: str, *, cuts: bool = True) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
-from ..errors import ConfigError
+from ..errors import ConfigError, FleetWarning
 
 WRITE_SECONDS = 0.25
 PLAIN = ("loss", "lr", "grad_norm", "loss_scale", "period", "noise_scale", "density", "memory_bytes", "bytes_sent", "bytes_dense")
@@ -17,13 +17,40 @@ PLAIN = ("loss", "lr", "grad_norm", "loss_scale", "period", "noise_scale", "dens
 
 @runtime_checkable
 class Sink(Protocol):
-    """Called on worker 0 alone, in the thread that trains: be quick, or hand over to a thread of your own."""
+    """Called on worker 0 alone, in the thread that trains: be quick, or hand over to a thread of your own. One that raises is
+    warned of and called no more; training goes on."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One update, as in metrics.jsonl."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """The run ends, as in summary.json."""
+
+
+@final
+class Sinks:
+    """Those of a run, less the ones that failed."""
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    def add(self, sink: Sink) -> None:
+        self._sinks.append(sink)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._tell(lambda sink: sink.write(record))
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._tell(lambda sink: sink.close(summary))
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:  # a disk that is full, a server that is gone: no reason to end a training
+                self._sinks.remove(sink)
+                told = f"{type(sink).__name__} failed ({type(error).__name__}: {error}) and gets no more of this run"
+                warnings.warn(f"the monitor's sink {told}; training goes on.", FleetWarning, stacklevel=3)
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -1,8 +1,9 @@
-"""What a start of the run has done so far, and how fast it goes."""
+"""What one pair has done so far in this start of the run, and how fast it goes."""
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..report import Report
@@ -68,3 +69,15 @@ class Tally:
         count = max(len(self._recent), 1)
         sent, dense = sum(one.bytes_sent for one in self._recent), sum(one.bytes_dense for one in self._recent)
         return round(sent / count), round(dense / count)
+
+
+def joined(tallies: Iterable[Tally]) -> Tally:
+    """What all pairs have done."""
+    whole = Tally()
+    for one in tallies:
+        whole.updates += one.updates
+        whole.skipped += one.skipped
+        whole.samples += one.samples
+        whole.bytes_sent += one.bytes_sent
+        whole.bytes_dense += one.bytes_dense
+    return whole

@@ -20,8 +20,14 @@ class TrustRatios:
 
     @functools.cached_property
     def by_name(self) -> dict[str, float]:
-        numbers: list[float] = torch.cat([v.detach().reshape(-1).double().cpu() for v in self._values]).tolist()
-        return {name: number for name, number in zip(self._names, numbers, strict=True) if name is not None}
+        return self.named(torch.cat([v.detach().reshape(-1).double().cpu() for v in self._values]))
+
+    def on_device(self) -> Tensor:
+        """All of them, for those who cannot wait for the device; `named` tells them apart later."""
+        return torch.cat([v.detach().reshape(-1).double() for v in self._values])
+
+    def named(self, ratios: Tensor) -> dict[str, float]:
+        return {name: number for name, number in zip(self._names, ratios.tolist(), strict=True) if name is not None}
 
     @property
     def layer_min(self) -> str:

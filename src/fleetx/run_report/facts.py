@@ -73,9 +73,9 @@ def facts_of(run: Run) -> Facts:
     every = run.all_updates
     first = next(iter(run.updates.values()), [])
     unit = SAMPLES if has_samples(first) else STEPS
-    rate = number(summary.get("samples_per_second" if unit == SAMPLES else "steps_per_second"))
+    rate = rate_of(first, unit)  # of all starts: the summary has that of the last
     if rate is None:
-        rate = rate_of(first, unit)
+        rate = number(summary.get("samples_per_second" if unit == SAMPLES else "steps_per_second"))
     totals = [(updates[-1].total_sent, updates[-1].total_dense) for updates in run.updates.values() if updates]
     sent, dense = (number(summary.get(name)) for name in ("bytes_sent", "bytes_dense"))
     if totals:  # of all starts: the summary has those of the last

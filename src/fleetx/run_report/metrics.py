@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 METRICS = "metrics.jsonl"
+LEAST, MOST, MOST_WHOLE = 1e-290, 1e290, 2**53
 TOLD_LINES = 8
 """Damaged lines that are named; the rest are counted."""
 
@@ -56,21 +56,21 @@ class Update:
 
 
 def number(value: object) -> float | None:
-    """A finite one, or None: what a chart can use."""
-    if type(value) is float:  # by far the most; a run has a million of them
-        return value if math.isfinite(value) else None
+    """One that a chart can use: finite, and not at the very ends of the range, where a scale would overflow."""
+    if type(value) is float and LEAST < abs(value) < MOST:  # by far the most; a run has a million of them
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         found = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return (found if abs(found) > LEAST else 0.0) if abs(found) < MOST else None
 
 
 def whole(value: object) -> int | None:
     if type(value) is int:
-        return value
+        return value if abs(value) <= MOST_WHOLE else None
     found = number(value)
     return int(found) if found is not None and found == int(found) else None
 
