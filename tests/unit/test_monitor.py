@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,16 +193,16 @@ def test_seconds_of_earlier_starts_count_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "state", "told"),
     [
-        (ValueError("no such file"), "failed", "ValueError: no such file"),
-        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
-        (SystemExit(3), "stopped", "SystemExit"),
+        (lambda: ValueError("no such file"), "failed", "ValueError: no such file"),
+        (lambda: KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
+        (lambda: SystemExit(3), "stopped", "SystemExit"),
     ],
 )
-def test_a_run_that_breaks_off_says_how(tmp_path: Path, error: BaseException, state: str, told: str) -> None:
+def test_a_run_that_breaks_off_says_how(tmp_path: Path, error: Callable[[], BaseException], state: str, told: str) -> None:
     model, optimizer = pair()
-    with pytest.raises(type(error)), quiet(tmp_path) as watch:
+    with pytest.raises(type(error())), quiet(tmp_path) as watch:
         watch.log(optimizer.minimize(loss_of(model)))
-        raise error
+        raise error()
     assert (summary(tmp_path)["state"], summary(tmp_path)["error"]) == (state, told)
     assert len(records(tmp_path)) == 1
 
