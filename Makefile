@@ -3,16 +3,24 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DEMO := $(VENV)/installed-for-demo
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
+	@echo "Installing torch and what the demo needs into $(VENV); this takes some minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) torch
+	$(INSTALL) -e ".[demo]"
+	touch $(DEMO)
+
+$(STAMP): $(DEMO)
+	@echo "Installing what development needs into $(VENV)."
+	$(INSTALL) -e ".[dev]"
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(DEMO)
 	$(BIN)/python examples/demo.py
 
 lint: $(STAMP)

@@ -316,12 +316,13 @@ def test_recompute_is_told_with_what_it_would_save() -> None:
 
 def test_a_precision_that_is_slower_says_by_how_much() -> None:
     slower = replace(FAST, passes=(FAST.passes[0], Pass("bfloat16", 8, 0.020, 0.040, (Rung(600 * MB, 0.0, 0),))))
-    assert sentences(slower)["amp bf16"] == "an update would take 62.0 ms in place of 32.0 ms."
+    assert sentences(slower)["amp bf16"] == "an update would take 62.0 ms in place of 32.0 ms, by the forecast."
 
 
 def test_other_rules_of_an_update_are_told_with_their_time() -> None:
     assert sentences(FAST)["lars"].startswith("its update takes 3.0 ms, the optimizer's own 2.0 ms;")
-    assert sentences(FAST)["lamb"] == "takes the place of torch.optim.Adam."
+    expected = "the rule of an update is never changed by auto. Asked for by hand, takes the place of torch.optim.Adam."
+    assert sentences(FAST)["lamb"] == expected
 
 
 def test_one_rank_has_no_reducers_to_tell_of() -> None:

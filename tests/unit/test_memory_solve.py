@@ -194,7 +194,7 @@ def test_a_hundred_and_twenty_eight_unlike_units_are_planned_in_seconds_and_keep
     draw = random.Random(7)
     sizes = [(draw.randint(10**5, 10**7), draw.randint(10**4, 10**6)) for _ in range(128)]
     profile = chain(sizes, [draw.uniform(0.001, 0.1) for _ in sizes], extra=10**6)
-    started = time.perf_counter()
+    started = time.process_time()
     least, plain = smallest_budget(profile), true_peak(profile, ())
     everything = true_peak(profile, range(128))
     assert least <= everything < plain
@@ -206,7 +206,7 @@ def test_a_hundred_and_twenty_eight_unlike_units_are_planned_in_seconds_and_keep
         assert slower is None or found.seconds <= slower
         slower = found.seconds
     assert slower == 0
-    assert time.perf_counter() - started < 30
+    assert time.process_time() - started < 30
 
 
 def nested_skips(depth: int, draw: random.Random) -> Profile:

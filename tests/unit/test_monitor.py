@@ -166,12 +166,25 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     train(str(tmp_path), 3)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"start": 1, "step": 4, "lo')  # cut off by a kill
-    train(str(tmp_path), 2)
+    model, optimizer = pair()
+    optimizer.pipeline.index = 2  # as a checkpoint of step 2 leaves it
+    with quiet(tmp_path) as watch:
+        for index in range(2):
+            watch.log(optimizer.minimize(loss_of(model, index)))
     whole = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     assert [json.loads(line)["start"] for line in whole] == [1, 1, 1, 2, 2]
     starts = environment(tmp_path)["starts"]
     assert [start["start"] for start in starts] == [1, 2]
     assert summary(tmp_path)["seconds"] > starts[1]["seconds_before"] >= 0
+
+
+def test_a_run_that_begins_anew_in_a_used_folder_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
+    train(str(tmp_path), 5)
+    train(str(tmp_path), 2)
+    assert [(line["start"], line["step"]) for line in records(tmp_path)] == [(1, 1), (1, 2)]
+    assert len((tmp_path / "metrics.jsonl.previous").read_text().splitlines()) == 5
+    (start,) = environment(tmp_path)["starts"]
+    assert start["seconds_before"] == 0 and summary(tmp_path)["steps"] == 2
 
 
 def test_seconds_of_earlier_starts_count_on(tmp_path: Path) -> None:
@@ -475,3 +488,21 @@ def test_the_log_of_the_start_before_is_kept_beside_the_new_one(tmp_path: Path, 
         pass
     assert (tmp_path / "run" / "workerlog.0.previous").read_text() == "first\n"
     assert (tmp_path / "run" / "workerlog.0").read_text() == "second\n"
+
+
+@pytest.mark.parametrize(("columns", "told", "expected"), [(100, "70", 100), (0, "70", 70), (0, "", 80), (0, "0", 80)])
+def test_a_terminal_that_does_not_know_its_width_gets_one(
+    columns: int, told: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    from fleetx.monitor.screen import columns_of
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    monkeypatch.setenv("COLUMNS", told)
+    with os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as terminal:
+        assert columns_of(terminal) == expected

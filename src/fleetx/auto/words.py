@@ -36,7 +36,7 @@ def rejected(
         if chosen.candidate.precision != precision and (
             is_known or (precision == "bfloat16" and not allows(risk, Risk.ROUNDING))
         ):
-            found[f"amp {SHORT[precision]}"] = _precision(measured, chosen, precision, risk, memory)
+            found[f"amp {SHORT[precision]}"] = _precision(measured, chosen, precision, risk, memory, ran)
     if not chosen.candidate.recomputes:
         found["recompute"] = _recompute(measured, chosen, memory)
     if chosen.candidate.merge_steps == 1:
@@ -47,10 +47,13 @@ def rejected(
     if measured.ranks > 1:
         found |= STANDS_FOR
     for name, took in rules.items():
-        found[name] = _sentence(took) if isinstance(took, str) else _rule(measured, took)
+        found[name] = f"{NEVER} Asked for by hand, {_sentence(took)}" if isinstance(took, str) else _rule(measured, took)
     if measured.ranks == 1:
         found["reducers"] = "one rank sends nothing; bf16_allreduce, powersgd, dgc and localsgd have nothing to save."
     return found
+
+
+NEVER = "the rule of an update is never changed by auto."
 
 
 def _has(measured: Measured, precision: str) -> bool:
@@ -65,7 +68,9 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def _precision(measured: Measured, chosen: Forecast, precision: str, risk: str, memory: int | None) -> str:
+def _precision(
+    measured: Measured, chosen: Forecast, precision: str, risk: str, memory: int | None, ran: Mapping[Candidate, float]
+) -> str:
     if not allows(risk, Risk.ROUNDING):
         return f'changes results by rounding, and auto_configs["risk"] is "{risk}".'
     if precision in measured.missing:
@@ -74,7 +79,9 @@ def _precision(measured: Measured, chosen: Forecast, precision: str, risk: str, 
     other = forecast(measured, same, memory=memory)
     if isinstance(other, str):
         return _sentence(other)
-    return f"an update would take {_ms(other.cost.seconds)} in place of {_ms(chosen.cost.seconds)}."
+    if same in ran and chosen.candidate in ran:
+        return f"run, an update took {_ms(ran[same])}, and {_ms(ran[chosen.candidate])} as chosen."
+    return f"an update would take {_ms(other.cost.seconds)} in place of {_ms(chosen.cost.seconds)}, by the forecast."
 
 
 def _recompute(measured: Measured, chosen: Forecast, memory: int | None) -> str:
@@ -91,20 +98,22 @@ def _recompute(measured: Measured, chosen: Forecast, memory: int | None) -> str:
 def _merge(measured: Measured, chosen: Forecast, *, risk: str, asked_batch: bool) -> str:
     if asked_batch:
         return f"not needed: {chosen.candidate.batch} rows a rank make up the global batch at once."
-    exchange = _ms(chosen.cost.shown_s)
+    exchange = (
+        f"{_ms(chosen.cost.shown_s)} of exchange" if measured.ranks > 1 else f"the {_ms(measured.update_s)} of an update's rule"
+    )
     if not allows(risk, Risk.SCHEDULE):
         return (
-            f"would share {exchange} of exchange among k times the batch of an update, which changes the algorithm: "
+            f"would share {exchange} among k times the batch of an update, which changes the algorithm: "
             f'auto_configs["risk"] is "{risk}". Say how large an update is to be by auto_configs["global_batch"].'
         )
     most = max(candidates.MERGES)
-    return f"would share {exchange} of exchange among up to {most} micro-steps; no such plan was faster for a sample."
+    return f"would share {exchange} among up to {most} micro-steps; no such plan was faster for a sample."
 
 
 def _rule(measured: Measured, seconds: float) -> str:
     return (
-        f"its update takes {_ms(seconds)}, the optimizer's own {_ms(measured.update_s)}; the rule of an update is never changed "
-        "by auto. It is for batches beyond what the noise scale bears."
+        f"its update takes {_ms(seconds)}, the optimizer's own {_ms(measured.update_s)}; {NEVER} "
+        "It is for batches beyond what the noise scale bears."
     )
 
 

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..roles import role_from_env
 from ..wire_cost import Link
 from .target import target_of
-from .told import curves_text, curves_title, link_notes, outlook_text
+from .told import curves_text, curves_title, how_to_use, link_notes, outlook_text
 
 MEASURES = ("trials", "batch", "out")
 """Flags that mean something only where something is measured."""
@@ -35,6 +35,7 @@ def run_plan(options: argparse.Namespace, changes: Mapping[str, Any]) -> None:
         return
     if is_file:
         print(replace(plan, reused_from=""), flush=True)  # the table, and not only where it comes from
+    print("\n" + how_to_use(plan), flush=True)
     if options.out is not None:
         _save(plan, options.out)
     question = _question(options, changes, {**plan.key.get("asked", {}), "memory": plan.memory})

@@ -8,12 +8,23 @@ from collections.abc import Mapping, Sequence
 from ..auto.measured import Forecast, Measured
 from ..auto.plan import Plan
 from ..auto.what_if import Curve, Outlook, Question, candidate_of, same_plan
+from ..strategy import DistributedStrategy
 from ..wire_cost import Link
 
 SHOWN = 12
 """Forecasts of a table; the rest are counted."""
 TOLD_WORLDS = (2, 8, 64, 512, 4096)
 UNKNOWN = "(work not measured)"
+
+
+def how_to_use(plan: Plan) -> str:
+    """What to write into a script."""
+    plain, settings = DistributedStrategy().to_dict(), plan.strategy.to_dict()
+    said = [f"{name}={value!r}" for name, value in settings.items() if value != plain[name]]
+    loader = f" Let the loader give {plan.micro_batch} rows." if plan.micro_batch else ""
+    if not said:
+        return f"to use it: plain training is the answer; fleet.distribute(model, optimizer) needs no strategy.{loader}"
+    return f"to use it: strategy = fleet.DistributedStrategy({', '.join(said)}).{loader}"
 
 
 def outlook_text(plan: Plan, outlook: Outlook) -> str:

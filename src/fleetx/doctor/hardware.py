@@ -178,4 +178,4 @@ def check_clock(facts: Facts) -> Iterable[Finding]:
         told = "it is not synchronised: logs of several nodes cannot be put in order"
         yield note(topic, told, "timedatectl set-ntp true")
     else:
-        yield ok(topic, "synchronised" if limits.is_clock_synchronised else "not before fleetx was installed")
+        yield ok(topic, "synchronised" if limits.is_clock_synchronised else "plausible: later than the files of fleetx")

@@ -87,10 +87,11 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def innermost_user_frame(error: BaseException) -> str | None:
-    """ "train.py:12, in main": the deepest frame outside Python's and pip's folders, where the mistake usually is."""
+    """ "train.py:12, in main": the deepest frame outside Python's, pip's and our own folders, where the mistake usually is."""
     import sysconfig
 
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # in none of pip's, installed with `-e`
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), ours)
     frames = traceback.extract_tb(user_traceback(error))
     own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))] or frames
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}" if own else None

@@ -7,7 +7,8 @@ memory.json        memory over one step
 summary.json       how it ended
 workerlog.N        what rank N wrote: a link into fleetrun's folder, and a copy at the end (.previous: of the start before)
 
-A run that is resumed goes on in the same folder: a start that begins at step s takes the place of earlier lines from s on.
+A run that is resumed goes on in the same folder: a start that begins at step s takes the place of earlier lines from s on. One
+that begins at step 1 is a new run: the lines before are kept as metrics.jsonl.previous.
 """
 
 from __future__ import annotations
@@ -94,6 +95,16 @@ class Folder:
         last, record = self._starts[-1], last_record(self.path / "metrics.jsonl") or {}
         seconds = record.get("seconds", 0.0) if record.get("start") == last.get("start") else 0.0
         return float(last.get("seconds_before", 0.0)) + float(seconds)
+
+    def begin_anew(self) -> None:
+        """The first update of this start is the first of all: an earlier run in this folder is over, and laid aside."""
+        self._starts, self.seconds_before = [], 0.0
+        self._metrics.close()
+        self._bear(lambda: os.replace(self.path / "metrics.jsonl", self.path / "metrics.jsonl.previous"))
+        self._bear(self._reopen)
+
+    def _reopen(self) -> None:
+        self._metrics = _opened(self.path / "metrics.jsonl")
 
     def begin(self, start: Mapping[str, Any]) -> None:
         for old in self.path.glob("strategy*.yaml"):  # of an earlier start that had more pairs

@@ -119,8 +119,11 @@ class Monitor:
             if self._folder is not None:
                 self._folder.note_strategy(self._places[pair.number], pair.strategy)
         if self._folder is not None:
-            start = start_of_run(self._folder.start, world.current(), pairs, total_steps=self._now.total_steps)
-            self._folder.begin(start)
+            self._note_start(self._folder)
+
+    def _note_start(self, folder: Folder) -> None:
+        total = self._now.total_steps
+        folder.begin(start_of_run(folder.start, world.current(), running.pairs(), total_steps=total))
 
     def _phase_changed(self, phase: Phase) -> None:
         self._watch.changed(phase)
@@ -158,6 +161,10 @@ class Monitor:
         tally.micro_step(report.bytes_sent, samples)
         if not report.due:
             return
+        is_first = all(one.updates == 0 for one in self._tallies.values())
+        if self._folder is not None and self._folder.start > 1 and is_first and report.step == 1:
+            self._folder.begin_anew()
+            self._note_start(self._folder)
         split = self._watch.take()
         window = tally.update(report, ranks=self._comm.size, ended_seconds=time.monotonic() - self._began)
         is_shown = tally is self._shown

@@ -12,6 +12,7 @@ TERMINAL = "FLEETX_TTY"
 """fleetrun names its terminal to worker 0, whose own output goes to a log."""
 DRAW_SECONDS = 0.2
 LINE_SECONDS = 10.0
+COLUMNS = 80
 
 
 class Screen(Protocol):
@@ -61,7 +62,7 @@ class Live:
         from rich.live import Live as RichLive
 
         self._file, self._next = file, 0.0
-        width = os.get_terminal_size(file.fileno()).columns if file is not None else None
+        width = columns_of(file) if file is not None else None
         console = Console(file=file, force_terminal=True, width=width) if file is not None else Console()
         self._live = RichLive(console=console, auto_refresh=False, redirect_stdout=file is None, redirect_stderr=file is None)
         self._live.start()
@@ -82,6 +83,12 @@ class Live:
             self._live.console.print(styled(line, cuts=False))  # whole, over several rows if need be: it is what the user keeps
             if self._file is not None:
                 self._file.close()
+
+
+def columns_of(file: IO[str]) -> int:
+    """A terminal may not know its own width."""
+    told = os.environ.get("COLUMNS", "")
+    return os.get_terminal_size(file.fileno()).columns or (int(told) if told.isdecimal() and int(told) else COLUMNS)
 
 
 def styled(line: str, *, cuts: bool = True) -> Any:
