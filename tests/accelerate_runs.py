@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from fleetx import fleet
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -40,6 +43,16 @@ def fresh(rank: int) -> Iterator[None]:
         GradientState._reset_state()
         os.environ.clear()
         os.environ.update(before)
+
+
+def computes_in(model: nn.Module) -> str:
+    """The dtype inside of it: what amp computes in 16 bits comes out in 32 again."""
+    seen: list[str] = []
+    first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    handle = first.register_forward_hook(lambda _, __, out: seen.append(str(out.dtype)))
+    model(torch.ones(2, first.in_features))
+    handle.remove()
+    return seen[0]
 
 
 def strategy_of(**settings: Any) -> fleet.DistributedStrategy:

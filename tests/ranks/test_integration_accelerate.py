@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_runs import EXAMPLES, LIMIT, changed_lines, fresh, run_example, strategy_of
+from accelerate_runs import EXAMPLES, LIMIT, changed_lines, computes_in, fresh, run_example, strategy_of
 from fleetx import fleet
 from harness import raised, run_ranks
 from models import flat_state, mlp
@@ -260,7 +260,33 @@ def _refusals(rank: int, folder: str) -> dict[str, str]:
             accelerator.prepare(*objects())
             accelerator.load_strategy_state(Path(folder))
 
+    def prepared_for(use: Callable[[Any, nn.Module], Any], **given: Any) -> Callable[[], Any]:
+        def call() -> None:
+            accelerator = ours(**given)
+            model, *_ = accelerator.prepare(*objects())
+            use(accelerator, model)
+
+        return call
+
+    def set_later(accelerator: Any, model: nn.Module) -> None:
+        accelerator.gradient_accumulation_steps = 4
+        accelerator.backward(model(torch.ones(2, 8)).mean())
+
+    def clipped(**settings: Any) -> Callable[[], Any]:
+        return prepared_for(lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0), strategy=strategy_of(**settings))
+
+    clip_norm = {"clip_norm": True, "clip_norm_configs": {"max_norm": 5.0}}
+    budget = {"recompute": True, "recompute_configs": {"budget": "1GB"}}
     calls: dict[str, Callable[[], Any]] = {
+        "accumulation": prepared_for(set_later, gradient_accumulation_steps=2),
+        "no_sync": prepared_for(lambda a, m: a.no_sync(m)),
+        "clip_norm": clipped(**clip_norm),
+        "dgc": clipped(**SETTINGS["dgc"]),
+        "clip_value": prepared_for(lambda a, m: a.clip_grad_value_(m.parameters(), 1.0), strategy=strategy_of(**clip_norm)),
+        "auto": lambda: ours(strategy=strategy_of(auto=True)),
+        "budget": lambda: ours(strategy=strategy_of(**budget)),
+        "placement": lambda: ours().prepare(*objects(), device_placement=[True]),
+        "autocast": lambda: ours().autocast(autocast_handler=object()),
         "windows": lambda: ours(gradient_accumulation_steps=2, strategy=strategy_of(**MERGE)),
         "precision": lambda: ours(mixed_precision="fp16", strategy=strategy_of(amp=True)),
         "fp8": lambda: ours(mixed_precision="fp8"),
@@ -281,6 +307,15 @@ def _refusals(rank: int, folder: str) -> dict[str, str]:
 
 def test_what_both_sides_say_or_nothing_would_follow_is_refused_by_name(tmp_path: Path) -> None:
     for told in run_ranks(_refusals, 2, str(tmp_path)):
+        assert "was 2 when the Accelerator was made and is 4 now" in told["accumulation"]
+        assert "Write Accelerator(gradient_accumulation_steps=...)" in told["no_sync"]
+        assert "clip_grad_norm_(..., 1.0) and strategy.clip_norm both clip" in told["clip_norm"]
+        assert "clip_grad_norm_(..., 1.0) and strategy.dgc both clip" in told["dgc"]
+        assert "clip_grad_value_(..., 1.0) and strategy.clip_norm both clip" in told["clip_value"]
+        assert "optimizer.plan.strategy" in told["auto"] and "fleetx plan" in told["auto"]
+        assert 'recompute_configs["budget"] is' in told["budget"] and "memory_plan.recomputed" in told["budget"]
+        assert told["placement"].startswith("ValueError") and "device_placement" in told["placement"]
+        assert "strategy.amp_configs has the precision" in told["autocast"]
         assert "gradient_accumulation_steps=2 and strategy.gradient_merge both say" in told["windows"]
         assert 'mixed_precision="fp16" and strategy.amp both set the precision' in told["precision"]
         assert 'mixed_precision="fp8" is not supported' in told["fp8"]
@@ -291,6 +326,52 @@ def test_what_both_sides_say_or_nothing_would_follow_is_refused_by_name(tmp_path
         assert "Write accelerator.backward(loss)" in told["bare"]
         assert "accelerator.prepare(model, optimizer, ...)" in told["alone"]
         assert told["files"].startswith("CheckpointError") and "no folder `fleetx`" in told["files"]
+
+
+def _again(rank: int) -> dict[str, Any]:
+    def one_step(accelerator: Any, model: nn.Module, optimizer: Any) -> str:
+        accelerator.backward(F.cross_entropy(model(torch.ones(2, 8)), torch.tensor([0, 1])))
+        optimizer.step()
+        optimizer.zero_grad()
+        return computes_in(model)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    with fresh(rank):
+        told: dict[str, Any] = {}
+        accelerator = ours(strategy=strategy_of(lars=True, **SETTINGS["bf16"]))
+        model = mlp()
+        model, first = accelerator.prepare(model, sgd(model))
+        told["trained"] = one_step(accelerator, model, first)
+        accelerator.free_memory()
+        told["freed"] = computes_in(model), "forward" in vars(model)
+        told["step"] = raised(first.step)
+        told["prepare"] = raised(lambda: accelerator.prepare(model, first))
+        model, second = accelerator.prepare(model, sgd(model))
+        told["prepared again"] = one_step(accelerator, model, second)
+        told["twice at once"] = raised(lambda: accelerator.prepare(sgd(model)))
+        other = ours(strategy=strategy_of())
+        model, third = other.prepare(model, sgd(model))
+        told["another"] = one_step(other, model, third)
+        told["taken"] = [
+            raised(lambda: one_step(accelerator, model, second)),
+            raised(second.step),
+            raised(accelerator.save_state),
+        ]
+        model, fourth = accelerator.prepare(model, sgd(model))
+        told["taken back"] = one_step(accelerator, model, fourth)
+        return told
+
+
+def test_a_model_can_be_prepared_again_and_whoever_trained_it_before_says_so() -> None:
+    for told in run_ranks(_again, 2):
+        assert told["trained"] == told["prepared again"] == told["taken back"] == "torch.bfloat16"
+        assert told["freed"] == ("torch.float32", False)
+        assert "released by accelerator.free_memory()" in told["step"] and "a new torch optimizer" in told["prepare"]
+        assert "already belongs to another" in told["twice at once"]
+        assert told["another"] == "torch.float32"
+        assert all("prepared once more, by another Accelerator" in text for text in told["taken"])
 
 
 def _in_a_window(rank: int) -> dict[str, Any]:

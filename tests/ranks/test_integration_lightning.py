@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +298,7 @@ def test_one_rank_that_fails_alone_saves_what_it_can_without_the_others(tmp_path
 
 def ask_for_too_much(rank: int, folder: str) -> dict[str, str]:
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
     from lightning.pytorch.plugins import MixedPrecision
 
     from fleetx.integrations.lightning import FleetStrategy
@@ -318,6 +320,15 @@ def ask_for_too_much(rank: int, folder: str) -> dict[str, str]:
         def training_step(self, batch: Any, _: int) -> None:
             self.optimizers().minimize(self.net(batch[0]).mean())
 
+    class LeavesOut(type(make_module())):  # type: ignore[misc]
+        def training_step(self, batch: Any, number: int) -> Any:
+            return None if number == 2 else super().training_step(batch, number)
+
+    class WithBatchNorm(type(make_module())):  # type: ignore[misc]
+        def __init__(self, manual: bool) -> None:
+            super().__init__(manual)
+            self.norm = torch.nn.BatchNorm1d(1)
+
     def refused(parts: dict[str, dict[str, Any]], module: Any = None, **settings: Any) -> str:
         return raised(lambda: fit(rank, fleet_strategy(parts), folder, module=module, **settings))
 
@@ -332,6 +343,11 @@ def ask_for_too_much(rank: int, folder: str) -> dict[str, str]:
         "shared": refused({}, Shared(True)),
         "twice": refused({}, Twice(True)),
         "minimize": refused({}, Minimizes(True)),
+        "no loss": refused({}, LeavesOut(False)),
+        "no loss in a window": refused({"gradient_merge": {"k_steps": 2}}, LeavesOut(False)),
+        "weight averaging": refused({"localsgd": {}}, callbacks=[StochasticWeightAveraging(0.1)]),
+        "weight averaging by auto": refused({"auto": {}}, callbacks=[StochasticWeightAveraging(0.1)]),
+        "weight averaging of statistics": refused({}, WithBatchNorm(False), callbacks=[StochasticWeightAveraging(0.1)]),
         "both reached": refused({}, make_gan(toggles=False)),
         "option": raised(lambda: FleetStrategy(find_unused_parameters=True)),
         "no strategy": raised(lambda: FleetStrategy({"lars": True})),
@@ -362,6 +378,11 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("shared", "ConfigError", ["optimizer 0 of 4", "net", "a module of their own"]),
         ("twice", "ConfigError", ["twice before opt.step()", "strategy.gradient_merge = True"]),
         ("minimize", "ConfigError", ["self.manual_backward(loss)"]),
+        ("no loss", "ConfigError", ["LeavesOut.training_step returned None", "return 0 * loss"]),
+        ("no loss in a window", "ConfigError", ["LeavesOut.training_step returned None", "return 0 * loss"]),
+        ("weight averaging", "StrategyConflict", ["StochasticWeightAveraging", "strategy.localsgd"]),
+        ("weight averaging by auto", "StrategyConflict", ["strategy.auto may choose Local SGD"]),
+        ("weight averaging of statistics", "StrategyConflict", ["StochasticWeightAveraging", "BatchNorm"]),
         ("both reached", "ConfigError", ["optimizers [0, 1] of 2", "self.toggle_optimizer(opt)", "opt.backward(loss)"]),
         ("option", "ConfigError", ["FleetStrategy has no find_unused_parameters"]),
         ("no strategy", "ConfigError", ["given dict", "fleet.DistributedStrategy"]),
@@ -409,6 +430,104 @@ def test_a_module_is_fitted_again_by_another_trainer_and_validated(tmp_path: Pat
     assert first["report"] == (True, True)
     assert first["accumulates"] == 1
     assert first["keys"] == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
+
+
+def fit_and_let_go(rank: int, folder: str) -> dict[str, Any]:
+    """What is left of a strategy in its module, in its optimizers and in memory when training is over."""
+    from fleetx.patch import PatchedForward
+
+    told: dict[str, Any] = {"kinds": []}
+    module = make_module()
+    module.net[0].register_forward_hook(lambda *seen: told["kinds"].append(str(seen[2].dtype)))
+    changed = {"amp": {"dtype": "bfloat16"}, "recompute": {"checkpoints": ["net.0"]}}
+    for strategy in (fleet_strategy(changed), "ddp"):
+        fit(rank, strategy, folder, module=module, limit_train_batches=2)
+    told["patched"] = [name for name, part in module.named_modules() if isinstance(part.forward, PatchedForward)]
+    told["saved"] = {name: save_after_training(rank, STRATEGIES[name], f"{folder}/{name}.ckpt") for name in ("lars", "dgc")}
+    told["alive"] = [fit_and_forget(rank, parts, folder) for parts in (*STRATEGIES.values(), changed)]
+    return told
+
+
+def save_after_training(rank: int, parts: dict[str, dict[str, Any]], path: str) -> Any:
+    """The losses of a second epoch that begins with what was saved when the first fit was over; and as of one fit."""
+    module, trainer = fit(rank, fleet_strategy(parts), path)
+    trainer.validate(module, make_loader(), verbose=False)
+    trainer.save_checkpoint(path)
+    second, _ = fit(rank, fleet_strategy(parts), path, max_epochs=2, ckpt_path=path)
+    return second.losses, fit(rank, fleet_strategy(parts), path, max_epochs=2)[0].losses[14:]
+
+
+def fit_and_forget(rank: int, parts: dict[str, dict[str, Any]], folder: str) -> bool:
+    module = weakref.ref(fit(rank, fleet_strategy(parts), folder, limit_train_batches=2)[0])
+    gc.collect()
+    return module() is not None
+
+
+@pytest.fixture(scope="module")
+def let_go(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(fit_and_let_go, 2, str(tmp_path_factory.mktemp("let_go")))
+
+
+def test_nothing_of_a_strategy_acts_in_a_later_fit_without_it(let_go: list[dict[str, Any]]) -> None:
+    kinds = let_go[0]["kinds"]
+    assert kinds[0] == "torch.bfloat16"
+    assert kinds[-2:] == ["torch.float32"] * 2
+    assert let_go[0]["patched"] == []
+
+
+def test_a_module_is_freed_when_nobody_holds_it(let_go: list[dict[str, Any]]) -> None:
+    assert let_go[0]["alive"] == [False] * 6
+
+
+@pytest.mark.parametrize("name", ["lars", "dgc"])
+def test_a_checkpoint_saved_after_training_holds_the_optimizers_too(let_go: list[dict[str, Any]], name: str) -> None:
+    for of_a_rank in let_go:
+        second, whole = of_a_rank["saved"][name]
+        assert len(second) == 14
+        assert second == whole
+
+
+def change_rates_from_outside(rank: int, folder: str) -> dict[str, Any]:
+    """Schedulers that are made when Lightning's optimizers are there: a callback's own, and StochasticWeightAveraging's."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    class Halves(pl.Callback):
+        def on_train_start(self, trainer: Any, _: Any) -> None:
+            self.scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizers[0], 1, gamma=0.5)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.scheduler.step()
+
+    def made() -> Any:
+        module = make_module()
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.2, momentum=0.9)
+        return module
+
+    def both(callback: Any, **settings: Any) -> list[Any]:
+        runs = [fit(rank, s, folder, module=made(), callbacks=[callback()], **settings) for s in ("ddp", fleet_strategy({}))]
+        return [outcome(*run) for run in runs]
+
+    def swa() -> Any:
+        return StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2)
+
+    return {"callback": both(Halves, limit_train_batches=4), "swa": both(swa, max_epochs=3)}
+
+
+@pytest.fixture(scope="module")
+def rates(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(change_rates_from_outside, 2, str(tmp_path_factory.mktemp("rates")))
+
+
+@pytest.mark.parametrize("case", ["callback", "swa"])
+def test_a_scheduler_made_of_the_trainers_optimizers_acts_as_with_lightnings_own_ddp(
+    rates: list[dict[str, Any]], case: str
+) -> None:
+    for of_a_rank in rates:
+        theirs, ours = of_a_rank[case]
+        assert len(set(ours["rates"])) > 1
+        assert ours["rates"] == theirs["rates"]
+        assert farthest(ours["weights"], theirs["weights"]) < 1e-6
 
 
 # --- who starts the processes -----------------------------------------------------------------------------------------

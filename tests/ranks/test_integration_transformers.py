@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accelerate_runs import EXAMPLES, LIMIT, changed_lines, fresh, run_example, strategy_of
+from accelerate_runs import EXAMPLES, LIMIT, changed_lines, computes_in, fresh, run_example, strategy_of
 from fleetx import fleet
 from harness import raised, run_ranks
 from models import flat_state
@@ -90,6 +90,68 @@ def trained(folder: str, settings: dict[str, Any] | None = None, **given: Any) -
     }
 
 
+def watched(folder: str) -> dict[str, Any]:
+    """Its last step is between two rounds, and evaluates."""
+    from transformers import TrainerCallback
+
+    seen: list[Tensor] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _: Any, state: Any, __: Any, model: Any = None, **___: Any) -> None:
+            if state.global_step == 13:
+                seen.append(flat_state(model))
+
+    settings = {"localsgd": True, "localsgd_configs": {"k_steps": 8}}
+    run = trainer(folder, None, settings, max_steps=13, eval_strategy="steps", eval_steps=13)
+    run.add_callback(Watch())
+    run.train()
+    during = [line["eval_loss"] for line in run.state.log_history if "eval_loss" in line]
+    return {"weights": flat_state(run.model), "during": seen, "during_eval": during, "eval": run.evaluate()["eval_loss"]}
+
+
+def best(folder: str) -> dict[str, Any]:
+    """The outer step of another round would move the weights that were loaded."""
+    diloco = {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}}
+    given = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 10}
+    run = trainer(f"{folder}/best", None, diloco, load_best_model_at_end=True, learning_rate=2.0, **given)
+    run.train()
+    return {"best": run.state.best_metric, "eval": run.evaluate()["eval_loss"], "weights": flat_state(run.model)}
+
+
+def stopped(folder: str) -> dict[str, Any]:
+    """Inside a window, by a callback; and trained again after it."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    run = trainer(folder, None, LOCAL, gradient_accumulation_steps=2, max_steps=5)
+    stop = Stop()
+    run.add_callback(stop)
+    run.train()
+    steps, weights = run.state.global_step, flat_state(run.model)
+    run.remove_callback(stop)
+    run.train()
+    return {"steps": steps, "weights": weights, "later": run.state.global_step}
+
+
+def again(folder: str) -> dict[str, Any]:
+    """Another FleetTrainer on the model; the first one then; and what is left in it after release()."""
+    amp = {"lars": True, "amp": True, "amp_configs": {"dtype": "bfloat16"}}
+    first = trainer(folder, None, amp, max_steps=2)
+    first.train()
+    first.train()  # the same pair
+    second = trainer(folder, first.model, amp, max_steps=2)
+    second.train()
+    refused = raised(first.train)
+    state = sorted(second.optimizer.state_dict())
+    trained_in = computes_in(second.model)
+    second.accelerator.release()
+    patched = [name for name, module in second.model.named_modules() if "forward" in vars(module)]
+    return {"refused": refused, "patched": patched, "state": state, "dtypes": [trained_in, computes_in(second.model)]}
+
+
 def fleet_loop(folder: str, window: int = 1, **settings: Any) -> dict[str, Any]:
     """The same batches and schedule, without Trainer's loop."""
     from transformers import get_scheduler, set_seed
@@ -127,7 +189,10 @@ def _cases(rank: int, folder: str) -> dict[str, Any]:
     for name, given in {"plain": {}, "windows": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}}.items():
         add(f"ddp {name}", lambda: trained(folder, None, **given))  # noqa: B023
         add(f"neutral {name}", lambda: trained(folder, {}, **given))  # noqa: B023
-    add("mid-period", lambda: trained(folder, LOCAL, max_steps=14))
+    add("mid-period", lambda: watched(folder))
+    add("best", lambda: best(folder))
+    add("stopped", lambda: stopped(folder))
+    add("again", lambda: again(folder))
     add("both say 2", lambda: trained(folder, MERGE, gradient_accumulation_steps=2))
     for name, settings in SETTINGS.items():
         window = 2 if "merge" in name else 1
@@ -153,11 +218,8 @@ def test_a_neutral_strategy_reaches_the_losses_of_trainers_own_ddp_loop(cases: A
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_a_strategy_through_trainer_equals_a_plain_fleet_loop(cases: Any, name: str) -> None:
-    shown = [case[f"trainer {name}"]["weights"] for case in cases]
-    if "localsgd" in name:
-        shown = [torch.stack(shown).mean(0)] * 2  # the plain loop shows the average
-    for mine, case in zip(shown, cases, strict=True):
-        torch.testing.assert_close(mine, case[f"fleet {name}"]["weights"], **LIMIT)
+    for case in cases:  # under Local SGD both end with the average
+        torch.testing.assert_close(case[f"trainer {name}"]["weights"], case[f"fleet {name}"]["weights"], **LIMIT)
 
 
 def test_windows_of_the_strategy_count_as_trainers_own(cases: Any) -> None:
@@ -167,10 +229,31 @@ def test_windows_of_the_strategy_count_as_trainers_own(cases: Any) -> None:
         torch.testing.assert_close(by_strategy["weights"], by_both["weights"], rtol=0, atol=0)
 
 
-def test_under_local_sgd_all_ranks_evaluate_the_same_average(cases: Any) -> None:
+def test_under_local_sgd_all_ranks_evaluate_and_end_with_the_same_average(cases: Any) -> None:
     first, second = (case["mid-period"] for case in cases)
-    assert not torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["weights"], second["weights"])
     assert first["eval"] == second["eval"]
+    assert not torch.equal(first["during"][0], second["during"][0])  # between two rounds each has its own
+    assert first["during_eval"] == second["during_eval"] and len(first["during_eval"]) == 1
+
+
+def test_the_best_model_stays_as_it_was_loaded(cases: Any) -> None:
+    for case in cases:
+        assert case["best"]["best"] == case["best"]["eval"]
+    assert torch.equal(cases[0]["best"]["weights"], cases[1]["best"]["weights"])
+
+
+def test_a_training_stopped_inside_a_window_ends_with_the_average_and_can_go_on(cases: Any) -> None:
+    assert [(case["stopped"]["steps"], case["stopped"]["later"]) for case in cases] == [(3, 5)] * 2
+    assert torch.equal(cases[0]["stopped"]["weights"], cases[1]["stopped"]["weights"])
+
+
+def test_another_trainer_takes_the_model_and_release_leaves_nothing_of_the_strategy_in_it(cases: Any) -> None:
+    for case in cases:
+        told = case["again"]
+        assert "prepared once more, by another Accelerator or FleetTrainer" in told["refused"]
+        assert told["patched"] == [] and told["dtypes"] == ["torch.bfloat16", "torch.float32"]
+        assert told["state"] == ["param_groups", "state"]
 
 
 # --- files ----------------------------------------------------------------------------------------------------------------
@@ -225,6 +308,10 @@ def _refusals(rank: int, folder: str) -> dict[str, str]:
 
     calls: dict[str, Callable[[], Any]] = {
         "bf16": lambda: trainer(folder, None, {}, bf16=True),
+        "clip_norm": lambda: trainer(folder, None, {"clip_norm": True}, max_grad_norm=1.0),
+        "dgc": lambda: trainer(folder, None, {"dgc": True}, max_grad_norm=1.0),
+        "auto": lambda: trainer(folder, None, {"auto": True}),
+        "budget": lambda: trainer(folder, None, {"recompute": True, "recompute_configs": {"budget": "1GB"}}),
         "several": arguments_of_both_kinds,
         "windows": lambda: trainer(folder, None, MERGE, gradient_accumulation_steps=3),
         "sums": lambda: trainer(folder, None, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "avg": False}}),
@@ -241,6 +328,10 @@ def _refusals(rank: int, folder: str) -> dict[str, str]:
 def test_arguments_that_nothing_would_follow_are_refused_by_name(tmp_path: Path) -> None:
     for told in run_ranks(_refusals, 2, str(tmp_path)):
         assert "bf16: write strategy.amp = True" in told["bf16"]
+        assert "and strategy.clip_norm both clip the gradients. Write TrainingArguments(max_grad_norm=0)" in told["clip_norm"]
+        assert "strategy.dgc" in told["dgc"] and "Write TrainingArguments(max_grad_norm=0)" in told["dgc"]
+        assert "then give FleetTrainer what was chosen: optimizer.plan.strategy" in told["auto"]
+        assert 'recompute_configs["budget"] is' in told["budget"]
         assert "fp16: write strategy.amp" in told["several"] and "auto_find_batch_size: " in told["several"]
         assert "gradient_accumulation_steps=3 and strategy.gradient_merge with k_steps=2 differ" in told["windows"]
         assert 'gradient_merge_configs["avg"] is False' in told["sums"]

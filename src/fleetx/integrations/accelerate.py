@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import weakref
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet, world
+from fleetx.binding import give_up
 from fleetx.errors import CheckpointError, ConfigError, FleetError
 from fleetx.graph import leaves
 from fleetx.integrations import imported, require_seams
+from fleetx.integrations.refusals import refuse_plans, refuse_second_clipping
 from fleetx.optimizer import FleetOptimizer
 from fleetx.report import Report
 from fleetx.strategy import DistributedStrategy
@@ -35,7 +38,8 @@ accelerate: Any = imported("accelerate", extra="hf", oldest=(1, 0))
 PlainAccelerator: Any = accelerate.Accelerator
 PlainOptimizer: Any = accelerate.optimizer.AcceleratedOptimizer
 SEAMS = ("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "backward", "clip_grad_norm_", "save_state")
-require_seams(PlainAccelerator, (*SEAMS, "load_state", "get_state_dict", "register_load_state_pre_hook"))
+MORE_SEAMS = ("load_state", "get_state_dict", "register_load_state_pre_hook", "free_memory", "accumulate", "no_sync")
+require_seams(PlainAccelerator, (*SEAMS, *MORE_SEAMS))
 
 FOLDER = "fleetx"
 """Of the strategy's state, inside a folder of save_state."""
@@ -111,8 +115,36 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
         self.model, self._hosted = model, hosted
         """`hosted`: Accelerate says where a window ends."""
         self.report: Report | None = None
+        self.released: str | None = None
+        """Why it trains nothing any more."""
+        _living.add(self)
+
+    def release(self, because: str) -> None:
+        """The model is as the user wrote it again, and its parameters are free for another optimizer."""
+        if self.released is None:
+            self.released = because
+            give_up(self.model, self.optimizer)
+            self.optimizer.forward_stage = None  # fleet.autocast() would go on as long as somebody holds this one
+
+    def refuse_released(self) -> None:
+        if self.released is not None:
+            raise ConfigError(self.released)
+
+    def drop_half_window(self) -> None:
+        """Of a loop that was left inside a window: its framework makes no update of it."""
+        pipeline = self.optimizer.pipeline
+        if pipeline.window.micro_steps:
+            pipeline.drop_rehearsed()
+
+    def end_with_average(self) -> None:
+        """Every rank calls it. No round right after one: DiLoCo's momentum would move the weights once more."""
+        pipeline = self.optimizer.pipeline
+        stage, report = pipeline.stages.average, self.report
+        if stage is not None and not (report is not None and report.averaged and stage.keeps_ranks_equal):
+            self.optimizer.average()
 
     def step(self, closure: Any = None) -> Report | None:
+        self.refuse_released()
         face: FleetOptimizer = self.optimizer
         if not self.gradient_state.sync_gradients:
             if face.pipeline.window.entered or face.pipeline.buckets.has_new():
@@ -134,6 +166,18 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
         return getattr(self.__dict__["optimizer"], name)
 
 
+_living: weakref.WeakSet[FleetAcceleratedOptimizer] = weakref.WeakSet()
+"""Whoever made them: one that is done with may wait for the garbage collector, or stay in a variable."""
+FREED = (
+    "this optimizer was released by accelerator.free_memory(), clear() or release(). "
+    "Give accelerator.prepare(model, optimizer) a new torch optimizer; a FleetTrainer is made anew."
+)
+TAKEN = (
+    "this optimizer's parameters were prepared once more, by another Accelerator or FleetTrainer, which trains them now. "
+    "Go on with that one, or make a new one on the same model."
+)
+
+
 # --- the accelerator ----------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +186,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, strategy: DistributedStrategy | None = None, **kwargs: Any) -> None:
         refuse_handlers(kwargs.get("kwargs_handlers") or ())
+        strategy = _copied(strategy)
+        refuse_plans(strategy, who="Accelerator(strategy=...)")
         wants_cpu = bool(kwargs.get("cpu")) or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         world.open_world(device=torch.device("cpu") if wants_cpu else None)
         if len(args) > 2:
@@ -153,19 +199,20 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         with world_shown(os.environ):
             super().__init__(*args, mixed_precision="no", **kwargs)
         steps = int(self.gradient_accumulation_steps)
-        chosen = merged(with_precision(_copied(strategy), precision), steps, said="gradient_accumulation_steps")
-        self._adopt(chosen, window=steps)
+        chosen = merged(with_precision(strategy, precision), steps, said="gradient_accumulation_steps")
+        self._adopt(chosen, window=steps, is_hosted=False)
 
     @classmethod
     def of(cls, plain: Any, strategy: DistributedStrategy, *, window: int) -> Accelerator:
         """One that a framework has made, changed in place. `window`: the most micro-batches that it puts into one update."""
+        refuse_plans(strategy, who=f"{type(plain).__name__}")
         world.open_world(device=_device_of(plain))
         plain.__class__ = cls
         accelerator: Accelerator = plain
-        accelerator._adopt(strategy, window=window)
+        accelerator._adopt(strategy, window=window, is_hosted=True)
         return accelerator
 
-    def _adopt(self, strategy: DistributedStrategy, *, window: int) -> None:
+    def _adopt(self, strategy: DistributedStrategy, *, window: int, is_hosted: bool) -> None:
         kind = str(self.distributed_type).rpartition(".")[2]
         if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ConfigError(
@@ -181,21 +228,32 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
                 f"Accelerate trains on {self.device}, fleet.init() on {fleet.device()}. Create the Accelerator first."
             )
         self.strategy, self._window = strategy, window
+        self._is_hosted, self._accumulates = is_hosted, False
+        self._divisor = int(self.gradient_accumulation_steps)
+        """What backward divides losses by; 1 where a framework divides them itself."""
         self._prepared: list[nn.Module] = []
 
     @property
-    def pairs(self) -> list[FleetAcceleratedOptimizer]:
+    def _all_pairs(self) -> list[FleetAcceleratedOptimizer]:
         return [optimizer for optimizer in self._optimizers if isinstance(optimizer, FleetAcceleratedOptimizer)]
+
+    @property
+    def pairs(self) -> list[FleetAcceleratedOptimizer]:
+        return [ours for ours in self._all_pairs if ours.released is None]
+
+    def _refuse_released(self) -> None:
+        for ours in self._all_pairs:
+            ours.refuse_released()
 
     # --- prepare --------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Models first: an optimizer needs the one it trains, wherever that stands."""
         placed = kwargs.get("device_placement") or [None] * len(args)
-        return super().prepare(
-            *[self.prepare_model(a, where) if isinstance(a, nn.Module) else a for a, where in zip(args, placed, strict=False)],
-            **kwargs,
-        )
+        if len(placed) == len(args):  # else Accelerate says so
+            pairs = zip(args, placed, strict=True)
+            args = tuple(self.prepare_model(a, where) if isinstance(a, nn.Module) else a for a, where in pairs)
+        return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """`evaluation_mode` is Accelerate's word for: do not wrap."""
@@ -205,6 +263,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, FleetAcceleratedOptimizer):
+            optimizer.refuse_released()
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement=device_placement)
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -213,10 +273,38 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
             raise ConfigError(
                 "no prepared model has this optimizer's parameters. Write accelerator.prepare(model, optimizer, ...)."
             )
+        self._take_from_others(trained)
+        self._forget_released()
         _, face = fleet.distribute(model, optimizer, self.strategy)
         ours = FleetAcceleratedOptimizer(face, model, hosted=self._window > 1)
         self._optimizers.append(ours)
         return ours
+
+    def _take_from_others(self, trained: set[int]) -> None:
+        """From trainings before this one. They end loudly if they go on; two of this accelerator's are refused as elsewhere."""
+        mine = self.pairs
+        for other in list(_living):
+            if not any(other is ours for ours in mine) and other.optimizer.parameter_ids() & trained:
+                other.release(TAKEN)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """A framework calls it before it prepares the very same optimizer again, which goes on from its state."""
+        for ours in self.pairs:
+            if self._is_hosted:
+                ours.drop_half_window()
+            else:
+                ours.release(FREED)
+        self._prepared.clear()
+        return super().free_memory(*objects)
+
+    def release(self) -> None:
+        """Nothing of the strategy stays in the models: for whatever trains them next."""
+        for ours in self.pairs:
+            ours.release(FREED)
+        self._forget_released()
+
+    def _forget_released(self) -> None:
+        self._optimizers[:] = [kept for kept in self._optimizers if getattr(kept, "released", None) is None]
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A scheduler that was built on the optimizer before prepare() follows the one in its place."""
@@ -243,14 +331,39 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         known = {name: kwargs.pop(name) for name in ("weight", "retain_graph") if name in kwargs}
         if kwargs:
             raise ConfigError(f"accelerator.backward was given {', '.join(sorted(kwargs))}; it takes weight and retain_graph.")
-        if self._window == 1 and int(self.gradient_accumulation_steps) != 1:
-            raise ConfigError(
-                "gradient_accumulation_steps was changed after the Accelerator was made. Give it to Accelerator(...)."
-            )
+        self._refuse_changed_accumulation()
+        self._refuse_released()
         face = self._owner_of(loss).optimizer
         face.backward(loss / self.gradient_accumulation_steps, **known)
         if self._window > 1 and self.gradient_state.sync_gradients and not face.pipeline.window.closed:
             face.pipeline.reduce_early()  # the last window of an epoch may be a short one; all ranks are at their last batch
+
+    def _refuse_changed_accumulation(self) -> None:
+        """How many micro-batches make one update is compiled into the strategy."""
+        found = int(self.gradient_accumulation_steps)
+        if found != self._divisor:
+            raise ConfigError(
+                f"gradient_accumulation_steps was {self._divisor} when the Accelerator was made and is {found} now, set since or "
+                f"by another Accelerator: they share it. Write Accelerator(gradient_accumulation_steps={found}, ...)."
+            )
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        before, self._accumulates = self._accumulates, True
+        try:
+            with super().accumulate(*models):
+                yield
+        finally:
+            self._accumulates = before
+
+    def no_sync(self, model: Any) -> Any:
+        """accumulate() and Trainer enter it inside windows that they have said; a user's own would be one nobody knows of."""
+        if not self._accumulates and not self._is_hosted:
+            raise ConfigError(
+                "accelerator.no_sync(model) is DDP's, and each backward here is one of a window whose length is known. Write "
+                "Accelerator(gradient_accumulation_steps=...), and `with accelerator.accumulate(model):` around each micro-batch."
+            )
+        return super().no_sync(model)
 
     def _owner_of(self, loss: Tensor) -> FleetAcceleratedOptimizer:
         if len(self.pairs) == 1:
@@ -266,16 +379,23 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Of true gradients. Inside a window there are none yet: nothing is done, and None comes back."""
+        asks_alone = max_norm == float("inf")  # for the norm: gradients stay as they are
+        if not asks_alone:
+            self._refuse_clipping(f"accelerator.clip_grad_norm_(..., {max_norm})")
         if not self._window_is_closed():
             return None
-        if max_norm == float("inf"):  # asked for the norm alone: gradients stay as they are
+        if asks_alone:
             grads = [p.grad for p in _as_list(parameters) if p.grad is not None]
             return torch.nn.utils.get_total_norm(grads, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        self._refuse_clipping(f"accelerator.clip_grad_value_(..., {clip_value})")
         if self._window_is_closed():
             super().clip_grad_value_(parameters, clip_value)
+
+    def _refuse_clipping(self, said: str) -> None:
+        refuse_second_clipping(self.strategy, said, write="Leave the call out, or the strategy's part.")
 
     def _window_is_closed(self) -> bool:
         """Or holds gradients of a bare loss.backward(), which are not reduced before step(): those are not clipped right."""
@@ -287,7 +407,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
             )
         return any(window.closed for window in windows)
 
-    def autocast(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
+        if autocast_handler is not None:
+            raise ConfigError(
+                "accelerator.autocast(autocast_handler=...) would not be followed: strategy.amp_configs has the precision. Leave "
+                "it out; torch.autocast(device_type, enabled=False) around a few lines turns it off there."
+            )
         return fleet.autocast()
 
     def join_uneven_inputs(self, *_: Any, **__: Any) -> Any:
@@ -316,6 +441,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's files hold the average under Local SGD; the strategy's folder what each rank goes on from."""
+        self._refuse_released()
         with self.averaged():
             saved = super().save_state(output_dir, *args, **kwargs)
         self.save_strategy_state(Path(saved))
@@ -332,6 +458,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     def save_strategy_state(self, folder: Path) -> None:
         """Every rank calls it."""
+        self._refuse_released()
         if not self.pairs:
             return
         if fleet.is_first_worker():  # before any collective: an older run's state, of a later step, would be taken instead
@@ -341,11 +468,14 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     def load_strategy_state(self, folder: Path) -> None:
         """Every rank calls it."""
+        self._refuse_released()
         if self.pairs and fleet.load_checkpoint(folder / FOLDER, **self._states()) is None:
             raise CheckpointError(
                 f"{folder} has no folder `{FOLDER}`: saved without the strategy, whose counters and residuals are missing. "
                 "Start from its weights instead: load them into the model before accelerator.prepare(...)."
             )
+        for ours in self.pairs:
+            ours.report = None  # of the step before, which the weights are no longer of
 
     def _states(self) -> dict[str, Any]:
         models = {f"model_{i}": ours.model for i, ours in enumerate(self.pairs)}

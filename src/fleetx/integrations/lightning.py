@@ -5,6 +5,7 @@ setup_optimizers   no DDP around the module: fleet.distribute(module, optimizer)
 backward           optimizer.backward(loss): Lightning's clipping and hooks then meet true gradients
 optimizer_step     Lightning's own; the last window of an epoch may be a short one
 on_validation_*    under Local SGD the average is validated, and saved (lightning_checkpoints.py)
+teardown           the module is plain again; the optimizers keep their states, for Trainer.save_checkpoint
 
 Not public in Lightning, and used: Strategy._layer_sync, Strategy._lightning_optimizers.
 """
@@ -15,6 +16,7 @@ import atexit
 import contextlib
 import importlib
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +32,7 @@ from fleetx.integrations import lightning_checkpoints as checkpoints
 from fleetx.integrations.lightning_refusals import (
     homes_of,
     refuse_changed_accumulation,
+    refuse_no_loss,
     refuse_overridden,
     refuse_what_both_claim,
 )
@@ -73,9 +76,6 @@ def _checked(package: Any) -> Any:
 
 pl: Any = _checked(_lightning())
 
-_pairs: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, FleetOptimizer]]] = weakref.WeakKeyDictionary()
-"""What a LightningModule was last trained by: a second fit makes new optimizers, and these must let go of it."""
-
 
 class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     """`strategy` is the fleet.DistributedStrategy; `sample` and `loss_fn` are those of fleet.distribute.
@@ -111,6 +111,8 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """The merge is the strategy's own, which means true losses: what Lightning divided by is undone."""
         self._counted: Any = None
         """The Trainer that was told to accumulate as the strategy does."""
+        self._pairs: list[tuple[nn.Module, FleetOptimizer]] = []
+        """What acts in the module while it is fitted, and must let go of it then."""
         self._shown = contextlib.ExitStack()
         self._shows_average = False
         self._path: Any = None
@@ -157,13 +159,12 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         refuse_overridden(module, pl.LightningModule)
         self._count_batches(trainer)
         super().setup_optimizers(trainer)
-        self._release(module)
         homes = homes_of(module, self.optimizers)
         if len(homes) > 1:  # of what belongs to none of them
             broadcast_from_first(module, {}, world.current().comm)
-        pairs = [(home, self._distribute(home, given)) for home, given in zip(homes, self.optimizers, strict=True)]
-        _pairs[module] = pairs
-        self.optimizers = [face for _, face in pairs]
+        for home, given in zip(homes, self.optimizers, strict=True):
+            self._pairs.append((home, self._distribute(home, given)))
+        self.optimizers = [face for _, face in self._pairs]
         self._heed_plan(trainer)
         self._trains = True
 
@@ -192,15 +193,19 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             self._multiplies, self._counted = True, trainer
             self._merged = trainer.accumulate_grad_batches = chosen
 
-    def _release(self, module: nn.Module) -> None:
-        for home, face in _pairs.pop(module, []):
+    def _release(self) -> None:
+        """The module is plain again: another Trainer may fit it, by whatever strategy."""
+        while self._pairs:
+            home, face = self._pairs.pop()
+            if face.update is not face.given:  # the strategy's settings leave the groups; those to be saved are of the run
+                face.update.param_groups = [dict(group) for group in face.update.param_groups]
             give_up(home, face)
 
     def _distribute(self, home: nn.Module, given: Any) -> FleetOptimizer:
         _, face = fleet.distribute(home, given, self._merging, sample=self._sample, loss_fn=self._loss_fn)
         myself, it = weakref.ref(self), weakref.ref(face)  # no cycle: it would keep a discarded pair alive
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
             """Lightning gives each step a closure, to be run once: forward, backward, hooks and clipping."""
             result = None if closure is None else closure()
             face, strategy = it(), myself()
@@ -210,10 +215,21 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 strategy.report = report
             return report if closure is None else result
 
-        vars(face)["step"] = step
+        vars(face)["step"] = types.MethodType(step, weakref.proxy(face))  # a scheduler wraps a method, and no function
         return face
 
     # --- each batch ---------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Again where a callback has tried out learning rates before: that ended as a training does."""
+        super().on_train_start()
+        self._trains = True
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        if output is None and self.lightning_module.automatic_optimization:
+            refuse_no_loss(self.lightning_module)
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, plugin = self.lightning_module, self.precision_plugin
@@ -338,7 +354,10 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         checkpoints.load_kept(checkpoint, self._path, self.lightning_module, self.optimizers)
 
     def teardown(self) -> None:
-        self._show_own()
+        try:
+            self._show_own()
+        finally:
+            self._release()
         if self._counted is not None:  # as the user gave it: another fit must not find two who count
             self._counted.accumulate_grad_batches = 1
             self._counted = None

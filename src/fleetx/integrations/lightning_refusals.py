@@ -14,7 +14,12 @@ from ..strategy import DistributedStrategy
 
 def refuse_what_both_claim(trainer: Any, plugin: Any, strategy: DistributedStrategy) -> None:
     """Before configure_optimizers is called; all sentences at once."""
-    lines = [*_precision(plugin, strategy), *_clipping(trainer, strategy), *_accumulation(trainer, strategy)]
+    lines = [
+        *_precision(plugin, strategy),
+        *_clipping(trainer, strategy),
+        *_accumulation(trainer, strategy),
+        *_averaging(trainer, strategy),
+    ]
     if lines:
         raise StrategyConflict("\n".join(lines))
 
@@ -57,6 +62,35 @@ def _accumulation(trainer: Any, strategy: DistributedStrategy) -> list[str]:
     return found
 
 
+def _averaging(trainer: Any, strategy: DistributedStrategy) -> list[str]:
+    """Callbacks that average the weights over time, as each rank has them."""
+    apart = [part.name for part in strategy.parts() if Slot.AVERAGE in part.claims()] + ["auto"] * strategy.auto
+    found = []
+    for callback in trainer.callbacks:
+        name, bases = type(callback).__name__, {base.__name__ for base in type(callback).__mro__}
+        if apart and bases & {"StochasticWeightAveraging", "WeightAveraging"}:
+            how = "may choose Local SGD, where" if apart[0] == "auto" else "lets"
+            found.append(
+                f"{name} averages the weights of one rank over time, and strategy.{apart[0]} {how} ranks have weights of their "
+                "own between two averagings. Keep one of them."
+            )
+        elif "StochasticWeightAveraging" in bases and callback.pl_module_contains_batch_norm(trainer.lightning_module):
+            found.append(
+                f"{name} ends with an epoch without backward for a model with BatchNorm: its statistics would be each rank's "
+                "own, and Lightning makes one more update there with an old gradient. Leave it out; EMAWeightAveraging (of "
+                "Lightning 2.6) averages the statistics along with the weights."
+            )
+    return found
+
+
+def refuse_no_loss(module: Any) -> None:
+    """Nothing was computed that a backward could begin with; the other ranks are in theirs."""
+    raise ConfigError(
+        f"{type(module).__name__}.training_step returned None: a rank that leaves out a batch would not reach the reduce, where "
+        "the others wait for it. To leave one out, return 0 * loss, so that every rank reaches the reduce."
+    )
+
+
 def refuse_overridden(module: Any, base: type) -> None:
     if type(module).backward is not base.backward:  # type: ignore[attr-defined]
         raise ConfigError(
@@ -69,7 +103,7 @@ def refuse_changed_accumulation(now: int, before: int) -> None:
     if now != before:
         raise ConfigError(
             f"trainer.accumulate_grad_batches was {before} when training began and is {now} now: how many batches make one "
-            "update is fixed for a run (StochasticWeightAveraging changes it for a model with BatchNorm)."
+            "update is fixed for a run."
         )
 
 

@@ -3,12 +3,13 @@
 accelerator    Trainer's own, changed into fleetx.integrations.accelerate.Accelerator: no DDP around the model
 accumulation   gradient_accumulation_steps=k and strategy.gradient_merge of k are one thing; Trainer divides the losses, by tokens
                where it knows them, and a short window at the end of an epoch closes by itself
-clipping       max_grad_norm, of true gradients; under Local SGD of each rank's own
+clipping       max_grad_norm, of true gradients; under Local SGD of each rank's own; not beside clip_norm or dgc
 files          save_model writes the average under Local SGD (every rank calls it); a checkpoint has a folder `fleetx` beside
                Trainer's files, from which resume_from_checkpoint goes on
-evaluation     of the average under Local SGD
+evaluation     of the average under Local SGD; after train() the model is the average, on all ranks
 
-Not public in transformers, and used: Trainer._save_optimizer_and_scheduler, Trainer._load_optimizer_and_scheduler.
+Not public in transformers, and used: Trainer._save_optimizer_and_scheduler, Trainer._load_optimizer_and_scheduler,
+Trainer._load_best_model.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from fleetx import fleet
 from fleetx.errors import ConfigError
 from fleetx.integrations import imported, require_seams
 from fleetx.integrations.accelerate import Accelerator, merged
+from fleetx.integrations.refusals import refuse_plans, refuse_second_clipping
 from fleetx.strategy import DistributedStrategy
 
 transformers: Any = imported("transformers", extra="hf", oldest=(4, 50))
 PlainTrainer: Any = transformers.Trainer
 SEAMS = ("create_accelerator_and_postprocess", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
-require_seams(PlainTrainer, (*SEAMS, "save_model", "evaluate", "predict", "train"))
+require_seams(PlainTrainer, (*SEAMS, "_load_best_model", "save_model", "evaluate", "predict", "train"))
 
 REFUSED = {
     "fp16": 'write strategy.amp = True; strategy.amp_configs = {"dtype": "float16"}',
@@ -56,6 +58,14 @@ def refuse_arguments(arguments: Any) -> None:
         )
 
 
+def refuse_default_clipping(arguments: Any, strategy: DistributedStrategy) -> None:
+    """Trainer clips unless it is told not to."""
+    norm = arguments.max_grad_norm
+    if norm is not None and norm > 0:
+        said = f"TrainingArguments(max_grad_norm={norm}), where 1.0 is Trainer's default,"
+        refuse_second_clipping(strategy, said, write="Write TrainingArguments(max_grad_norm=0).")
+
+
 def window_of(arguments: Any, strategy: DistributedStrategy) -> int:
     """How many micro-batches make one update: Trainer's word or the strategy's; where both speak they must agree."""
     theirs = int(arguments.gradient_accumulation_steps)
@@ -81,12 +91,14 @@ class FleetTrainer(PlainTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, fleet_strategy: DistributedStrategy | None = None, **kwargs: Any) -> None:
         if fleet_strategy is not None and not isinstance(fleet_strategy, DistributedStrategy):
             raise ConfigError(f"fleet_strategy is {type(fleet_strategy).__name__}; it must be a fleet.DistributedStrategy.")
-        self._asked = fleet_strategy
+        self._asked, self._is_averaged = fleet_strategy, False
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_arguments(self.args)
         strategy = fleet._chosen(self._asked)
+        refuse_plans(strategy, who="FleetTrainer")
+        refuse_default_clipping(self.args, strategy)
         window = window_of(self.args, strategy)
         strategy.gradient_merge = False  # said by `window` from here on
         if window != self.args.gradient_accumulation_steps:
@@ -104,6 +116,25 @@ class FleetTrainer(PlainTrainer):  # type: ignore[misc]
         """Of a trained pair under Local SGD; elsewhere nothing changes. Every rank is here."""
         with self.accelerator.averaged():
             yield
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Every rank is at its end, or none: after an error nothing is averaged."""
+        self._is_averaged = False
+        result = super().train(*args, **kwargs)
+        if not self._is_averaged:
+            self._average_for_good()
+        return result
+
+    def _load_best_model(self) -> None:
+        """Its weights stay as they are; what they do not hold, and those that cannot be read, are the average."""
+        self._average_for_good()
+        self._is_averaged = True
+        super()._load_best_model()
+
+    def _average_for_good(self) -> None:
+        for ours in self.accelerator.pairs:
+            ours.drop_half_window()  # a callback may have stopped inside one
+            ours.end_with_average()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self._average_shown():
