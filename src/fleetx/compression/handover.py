@@ -8,6 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ..optim.held_dicts import load_in_place
+
 _sgd_step = torch.optim.SGD.step.__wrapped__  # type: ignore[attr-defined]
 """Without the hooks, which torch runs around our own step."""
 
@@ -26,13 +28,7 @@ class SGDHandedOver(torch.optim.SGD):
         self.param_groups = groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, state = self.param_groups, self.state
-        super().load_state_dict(state_dict)
-        for group, new in zip(groups, self.param_groups, strict=True):
-            group.update(new)
-        state.clear()
-        state.update(self.state)
-        self.param_groups, self.state = groups, state  # the very dicts that a scheduler of the user's optimizer moves
+        load_in_place(self, super().load_state_dict, state_dict)
 
     def hand_over(self, param: Tensor) -> Tensor | None:
         """Its momentum, which is no longer kept here."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigError
 from ..keys import boolean, names, number
 from .group_checks import refuse_near_misses, refuse_no_rate, refuse_without_effect, refuse_without_kernels
+from .held_dicts import load_in_place
 from .param_groups import (
     FROZEN,
     Flags,
@@ -286,13 +287,7 @@ class Layerwise(Optimizer, abc.ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back."""
         self._refuse_foreign(state_dict)
-        groups, state = self.param_groups, self.state
-        super().load_state_dict(state_dict)
-        for group, new in zip(groups, self.param_groups, strict=True):
-            group.update(new)
-        state.clear()
-        state.update(self.state)
-        self.param_groups, self.state = groups, state  # the very dicts that others may hold: see adopt_groups
+        load_in_place(self, super().load_state_dict, state_dict)
         params = [p for group in self.param_groups for p in group["params"]]
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
         for saved, param in zip(order, params, strict=True):
