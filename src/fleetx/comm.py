@@ -17,6 +17,11 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+
+# Before a process group is open: this module keeps the one that is open when it is first imported, in the defaults of its
+# functions, and torch.optim brings it in. A group that is kept never closes its connections, and ranks that wait for one that
+# has left would wait for ever.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from . import progress

@@ -54,7 +54,8 @@ class FirstLook:
         self._model = model
         self._compiled_before = is_compiled(model)
         self._digest: str | None = None
-        _hide_from_compiler()
+        if "torch._dynamo" in sys.modules:  # a model that is compiled has loaded it; to load it here would take seconds
+            _hide_from_compiler()
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,8 +96,7 @@ class FirstLook:
 
 @functools.cache
 def _hide_from_compiler() -> None:
-    """The whole hook, or a compiled model would break in two at it. Not as a decorator: that imports torch's compiler, two
-    seconds of it, with this file."""
+    """The whole hook, or a compiled model would break in two at it."""
     FirstLook._on_forward = torch.compiler.disable(FirstLook._on_forward)  # type: ignore[method-assign]
 
 
