@@ -25,7 +25,7 @@ def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | No
     if not weights:
         return stacked.mean()
     # By Python's numbers: a tensor of them would have to be copied to the device, which waits for it.
-    return torch.stack([loss * weight for loss, weight in zip(stacked, weights, strict=True)]).sum() / math.fsum(weights)
+    return torch.stack([loss * weight for loss, weight in zip(stacked, weights, strict=False)]).sum() / math.fsum(weights)
 
 
 @final
