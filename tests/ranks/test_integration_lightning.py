@@ -451,8 +451,9 @@ def fit_and_let_go(rank: int, folder: str) -> dict[str, Any]:
 def save_after_training(rank: int, parts: dict[str, dict[str, Any]], path: str) -> Any:
     """The losses of a second epoch that begins with what was saved when the first fit was over; and as of one fit."""
     module, trainer = fit(rank, fleet_strategy(parts), path)
-    trainer.validate(module, make_loader(), verbose=False)
-    trainer.save_checkpoint(path)
+    with as_launched(rank):
+        trainer.validate(module, make_loader(), verbose=False)
+        trainer.save_checkpoint(path)
     second, _ = fit(rank, fleet_strategy(parts), path, max_epochs=2, ckpt_path=path)
     return second.losses, fit(rank, fleet_strategy(parts), path, max_epochs=2)[0].losses[14:]
 
