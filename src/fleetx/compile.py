@@ -22,8 +22,9 @@ from .guards import NonFiniteGuard, RankCheck
 from .noise_scale import NoiseScaleMeter, require_measurable
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
-from .pipeline import Pipeline, Stages
+from .pipeline import Pipeline
 from .slots import Merge, Part, Site, Slot, not_available
+from .stages import Stages
 from .strategy import DistributedStrategy
 from .tail import Tail
 from .unheard import Unheard

@@ -10,11 +10,9 @@ import contextlib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from . import pairs, progress, stopping
 from .averaging.told import Row
@@ -28,32 +26,10 @@ from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .progress import Phase
 from .report import Report, mean_loss
-from .slots import Average, Backward, Clip, Merge, News, Reduce, Step
+from .slots import News, Step
+from .stages import Stages
+from .telling import Teller
 from .window import Weighing, Window
-from .wrapped import ReducedByDDP
-
-
-def dense_bytes(buckets: Buckets, comm: Comm) -> int:
-    """What one rank sends in a plain all-reduce of all gradients."""
-    numbers = sum(p.numel() * p.element_size() for bucket in buckets for p in bucket.params)
-    return round(2 * (comm.size - 1) / comm.size * numbers)
-
-
-@dataclass(slots=True)
-class Stages:
-    """What fills the slots of a step."""
-
-    merge: Merge
-    backward: Backward
-    reduce: Reduce
-    clip: Clip | None
-    update: Optimizer
-    average: Average | None
-
-    @property
-    def ddp(self) -> ReducedByDDP | None:
-        """REDUCE, where it is done inside backward by a wrapper of the model's."""
-        return self.reduce if isinstance(self.reduce, ReducedByDDP) else None
 
 
 @final
@@ -73,11 +49,8 @@ class Pipeline:
         self.skipped = 0
         """Of those, updates not made because their gradients were not finite."""
         self._grad_norm: Tensor | None = None
-        self._reported_bytes = comm.bytes_sent
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
-        self.number = 0
-        """Among the pairs of this process, from 1 (running.py)."""
-        self._dense_bytes = dense_bytes(buckets, comm)
+        self.teller = Teller(stages, buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, heed=self._heed_round)
         pairs.enlist(self)
@@ -314,30 +287,15 @@ class Pipeline:
         return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"), share=share)
 
     def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None, averaged: bool = False) -> Report:
-        sent, self._reported_bytes = self.comm.bytes_sent - self._reported_bytes, self.comm.bytes_sent
-        ratios = getattr(self.stages.update, "trust_ratios", None)
-        stage = self.stages.average
-        step = self._step(self.index if due else self.index + 1)
-        return Report(
+        return self.teller.report(
+            self._step(self.index if due else self.index + 1),
+            self.window,
             due=due,
             updated=updated,
-            skipped=due and not updated,
-            bytes_sent=round(sent),
-            loss_scale=self.stages.backward.scale() if loss_scale is None else loss_scale,
-            period=None if stage is None else stage.period,
-            step=step.index,
-            micro_steps=self.window.micro_steps,
-            bytes_dense=self._dense_bytes if due else 0,
-            pair=self.number,
+            loss_scale=loss_scale,
             averaged=averaged,
-            waited=None if stage is None else stage.waits,
-            trust_ratios=ratios() if updated and callable(ratios) else None,
-            _lr=step.lr.detach().clone() if isinstance(step.lr, Tensor) else step.lr,  # a scheduler writes into a tensor
-            _losses=tuple(self.window.losses),
-            _weights=tuple(self.window.weights),
-            _grad_norm=self._grad_norm if due else None,
-            _noise=self.meter.means if due else None,
-            _kept=self.stages.reduce.kept() if due else None,
+            grad_norm=self._grad_norm if due else None,
+            noise=self.meter.means if due else None,
         )
 
     def _check_call(self, loss: Any, weight: float | None) -> None:

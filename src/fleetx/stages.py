@@ -1,0 +1,25 @@
+"""What fills the slots of a step: the strategy's parts, compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from .slots import Average, Backward, Clip, Merge, Reduce
+from .wrapped import ReducedByDDP
+
+
+@dataclass(slots=True)
+class Stages:
+    merge: Merge
+    backward: Backward
+    reduce: Reduce
+    clip: Clip | None
+    update: Optimizer
+    average: Average | None
+
+    @property
+    def ddp(self) -> ReducedByDDP | None:
+        """REDUCE, where it is done inside backward by a wrapper of the model's."""
+        return self.reduce if isinstance(self.reduce, ReducedByDDP) else None
