@@ -24,30 +24,38 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     world.close_world()
 
 
-def pair() -> tuple[nn.Module, Any]:
+def pair(**parts: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
-    strategy = fleet.DistributedStrategy(on_nan_inf="off")  # which looks at every update, and so waits
-    return fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-3), strategy)
+    strategy = fleet.DistributedStrategy(on_nan_inf="off", **parts)  # which looks at every update, and so waits
+    return fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), strategy)
 
 
-def test_a_log_call_never_waits_for_the_device(tmp_path: Path) -> None:
-    model, optimizer = pair()
+MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+
+
+@pytest.mark.parametrize("parts", [{}, {"lars": True}, {"amp": True}, MERGED], ids=["plain", "lars", "amp", "merged"])
+@pytest.mark.parametrize("weight", [None, 3.0], ids=["unweighted", "weighted"])
+def test_a_log_call_never_waits_for_the_device(tmp_path: Path, parts: dict[str, Any], weight: float | None) -> None:
+    model, optimizer = pair(**parts)
     x = torch.randn(4096, 1024, device="cuda")
     with fleet.Monitor(tmp_path, show=False, tensorboard=False) as watch:
-        for _ in range(3):
-            watch.log(optimizer.minimize(model(x).square().mean()), samples=len(x))
+        for _ in range(4):
+            watch.log(optimizer.minimize(model(x).square().mean(), weight=weight), samples=len(x))
         torch.cuda.synchronize()
         for _ in range(20):
-            report = optimizer.minimize(model(x).square().mean())
+            report = optimizer.minimize(model(x).square().mean(), weight=weight)
             torch.cuda.set_sync_debug_mode("error")
             try:
                 watch.log(report, samples=len(x), mean=report.loss_on_device())
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     lines = records(tmp_path)
-    assert len(lines) == 23 and all(line["loss"] is not None for line in lines)
-    assert all(line["values"]["mean"] == line["loss"] for line in lines[3:])
+    assert len(lines) == 24 // parts.get("gradient_merge_configs", {"k_steps": 1})["k_steps"]
+    assert all(line["loss"] is not None for line in lines)
+    assert any(line.get("trust_ratios") for line in lines) == ("lars" in parts)
+    if parts is not MERGED:
+        assert all(line["values"]["mean"] == line["loss"] for line in lines[4:])
 
 
 def test_the_split_is_that_of_the_device(tmp_path: Path) -> None:
