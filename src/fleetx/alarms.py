@@ -45,7 +45,7 @@ class AlarmReader:
 
     def _to_host(self, sums: Tensor, norm: Tensor | None) -> Tensor:
         if self._host is None:
-            self._host = torch.zeros(ALARMS + 1, dtype=torch.float64, pin_memory=True)
+            self._host = torch.zeros(ALARMS + 1, dtype=torch.float64, device="cpu", pin_memory=True)
         self._host[:ALARMS].copy_(sums, non_blocking=True)
         if norm is not None:
             self._host[ALARMS].copy_(norm, non_blocking=True)

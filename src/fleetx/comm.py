@@ -236,7 +236,9 @@ class TorchComm(Comm):
 
     def barrier(self) -> None:
         # An all-reduce of one number: it needs no device guess, and works on every backend.
-        self.all_reduce(torch.zeros(1, device=self.control_device)).wait()
+        reached = torch.zeros(1, device=self.control_device)
+        self.all_reduce(reached).wait()
+        reached.item()  # NCCL's wait holds up the stream alone; the host waits for the number
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         mine: Comm | None = None

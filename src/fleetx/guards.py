@@ -149,7 +149,7 @@ class RankCheck:
             self._pending = (index, extremes, None)
             return self._finish()
         # Read one update later: by then it has long arrived, and nobody has waited for the device.
-        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
         host.copy_(extremes, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()

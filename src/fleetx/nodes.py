@@ -79,7 +79,9 @@ class BetweenNodes(Comm):
         return pending
 
     def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, device=self.control_device)).wait()
+        reached = torch.zeros(1, device=self.control_device)
+        self.all_reduce(reached).wait()
+        reached.item()  # as in comm.py
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         raise ConfigError("nodes have no groups of their own; make them of ranks.")

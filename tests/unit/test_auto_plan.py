@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetx.auto.asked import least_share
 from fleetx.auto.candidate import REDUCERS, RISKS, Candidate, allows, at_once, batches_of, every
 from fleetx.auto.cost import Gradients, Reducer, Rung
 from fleetx.auto.exchanges import gradients_of
@@ -433,3 +434,10 @@ def test_the_table_has_predicted_measured_memory_bytes_and_risk() -> None:
     assert failed[:3] == ["fp32, dgc 0.999", "82.0", "ran out of memory (on rank 1)"] and failed[-2:] == ["0.41", "lossy"]
     assert lines[4:] == ["  dgc: costs 9.4 ms.", "  a note."]
     assert str(replace(a_plan(), reused_from="p.json")) == "auto: fp32, recompute, by the plan in p.json."
+
+
+def test_ranks_that_share_a_gpu_share_what_is_free_there() -> None:
+    alone, shared = ("GPU-a", 90, 10), ("GPU-b", 80, 5)
+    assert least_share([alone]) == 100
+    assert least_share([alone, shared, shared]) == 80 // 2 + 5
+    assert least_share([alone, ("GPU-b", 200, 5)]) == 100

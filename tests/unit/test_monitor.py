@@ -19,7 +19,7 @@ from fleetx.errors import ConfigError, FleetWarning
 from fleetx.monitor import monitor as monitors
 from fleetx.monitor.environment import command_of
 from fleetx.monitor.folder import Folder, last_record
-from fleetx.monitor.split import PARTS
+from fleetx.monitor.split import MOST_EVENTS, PARTS, DeviceStopwatch
 from fleetx.progress import Phase
 from models import batch, mlp
 from monitor_runs import environment, pair, records, summary, train
@@ -506,3 +506,36 @@ def test_a_terminal_that_does_not_know_its_width_gets_one(
     monkeypatch.setenv("COLUMNS", told)
     with os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as terminal:
         assert columns_of(terminal) == expected
+
+
+class Ticking:
+    """An event of a device that does one thing a millisecond."""
+
+    ticks = 0
+
+    def __init__(self, enable_timing: bool) -> None: ...
+
+    def record(self, stream: None) -> None:
+        Ticking.ticks += 1
+        self.at = Ticking.ticks
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Ticking) -> float:
+        return later.at - self.at
+
+
+def test_events_of_a_worker_that_does_not_log_become_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Ticking)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    watch = DeviceStopwatch(Phase.SCRIPT, torch.device("cuda"))
+    for index in range(3 * MOST_EVENTS):
+        watch.changed(Phase.FORWARD if index % 3 else Phase.BACKWARD)
+    assert len(watch._marks) < MOST_EVENTS
+    split = watch.take().value()
+    assert split["forward"] == pytest.approx(2 * split["backward"])
+    assert sum(split.values()) == pytest.approx((3 * MOST_EVENTS + 1) / 1e3)
+    assert sum(watch.take().value().values()) == pytest.approx(1e-3)

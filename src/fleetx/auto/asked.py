@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -74,12 +76,19 @@ def asked_for(subject: Subject, auto: Auto) -> Asked:
 
 
 def _memory_here(subject: Subject) -> int | None:
-    """What the device has for this process; a CPU sets no limit. The least of all ranks."""
-    mine = None
+    """What the device has for this process; a CPU sets no limit. The least of all ranks. Ranks on one GPU share what is free."""
+    mine: tuple[str, int, int] | None = None
     if subject.device.type == "cuda":
         subject.comm.all_reduce(torch.zeros(1, device=subject.device)).wait()  # the buffers of collectives are there then
         torch.cuda.synchronize(subject.device)
         free, _ = torch.cuda.mem_get_info(subject.device)
-        mine = free + torch.cuda.memory_reserved(subject.device)
+        card = str(torch.cuda.get_device_properties(subject.device).uuid)
+        mine = (card, free, torch.cuda.memory_reserved(subject.device))
     found = [one for one in subject.comm.gather_json(mine) if one is not None]
-    return int(min(found)) if found else None
+    return least_share(found) if found else None
+
+
+def least_share(ranks: Sequence[tuple[str, int, int]]) -> int:
+    """Of each rank: its GPU, the bytes that are free there, those that it holds already and may use again."""
+    sharing = Counter(card for card, _, _ in ranks)
+    return min(free // sharing[card] + reserved for card, free, reserved in ranks)

@@ -171,14 +171,13 @@ def _driver() -> str | None:
 
 
 def _driver_cuda() -> str | None:
-    import torch
-
-    asked = getattr(torch._C, "_cuda_getDriverVersion", None)  # only a build for CUDA has it
+    """The newest CUDA that the driver serves, as "13.0"; asked of the driver, since torch does not tell."""
+    number = ctypes.c_int()
     try:
-        number = int(asked()) if asked is not None else 0
-    except RuntimeError:  # no driver
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # no driver
         return None
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+    return None if failed or not number.value else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _backends() -> Backends:

@@ -37,7 +37,7 @@ class OnItsWay:
 
     def __init__(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> None:
         self._read = read
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._host.copy_(tensor.detach(), non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record(torch.cuda.current_stream(tensor.device))

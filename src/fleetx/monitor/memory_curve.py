@@ -21,7 +21,7 @@ SHOWN = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.UPDATE: "up
 def memory_now(device: torch.device) -> int:
     """Allocated on a GPU; resident on a CPU, where nobody counts tensors."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        return _allocated(device, "current")
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -29,10 +29,15 @@ def memory_now(device: torch.device) -> int:
 def memory_peak(device: torch.device) -> int:
     """So far."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return _allocated(device, "peak")
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _allocated(device: torch.device, which: str) -> int:
+    """As torch.cuda.memory_allocated and max_memory_allocated tell, which put a hundred other numbers in order first."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"][which])
 
 
 @final
@@ -42,26 +47,34 @@ class MemoryCurve:
     def __init__(self, device: torch.device, expected_seconds: float) -> None:
         self._device, self._pause = device, max(LEAST_SECONDS, expected_seconds / LOOKS)
         self._began = time.perf_counter()
-        self._seconds: list[float] = []
-        self._bytes: list[int] = []
+        self._points: list[tuple[float, int]] = []
         self._marks: list[tuple[str, float]] = []
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="fleetx-memory", daemon=True)
+        self._thread = threading.Thread(target=self._look_often, name="fleetx-memory", daemon=True)
         self._thread.start()
 
     def changed(self, phase: Phase) -> None:
         name = SHOWN.get(phase)
         if name is not None and (not self._marks or self._marks[-1][0] != name):
-            self._marks.append((name, time.perf_counter() - self._began))
+            # A host that runs ahead of its GPU may be through a phase between two looks of the thread.
+            self._marks.append((name, self._look()))
 
-    def _look(self) -> None:
-        while not self._ended.is_set() and len(self._bytes) < 20 * LOOKS:
-            self._seconds.append(time.perf_counter() - self._began)
-            self._bytes.append(memory_now(self._device))
+    def _look(self) -> float:
+        at = time.perf_counter() - self._began
+        self._points.append((at, memory_now(self._device)))
+        return at
+
+    def _look_often(self) -> None:
+        while not self._ended.is_set() and len(self._points) < 20 * LOOKS:
+            self._look()
             self._ended.wait(self._pause)
 
     def take(self) -> dict[str, Any]:
         self._ended.set()
         self._thread.join()
-        seconds = [round(second, 6) for second in self._seconds]
-        return {"seconds": seconds, "bytes": self._bytes, "marks": [[name, round(at, 6)] for name, at in self._marks]}
+        points = sorted(self._points)  # of two threads
+        return {
+            "seconds": [round(at, 6) for at, _ in points],
+            "bytes": [amount for _, amount in points],
+            "marks": [[name, round(at, 6)] for name, at in self._marks],
+        }

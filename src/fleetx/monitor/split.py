@@ -25,6 +25,7 @@ NAMES = {
     Phase.EVALUATE: "other",
 }
 PARTS = ("data", "forward", "backward", "communication", "update", "other")
+MOST_EVENTS = 4096
 COMPUTE = ("forward", "backward", "update")
 
 Split = dict[str, float]
@@ -68,18 +69,19 @@ class HostStopwatch:
 
 @final
 class _Marks:
-    """Events of one update, read once the last of them has passed."""
+    """Events of one update, read once all of them have passed: they may lie in several streams."""
 
-    def __init__(self, marks: list[tuple[Phase, torch.cuda.Event]], end: torch.cuda.Event) -> None:
-        self._marks, self._end = marks, end
+    def __init__(self, marks: list[tuple[Phase, torch.cuda.Event]], end: torch.cuda.Event, before: Split) -> None:
+        self._marks, self._end, self._before = marks, end, before
 
     @property
     def is_here(self) -> bool:
-        return bool(self._end.query())
+        return bool(self._end.query()) and all(event.query() for _, event in self._marks)
 
     def value(self) -> Split:
-        self._end.synchronize()
-        split, ends = no_time(), [event for _, event in self._marks[1:]] + [self._end]
+        split, ends = dict(self._before), [event for _, event in self._marks[1:]] + [self._end]
+        for event in (self._marks[0][1], *ends):
+            event.synchronize()
         for (phase, began), ended in zip(self._marks, ends, strict=True):
             split[NAMES[phase]] += began.elapsed_time(ended) / 1e3
         return split
@@ -90,6 +92,7 @@ class DeviceStopwatch:
     def __init__(self, phase: Phase, device: torch.device) -> None:
         self._device = device
         self._marks = [(phase, self._event())]
+        self._before = no_time()
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -98,11 +101,21 @@ class DeviceStopwatch:
 
     def changed(self, phase: Phase) -> None:
         self._marks.append((phase, self._event()))
+        if len(self._marks) >= MOST_EVENTS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Of a worker that does not log: half of the events become seconds, once they have passed."""
+        half = len(self._marks) // 2
+        first = _Marks(self._marks[:half], self._marks[half][1], self._before)
+        if first.is_here:
+            self._before, self._marks = first.value(), self._marks[half:]
 
     def take(self) -> Awaited:
         phase, now = self._marks[-1][0], self._event()
-        taken, self._marks = self._marks, [(phase, now)]
-        return _Marks(taken, now)
+        taken = _Marks(self._marks, now, self._before)
+        self._marks, self._before = [(phase, now)], no_time()
+        return taken
 
 
 def stopwatch(phase: Phase, device: torch.device) -> Stopwatch:

@@ -41,12 +41,12 @@ class Table:
             return self._in_graph()
         if self._is_behind:
             self._is_behind = False
-            host = torch.empty(self._live.shape, dtype=torch.int64, pin_memory=True)
+            host = torch.empty(self._live.shape, dtype=torch.int64, device="cpu", pin_memory=True)
             host.numpy()[:] = self.words
             self._live.copy_(host, non_blocking=True)
             self.copies += 1
         while len(self._spares) < SPARES:
-            self._spares.append(torch.empty(self._live.shape, dtype=torch.int64, pin_memory=True))
+            self._spares.append(torch.empty(self._live.shape, dtype=torch.int64, device="cpu", pin_memory=True))
         return self._live
 
     def _in_graph(self) -> Tensor:
