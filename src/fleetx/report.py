@@ -21,6 +21,8 @@ def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | No
     """In float64, by weight where weights are given; None where there is no loss, or none that counts."""
     if not losses or (weights and not any(weights)):
         return None
+    if len(losses) == 1:
+        return losses[0].double()
     stacked = torch.stack([loss.double() for loss in losses])
     if not weights:
         return stacked.mean()

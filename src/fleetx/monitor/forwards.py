@@ -26,9 +26,12 @@ def begins(module: nn.Module, *_: Any) -> None:
     global _evaluating
     if torch.compiler.is_compiling():
         return
-    if progress.now() not in OUTSIDE or _evaluating is not None:
+    phase = progress.now()
+    if phase not in OUTSIDE or _evaluating is not None:
         return
     trains = module.training and torch.is_grad_enabled()
+    if trains and phase is Phase.FORWARD:
+        return
     _evaluating = None if trains else module
     progress.enter(Phase.FORWARD if trains else Phase.EVALUATE)
 
