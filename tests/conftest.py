@@ -22,6 +22,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     world.close_world()
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch's compiler keeps for the whole process which functions it has given up on, and those of nn.Module are shared."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 def pytest_configure() -> None:
     """Jobs in the background have SIGINT ignored, and under nohup SIGHUP; fleetrun keeps to that, and tests send both."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

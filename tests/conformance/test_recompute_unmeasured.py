@@ -65,6 +65,7 @@ def test_a_compiled_model_is_refused_with_what_to_compile_instead() -> None:
         distribute(whole, "1MB", rows(0, 32))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler tells that it leaves our code uncompiled
 def test_compiled_blocks_have_a_plan() -> None:
     model = chain()

@@ -449,6 +449,7 @@ def test_of_two_pairs_the_first_is_shown_and_the_bytes_of_both_are_summed(tmp_pa
     assert ended["steps_per_second"] == pytest.approx(6 / seconds)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model_stays_whole_under_a_monitor(tmp_path: Path) -> None:
     seen: list[int] = []
 
