@@ -77,8 +77,12 @@ class Comm(abc.ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """Overwrite in place with the tensor of `source`."""
 
-    @abc.abstractmethod
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        # An all-reduce of one number: it needs no device guess, and works on every backend.
+        reached = torch.zeros(1, device=self.control_device)
+        self.all_reduce(reached).wait()
+        reached.item()  # NCCL's wait holds up the stream alone; the host waits for the number
 
     @abc.abstractmethod
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
@@ -233,12 +237,6 @@ class TorchComm(Comm):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         self.bytes_sent += (self.size - 1) / self.size * tensor.nbytes
         return Pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
-
-    def barrier(self) -> None:
-        # An all-reduce of one number: it needs no device guess, and works on every backend.
-        reached = torch.zeros(1, device=self.control_device)
-        self.all_reduce(reached).wait()
-        reached.item()  # NCCL's wait holds up the stream alone; the host waits for the number
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         mine: Comm | None = None

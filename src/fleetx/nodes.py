@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from .comm import Comm, Pending
@@ -77,11 +76,6 @@ class BetweenNodes(Comm):
         pending = self._inside.broadcast(tensor)
         self._count()
         return pending
-
-    def barrier(self) -> None:
-        reached = torch.zeros(1, device=self.control_device)
-        self.all_reduce(reached).wait()
-        reached.item()  # as in comm.py
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         raise ConfigError("nodes have no groups of their own; make them of ranks.")

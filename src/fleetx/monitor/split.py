@@ -26,6 +26,7 @@ NAMES = {
 }
 PARTS = ("data", "forward", "backward", "communication", "update", "other")
 MOST_EVENTS = 4096
+"""Of changes of phase that are kept as they are, between two log calls."""
 COMPUTE = ("forward", "backward", "update")
 
 Split = dict[str, float]
