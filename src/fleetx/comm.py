@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
-from . import progress
+from . import gloo_threads, progress
 from .errors import ConfigError, DataError
 from .progress import Phase
 
@@ -272,6 +272,7 @@ def open_group_from_env(backend: str, *, timeout: timedelta | None) -> None:
 def close_group() -> None:
     if is_initialized():
         dist.destroy_process_group()
+    gloo_threads.rest()
     _stay_for_readers()
 
 

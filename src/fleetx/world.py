@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from . import comm as c10d
-from . import running, stopping
+from . import gloo_threads, running, stopping
 from .comm import Comm, SoloComm, TorchComm
 from .errors import ConfigError
 from .roles import Role, role_from_env, role_in_group
@@ -56,6 +56,7 @@ def open_world(
     comm: Comm = SoloComm()
     if adopted is not None:
         comm = TorchComm()
+        atexit.register(gloo_threads.rest)
     elif role.address is not None:
         _open_group(role, backend or choose_backend(role, device), timeout)
         comm = TorchComm()
