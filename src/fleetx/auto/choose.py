@@ -58,6 +58,8 @@ class _Planning:
         self._trials: dict[Candidate, Trial] = {}
         self._taken: dict[Candidate, tuple[Candidate, int | None]] = {}
         """What was run for a candidate, and the budget of its recompute."""
+        self._foretold: dict[Candidate, Forecast] = {}
+        """Of what was run: a budget may come to another plan of recompute than the first forecast rests on."""
 
     def plan(self, key: dict[str, Any]) -> Plan:
         measured = self._measuring.run()
@@ -123,7 +125,17 @@ class _Planning:
             candidate, budget = replace(candidate, recomputed=()), budget - int(max(1.5 * over, STEP_DOWN * budget))
             trial = self._run(candidate, budget, one, measured)
         self._trials[one.candidate], self._taken[one.candidate] = trial, (candidate, budget)
+        self._foretold[one.candidate] = self._of_what_ran(one, trial, measured)
         return trial
+
+    def _of_what_ran(self, one: Forecast, trial: Trial, measured: Measured) -> Forecast:
+        """torch's allocator holds more than what is in use: a plan that keeps to the memory with that may be a tighter one."""
+        found = measured.reduced_of(one.candidate.reducer)
+        if trial.failed or trial.settled is None or found is None:
+            return one
+        settled = replace(trial.settled, peak_bytes=trial.settled.peak_bytes - found.lasting_bytes)
+        told = forecast(measured, one.candidate, settled=settled)
+        return one if isinstance(told, str) else told
 
     def _run(self, candidate: Candidate, budget: int | None, one: Forecast, measured: Measured) -> Trial:
         found, memory = measured.reduced_of(candidate.reducer), self._asked.memory
@@ -140,7 +152,7 @@ class _Planning:
         one = measured.pass_of(candidate.precision, candidate.batch)
         if trial.failed or exchange is None or one is None or measured.ranks == 1 or not candidate.reducer.is_hidden:
             return measured
-        micro = Micro(one.forward_s, one.backward_s, baseline.again_s)
+        micro = Micro(one.forward_s, one.backward_s, self._foretold[candidate].again_s)
         seconds = trial.seconds - (candidate.merge_steps - 1) * micro.seconds
         return replace(measured, hidden_share=hidden_share(micro, exchange, update_s=measured.update_s, seconds=seconds))
 
@@ -204,15 +216,15 @@ class _Planning:
         )
 
     def _row(self, one: Forecast) -> Row:
-        trial = self._trials[one.candidate]
+        trial, foretold = self._trials[one.candidate], self._foretold[one.candidate]
         ran = not trial.failed
         return Row(
             name=one.candidate.name,
             risk=one.candidate.risk.value,
-            predicted_s=one.cost.seconds,
+            predicted_s=foretold.cost.seconds,
             measured_s=trial.seconds if ran else None,
             samples=one.samples if one.candidate.batch else 0,
-            predicted_bytes=one.peak_bytes,
+            predicted_bytes=foretold.peak_bytes,
             measured_bytes=trial.peak_bytes if ran else None,
             sent_bytes=trial.bytes_sent if ran else one.cost.bytes_sent,
             note=trial.failed,

@@ -103,9 +103,15 @@ class Forecast:
 
 
 def forecast(
-    measured: Measured, candidate: Candidate, *, memory: float | None = None, link: Link | None = None
+    measured: Measured,
+    candidate: Candidate,
+    *,
+    memory: float | None = None,
+    link: Link | None = None,
+    settled: Rung | None = None,
 ) -> Forecast | str:
-    """What an update of it takes; or a sentence that says why there is none."""
+    """What an update of it takes; or a sentence that says why there is none. `settled`: the plan of recompute that is used, in
+    place of the cheapest that keeps to the memory."""
     one, found = measured.pass_of(candidate.precision, candidate.batch), measured.reduced_of(candidate.reducer)
     exchange = measured.exchange(candidate.reducer, link)
     if one is None or found is None or exchange is None:
@@ -114,7 +120,7 @@ def forecast(
     limit = float("inf") if memory is None else memory
     if found.peak_bytes > limit:
         return f"its update alone needs {shown(found.peak_bytes)}"
-    rung = rung_for(one.ladder, limit - found.lasting_bytes)
+    rung = settled or rung_for(one.ladder, limit - found.lasting_bytes)
     if rung is None:
         if one.ladder or limit != float("inf"):
             least = min((rung.peak_bytes for rung in one.ladder), default=0) + found.lasting_bytes

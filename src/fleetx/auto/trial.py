@@ -23,7 +23,7 @@ from ..rehearsing import rehearsing
 from ..report import Report
 from .candidate import Candidate, at_once
 from .clock import typical, wait_for
-from .cost import Reducer
+from .cost import Reducer, Rung
 from .subject import Subject, agreed, raise_if_alone
 
 MOST_ROUNDS, FEWEST_ROUNDS = 10, 2
@@ -44,6 +44,8 @@ class Trial:
     held_bytes: int = 0
     """By the allocator: more than what is in use at the peak, on a GPU."""
     bytes_sent: float = 0.0
+    settled: Rung | None = None
+    """The plan of recompute that a budget came to, with what it was foretold to need; None where units were named."""
     failed: str = ""
     lacked_memory: bool = False
     """That is why."""
@@ -74,7 +76,7 @@ def tried(
                     rehearsal.model.train()
                 with rehearsing():
                     agreed(rehearsal, lambda: _with_less_memory(rehearsal, kept_bytes))
-                return _timed(rehearsal, candidate, expected_s)
+                return replace(_timed(rehearsal, candidate, expected_s), settled=_settled(rehearsal))
             finally:
                 saved.put_back()
     except OutOfMemory as error:
@@ -90,6 +92,11 @@ def tried(
 
 def _short(reducer: Reducer) -> Reducer:
     return replace(reducer, setting=min(reducer.period, SHORT_PERIOD)) if reducer.kind == "localsgd" else reducer
+
+
+def _settled(rehearsal: Rehearsal) -> Rung | None:
+    plan = rehearsal.optimizer.memory_plan
+    return None if plan is None else Rung(plan.predicted_bytes, plan.seconds_added, len(plan.recomputed))
 
 
 def _with_less_memory(rehearsal: Rehearsal, count: int) -> None:
