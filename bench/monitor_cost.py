@@ -5,8 +5,8 @@
     python bench/monitor_cost.py --nccl             one NCCL rank
 
 Rows are the models of bench/overhead.py, and one layer, of which a step is little more than the library itself. The monitor
-is open only in its own blocks, and writes every record to a real folder; nothing is shown. What it does once a run (looking at
-the memory of one update) is shared by the updates of a block: 8, 80, and 800 of the one layer.
+is open only in its own blocks, and writes every record to a real folder; nothing is shown. Its first updates, in one of which it
+looks at the memory many times, are timed apart: `once_ms` is what they take beyond as many without a monitor.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fleetx import fleet
+from fleetx.monitor.memory_curve import AT_UPDATE
 from overhead import CASES, join, seconds, start
 from results import publish
 
@@ -35,6 +36,8 @@ def one_layer() -> nn.Module:
 
 UPDATES = {"resnet18": 1, "mlp200": 10, "one_layer": 100}
 """Of a block, in --steps."""
+FIRST = AT_UPDATE + 2
+"""Updates of a monitor that are timed apart."""
 ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {**CASES, "one_layer": (one_layer, (16,), 8)}
 
 
@@ -48,22 +51,29 @@ def row(make: Callable[[], nn.Module], data: Any, device: torch.device, args: ar
     def bare() -> None:
         optimizer.minimize(F.cross_entropy(model(x), y))
 
-    def watched_seconds(folder: str) -> float:
+    def watched(folder: str) -> tuple[float, float]:
+        """Seconds of one of the first updates, and of one of those after them."""
         with fleet.Monitor(folder, show=False, tensorboard=args.tensorboard) as watch:
-            return seconds(lambda: watch.log(optimizer.minimize(F.cross_entropy(model(x), y)), samples=len(x)), steps, device)
 
-    pairs = []
+            def step() -> None:
+                watch.log(optimizer.minimize(F.cross_entropy(model(x), y)), samples=len(x))
+
+            return seconds(step, FIRST, device), seconds(step, steps, device)
+
+    blocks = []
     with tempfile.TemporaryDirectory() as folder:
-        watched_seconds(f"{folder}/warm"), seconds(bare, steps, device)
+        watched(f"{folder}/warm"), seconds(bare, steps, device)
         for block in range(args.blocks):
             if block % 2:
-                pairs.append((watched_seconds(f"{folder}/{block}"), seconds(bare, steps, device)))
+                blocks.append((*watched(f"{folder}/{block}"), seconds(bare, steps, device)))
             else:
-                pairs.append((seconds(bare, steps, device), watched_seconds(f"{folder}/{block}"))[::-1])
+                without = seconds(bare, steps, device)
+                blocks.append((*watched(f"{folder}/{block}"), without))
     return {
-        "ratio": round(statistics.median(a / b for a, b in pairs), 4),
-        "added_us": round(statistics.median(a - b for a, b in pairs) * 1e6, 1),
-        "bare_ms": round(statistics.median(b for _, b in pairs) * 1e3, 3),
+        "ratio": round(statistics.median(b / c for _, b, c in blocks), 4),
+        "added_us": round(statistics.median(b - c for _, b, c in blocks) * 1e6, 1),
+        "once_ms": round(statistics.median(FIRST * (a - c) for a, _, c in blocks) * 1e3, 1),
+        "bare_ms": round(statistics.median(c for _, _, c in blocks) * 1e3, 3),
     }
 
 
