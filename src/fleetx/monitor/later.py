@@ -31,6 +31,17 @@ class Here:
         return self._value
 
 
+def event_now(device: torch.device, *, enable_timing: bool = False) -> torch.Event:
+    """In the stream in which a GPU is given its work. torch.Event finds that by itself, in a fraction of the time that
+    torch.cuda.current_stream takes; but it asks the device that is current."""
+    event = torch.Event(device, enable_timing=enable_timing)
+    if device.index is None or device.index == torch.cuda.current_device():
+        event.record()
+    else:
+        event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @final
 class OnItsWay:
     """A tensor on a GPU. It is copied in the order of the stream, into memory that the copy need not wait for."""
@@ -39,8 +50,7 @@ class OnItsWay:
         self._read = read
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._host.copy_(tensor.detach(), non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(tensor.device))
+        self._copied = event_now(tensor.device)
 
     @property
     def is_here(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol, final
 import torch
 
 from ..progress import Phase
-from .later import Awaited, Here
+from .later import Awaited, Here, event_now
 
 NAMES = {
     Phase.SCRIPT: "data",
@@ -72,14 +72,20 @@ class HostStopwatch:
 class _Marks:
     """Events of one update, read once all of them have passed: they may lie in several streams."""
 
-    def __init__(self, marks: list[tuple[Phase, torch.cuda.Event]], end: torch.cuda.Event, before: Split) -> None:
+    def __init__(self, marks: list[tuple[Phase, torch.Event]], end: torch.Event, before: Split) -> None:
         self._marks, self._end, self._before = marks, end, before
+        self._split: Split | None = None
 
     @property
     def is_here(self) -> bool:
-        return bool(self._end.query()) and all(event.query() for _, event in self._marks)
+        return self._split is not None or (bool(self._end.query()) and all(event.query() for _, event in self._marks))
 
     def value(self) -> Split:
+        if self._split is None:
+            self._split = self._read()
+        return self._split
+
+    def _read(self) -> Split:
         split, ends = dict(self._before), [event for _, event in self._marks[1:]] + [self._end]
         for event in (self._marks[0][1], *ends):
             event.synchronize()
@@ -92,16 +98,11 @@ class _Marks:
 class DeviceStopwatch:
     def __init__(self, phase: Phase, device: torch.device) -> None:
         self._device = device
-        self._marks = [(phase, self._event())]
+        self._marks = [(phase, event_now(self._device, enable_timing=True))]
         self._before = no_time()
 
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def changed(self, phase: Phase) -> None:
-        self._marks.append((phase, self._event()))
+        self._marks.append((phase, event_now(self._device, enable_timing=True)))
         if len(self._marks) >= MOST_EVENTS:
             self._add_up()
 
@@ -113,7 +114,7 @@ class DeviceStopwatch:
             self._before, self._marks = first.value(), self._marks[half:]
 
     def take(self) -> Awaited:
-        phase, now = self._marks[-1][0], self._event()
+        phase, now = self._marks[-1][0], event_now(self._device, enable_timing=True)
         taken = _Marks(self._marks, now, self._before)
         self._marks, self._before = [(phase, now)], no_time()
         return taken
