@@ -55,7 +55,9 @@ ROWS = (
 SMALL_ROWS = ("plan", "ours-bf16-4", "hf-bf16_recompute-4")
 INNER = {"bf16": 6, "fp32": 1}
 """Micro-steps inside a window that are timed, at the most: float32's take ten times as long."""
-UPDATES = 2
+UPDATES, WARM_S = 2, 3.0
+"""Updates that are timed, after so many seconds of others: a micro-step of 8 sentences waits for the host, which on the card
+this was measured on took 75 ms for the first ones and 55 ms for those after some seconds."""
 FEW = 2
 """Rows of the step that loads kernels, before the cap is set."""
 WANTED = {"checkpoint everything": 230.0, "largest batch that fits": 269.0}
@@ -92,14 +94,21 @@ def theirs(recipe: Recipe, size: Size, batch: Any, steps: int, device: torch.dev
 
 
 def seconds_of(card: Card, micro: Micro, steps: int, inner_steps: int) -> float:
-    """Of an update of so many micro-steps, of which some are run."""
+    """Of an update of so many micro-steps, of which some are run; after others, while the host is not up to speed."""
     timed, inner, last = min(steps - 1, inner_steps), [], []
-    for _ in range(1 + UPDATES):
-        found = [card.seconds(lambda: micro(False), 1)[0] for _ in range(timed)]
+
+    def update() -> tuple[list[float], float]:
+        return [card.seconds(lambda: micro(False), 1)[0] for _ in range(timed)], card.seconds(lambda: micro(True), 1)[0]
+
+    begun = time.perf_counter()
+    update()
+    while time.perf_counter() - begun < WARM_S:
+        update()
+    for _ in range(UPDATES):
+        found, closing = update()
         inner += found
-        last.append(card.seconds(lambda: micro(True), 1)[0])
-    inner = inner[timed:]
-    return (steps - 1) * (median(inner) if inner else 0.0) + median(last[1:])
+        last.append(closing)
+    return (steps - 1) * (median(inner) if inner else 0.0) + median(last)
 
 
 def prepare(card: Card, size: Size) -> None:
