@@ -121,10 +121,9 @@ class Rehearsal:
             raise ConfigError(f"loss_fn(model, sample) gave {told}; it must give a loss: one number, with gradients.")
         return loss
 
-    def backward(self, loss: Tensor, *, keeps: bool = False) -> None:
-        """As inside a merge window: gradients come to lie where they always do, and nothing is reduced. `keeps`: those of the
-        next one are added to them."""
-        self.optimizer.pipeline.rehearse(loss, keeps=keeps)
+    def backward(self, loss: Tensor) -> None:
+        """As inside a merge window: gradients come to lie where they always do, and nothing is reduced."""
+        self.optimizer.pipeline.rehearse(loss)
 
     def step(self) -> None:
         self.backward(self.forward())

@@ -137,7 +137,7 @@ class PrecisionProbe:
         solutions = [one for one in (self._plan_for(batch), least_peak(profile)) if one is not None]
         for solution in dict.fromkeys(solutions):
             with contextlib.suppress(OutOfMemory), planner.by(profile, solution):
-                forward_s, backward_s = timed_pass(of_size, merges=self._grows)
+                forward_s, backward_s = timed_pass(of_size)
                 self._times[batch] = forward_s, backward_s
                 again_s = solution.seconds * self._longer(batch) / longer
                 self._times[batch] = forward_s, max(0.0, backward_s - again_s)
@@ -232,14 +232,10 @@ def ladder_of(profile: Profile, limits: Sequence[int], names: bool = False) -> t
     return tuple(sorted(rungs.values(), key=lambda rung: rung.again_s))
 
 
-def timed_pass(rehearsal: Rehearsal, *, merges: bool) -> tuple[float, float]:
-    """Seconds of forward and of backward, those of the slowest rank. `merges`: of micro-steps whose gradients are added to those
-    of others, which on a GPU that waits for its host takes longer than moving the first ones in. Collective."""
+def timed_pass(rehearsal: Rehearsal) -> tuple[float, float]:
+    """Seconds of forward and of backward, those of the slowest rank. Collective."""
     repeats = min(TIMED, max(FEW_TIMED, int(TIMED_S / timed_look(rehearsal))))
-    if merges:
-        rehearsal.everywhere(lambda: _once(rehearsal, keeps=True))
-    found = [rehearsal.everywhere(lambda: _once(rehearsal, keeps=merges)) for _ in range(repeats)]
-    rehearsal.optimizer.pipeline.drop_rehearsed()
+    found = [rehearsal.everywhere(lambda: _once(rehearsal)) for _ in range(repeats)]
     ranks = rehearsal.comm.gather_json([typical([one[i] for one in found]) for i in (0, 1)])
     forward_s, backward_s = max(ranks, key=sum)
     return float(forward_s), float(backward_s)
@@ -252,12 +248,12 @@ def timed_look(rehearsal: Rehearsal) -> float:
     return float(max(rehearsal.comm.gather_json(sum(found))))
 
 
-def _once(rehearsal: Rehearsal, *, keeps: bool = False) -> tuple[float, float]:
+def _once(rehearsal: Rehearsal) -> tuple[float, float]:
     begun = time.perf_counter()
     loss = rehearsal.forward()
     wait_for(rehearsal.device)
     between = time.perf_counter()
-    rehearsal.backward(loss, keeps=keeps)
+    rehearsal.backward(loss)
     wait_for(rehearsal.device)
     return between - begun, time.perf_counter() - between
 
