@@ -280,7 +280,7 @@ def main() -> None:
     kept = flags.out / f"{NAME}.json" if flags.out else None
     rows: dict[str, Any] = json.loads(kept.read_text())["rows"] if kept and kept.exists() else {}
     for name in flags.rows or (SMALL_ROWS if flags.small else ROWS):
-        rows[name] = run_row(name, small=flags.small)
+        rows[name] = {**run_row(name, small=flags.small), "commit": surroundings()["commit"]}  # others may be older
         print(f"{name:26} {rows[name].get('samples_per_s', rows[name].get('error'))}", flush=True)
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)

@@ -26,13 +26,20 @@ What it printed:
 """
 
 
-def row_table(rows: Mapping[str, Any]) -> str:
+OF_SMALL_ONES = """
+Of few sentences at a time in bf16, the card waits for its host, and so a forecast is as good as the host is steady: in its first
+seconds, and while others use the machine, it is slower. Such plans take the longest of all in bf16, and are not chosen.
+"""
+
+
+def row_table(rows: Mapping[str, Any], commit: str) -> str:
     body = []
     for name, row in sorted(rows.items(), key=lambda item: -item[1].get("samples_per_s", 0.0)):
         shape = f"{row['steps']} x {row['batch']}" if "batch" in row else ""
         speed = f"{row['samples_per_s']:.1f}" if "samples_per_s" in row else row["error"].splitlines()[0][:80]
         peak = f"{row['peak'] / 1e9:.2f}" if "peak" in row else ""
-        body.append([name, row.get("chosen", ""), shape, speed, peak, row.get("commit", "")])
+        other = row.get("commit", commit)
+        body.append([name, row.get("chosen", ""), shape, speed, peak, "" if other == commit else other])
     return table(["row", "chosen", "micro-steps x sentences", "sentences/s", "peak, GB", "commit, if another"], body)
 
 
@@ -58,7 +65,7 @@ def unseen_table(found: list[Mapping[str, Any]]) -> str:
         "measured",
         "off",
     ]
-    return f"\n{table(header, body)}\n"
+    return f"\n{table(header, body)}\n{OF_SMALL_ONES}"
 
 
 def section(figures: Mapping[str, Any]) -> str:
@@ -67,7 +74,7 @@ def section(figures: Mapping[str, Any]) -> str:
     ]
     return SECTION.format(
         **{name: figures[name] for name in ("global_batch", "device", "torch", "commit")},
-        rows=row_table(figures["rows"]),
+        rows=row_table(figures["rows"], figures["commit"]),
         verdicts=table(["wanted", "measured", "holds"], checks),
         unseen=unseen_table(figures["rows"]["plan"].get("unseen", [])),
         told="\n".join(figures["rows"]["plan"].get("told", [])),

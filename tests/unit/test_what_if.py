@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fleetx.auto.link import LinkProfile
 from fleetx.auto.measured import Measured, Pass, Reduced
 from fleetx.auto.plan import Plan
 from fleetx.auto.what_if import WORLDS, Curve, Outlook, Question, candidate_of, curves, link_for, same_plan, what_if
-from fleetx.cli.told import curves_text, link_notes, outlook_text, rate, what_changed
+from fleetx.cli.told import curves_text, how_to_use, link_notes, outlook_text, rate, what_changed
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
 from fleetx.wire_cost import Link, dense, low_rank, sparse
@@ -176,6 +177,27 @@ def test_one_sentence_says_what_became_of_the_plan() -> None:
     risky = plan_of(PAIR, localsgd=True, localsgd_configs={"k_steps": 4})
     told = what_changed(risky, what_if(PAIR, Question("exact")))
     assert 'here it has risk "schedule", which is not allowed, and fp32 makes' in told
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"amp": True, "amp_configs": {"dtype": "bfloat16"}},
+        {"recompute": True, "recompute_configs": {"budget": 10**9}, "gradient_merge": True},
+        {"localsgd": True, "localsgd_configs": {"k_steps": 8}, "fuse_grad_size_in_MB": 16},
+    ],
+)
+def test_what_to_write_makes_the_strategy_of_the_plan(settings: dict[str, object]) -> None:
+    plan = plan_of(ALONE, **settings)
+    code = how_to_use(plan).removeprefix("to use it: strategy = ").removesuffix(".")
+    call = ast.parse(code, mode="eval").body
+    assert isinstance(call, ast.Call) and ast.unparse(call.func) == "fleet.DistributedStrategy"
+    written = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+    assert DistributedStrategy(**written).to_dict() == plan.strategy.to_dict()
+
+
+def test_a_plan_without_a_strategy_says_so() -> None:
+    assert "fleet.distribute(model, optimizer) needs no strategy." in how_to_use(plan_of(ALONE))
 
 
 def test_a_plan_is_read_by_its_strategy() -> None:

@@ -20,7 +20,7 @@ UNKNOWN = "(work not measured)"
 def how_to_use(plan: Plan) -> str:
     """What to write into a script."""
     plain, settings = DistributedStrategy().to_dict(), plan.strategy.to_dict()
-    said = [f"{name}={value!r}" for name, value in settings.items() if value != plain[name]]
+    said = [f"{name}={value!r}" for name, value in settings.items() if name not in plain or value != plain[name]]
     loader = f" Let the loader give {plan.micro_batch} rows." if plan.micro_batch else ""
     if not said:
         return f"to use it: plain training is the answer; fleet.distribute(model, optimizer) needs no strategy.{loader}"
