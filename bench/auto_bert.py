@@ -56,8 +56,8 @@ SMALL_ROWS = ("plan", "ours-bf16-4", "hf-bf16_recompute-4")
 INNER = {"bf16": 6, "fp32": 1}
 """Micro-steps inside a window that are timed, at the most: float32's take ten times as long."""
 UPDATES, WARM_S = 2, 3.0
-"""Updates that are timed, after so many seconds of others: a micro-step of 8 sentences waits for the host, which on the card
-this was measured on took 75 ms for the first ones and 55 ms for those after some seconds."""
+"""Updates that are timed, after so many seconds of others: a micro-step of 8 sentences waits for the host, and in one process
+took 76 ms at first, 56 ms some seconds later."""
 FEW = 2
 """Rows of the step that loads kernels, before the cap is set."""
 WANTED = {"checkpoint everything": 230.0, "largest batch that fits": 269.0}
@@ -265,6 +265,12 @@ def verdicts(rows: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def rows_kept(file: Path) -> dict[str, Any]:
+    """Of earlier runs, each with the commit that it is of."""
+    record = json.loads(file.read_text())
+    return {name: {"commit": record["commit"], **row} for name, row in record["rows"].items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=None, metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)")
@@ -278,7 +284,7 @@ def main() -> None:
         print(json.dumps(one_row(flags.one, small=flags.small)))
         return
     kept = flags.out / f"{NAME}.json" if flags.out else None
-    rows: dict[str, Any] = json.loads(kept.read_text())["rows"] if kept and kept.exists() else {}
+    rows = rows_kept(kept) if kept and kept.exists() else {}
     for name in flags.rows or (SMALL_ROWS if flags.small else ROWS):
         rows[name] = {**run_row(name, small=flags.small), "commit": surroundings()["commit"]}  # others may be older
         print(f"{name:26} {rows[name].get('samples_per_s', rows[name].get('error'))}", flush=True)

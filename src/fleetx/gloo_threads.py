@@ -12,32 +12,35 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-THREAD_NAME = "pt_gloo_runloop"
+THREAD_NAME = b"pt_gloo_runloop"
 PAUSE_SECONDS = 0.002
 LONGEST_SECONDS = 2.0
 OF_THREADS = Path("/proc/self/task")
-WAITING = "S"
+WAITING = b"S"
 
 
 def rest() -> None:
-    """Returns when all of them wait for work; at once where there are none."""
-    if not OF_THREADS.exists():  # nobody tells: a thread needs microseconds, once it is let
-        return time.sleep(25 * PAUSE_SECONDS)
+    """Returns when all of them wait, for work or for another rank: one of a collective that nobody waited for may be at work
+    later. At once where there are none; after a short while where nobody can tell."""
     deadline, calm = time.monotonic() + LONGEST_SECONDS, 0
-    # A thread may wait for Python's lock, and not for work, while this one looks. It has it in the pause, so two looks tell.
-    while (states := _states()) and calm < 2 and time.monotonic() < deadline:
-        calm = calm + 1 if set(states) == {WAITING} else 0
-        time.sleep(PAUSE_SECONDS)
+    try:
+        # A thread may wait for Python's lock, and not for work, while this one looks. It has it in the pause, so two looks tell.
+        while (states := _states()) and calm < 2 and time.monotonic() < deadline:
+            calm = calm + 1 if set(states) == {WAITING} else 0
+            time.sleep(PAUSE_SECONDS)
+    except OSError:
+        time.sleep(25 * PAUSE_SECONDS)  # microseconds are all that a thread needs, once it is let
 
 
-def _states() -> list[str]:
+def _states() -> list[bytes]:
     """Of each such thread: R where it runs or would, S where it waits."""
     found = []
     for folder in OF_THREADS.iterdir():
         try:
-            name, _, rest_of_line = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            line = (folder / "stat").read_bytes()  # a name that was cut in the middle of a letter is no text
         except OSError:  # it has ended since
             continue
+        name, _, rest_of_line = line.partition(b"(")[2].rpartition(b")")
         if name == THREAD_NAME:
             found.append(rest_of_line.split()[0])
     return found

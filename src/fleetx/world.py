@@ -56,6 +56,7 @@ def open_world(
     comm: Comm = SoloComm()
     if adopted is not None:
         comm = TorchComm()
+        atexit.unregister(gloo_threads.rest)  # once is enough, however many worlds there were
         atexit.register(gloo_threads.rest)
     elif role.address is not None:
         _open_group(role, backend or choose_backend(role, device), timeout)

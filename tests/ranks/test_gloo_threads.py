@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +52,33 @@ def test_tensors_that_gloo_has_are_let_go_of_before_python_ends() -> None:
 
 
 def test_where_there_are_none_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_threads, "THREAD_NAME", "of nobody")
+    monkeypatch.setattr(gloo_threads, "THREAD_NAME", b"of nobody")
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
     gloo_threads.rest()
+
+
+def test_any_name_of_another_thread_is_read() -> None:
+    """The kernel keeps fifteen bytes of a name, be it in the middle of a letter."""
+    done, names = threading.Event(), [b"a" * 14 + b"\xc3", b"a) R (b", b""]
+
+    def named(name: bytes) -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)
+        done.wait(10)
+
+    threads = [threading.Thread(target=named, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(state in b"RSD" for state in gloo_threads._states())
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_where_nobody_tells_it_waits_a_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(gloo_threads, "OF_THREADS", tmp_path / "none")
+    monkeypatch.setattr(time, "sleep", waited.append)
+    gloo_threads.rest()
+    assert waited == [25 * gloo_threads.PAUSE_SECONDS]

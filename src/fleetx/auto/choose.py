@@ -58,8 +58,6 @@ class _Planning:
         self._trials: dict[Candidate, Trial] = {}
         self._taken: dict[Candidate, tuple[Candidate, int | None]] = {}
         """What was run for a candidate, and the budget of its recompute."""
-        self._foretold: dict[Candidate, Forecast] = {}
-        """Of what was run: a budget may come to another plan of recompute than the first forecast rests on."""
 
     def plan(self, key: dict[str, Any]) -> Plan:
         measured = self._measuring.run()
@@ -125,17 +123,17 @@ class _Planning:
             candidate, budget = replace(candidate, recomputed=()), budget - int(max(1.5 * over, STEP_DOWN * budget))
             trial = self._run(candidate, budget, one, measured)
         self._trials[one.candidate], self._taken[one.candidate] = trial, (candidate, budget)
-        self._foretold[one.candidate] = self._of_what_ran(one, trial, measured)
         return trial
 
-    def _of_what_ran(self, one: Forecast, trial: Trial, measured: Measured) -> Forecast:
-        """torch's allocator holds more than what is in use: a plan that keeps to the memory with that may be a tighter one."""
-        found = measured.reduced_of(one.candidate.reducer)
+    def _of_what_ran(self, one: Forecast, measured: Measured) -> Forecast:
+        """A budget may come to another plan of recompute than the first forecast rests on: torch's allocator holds more than what
+        is in use, and a plan that keeps to the memory with that may be a tighter one."""
+        trial, found = self._trials[one.candidate], measured.reduced_of(one.candidate.reducer)
         if trial.failed or trial.settled is None or found is None:
             return one
         settled = replace(trial.settled, peak_bytes=trial.settled.peak_bytes - found.lasting_bytes)
         told = forecast(measured, one.candidate, settled=settled)
-        return one if isinstance(told, str) else told
+        return one if isinstance(told, str) else replace(told, candidate=one.candidate)
 
     def _run(self, candidate: Candidate, budget: int | None, one: Forecast, measured: Measured) -> Trial:
         found, memory = measured.reduced_of(candidate.reducer), self._asked.memory
@@ -152,7 +150,7 @@ class _Planning:
         one = measured.pass_of(candidate.precision, candidate.batch)
         if trial.failed or exchange is None or one is None or measured.ranks == 1 or not candidate.reducer.is_hidden:
             return measured
-        micro = Micro(one.forward_s, one.backward_s, self._foretold[candidate].again_s)
+        micro = Micro(one.forward_s, one.backward_s, self._of_what_ran(baseline, measured).again_s)
         seconds = trial.seconds - (candidate.merge_steps - 1) * micro.seconds
         return replace(measured, hidden_share=hidden_share(micro, exchange, update_s=measured.update_s, seconds=seconds))
 
@@ -186,10 +184,10 @@ class _Planning:
     def _written(self, key: dict[str, Any], measured: Measured, forecasts: dict[Candidate, Forecast], best: Forecast) -> Plan:
         by_speed = sorted(forecasts.values(), key=lambda one: one.seconds_per_sample)
         run = [one for one in by_speed if one.candidate in self._trials]
-        rows = [self._row(one) for one in sorted(run, key=lambda one: self._row(one).seconds / one.samples)]
+        rows = [self._row(one, measured) for one in sorted(run, key=lambda one: self._row(one, measured).seconds / one.samples)]
         why = rejected(
             measured,
-            best,
+            self._of_what_ran(best, measured),
             risk=self._auto.risk,
             memory=self._asked.memory,
             asked_batch=self._asked.share is not None,
@@ -215,8 +213,8 @@ class _Planning:
             seconds=self._subject.elapsed_s(),
         )
 
-    def _row(self, one: Forecast) -> Row:
-        trial, foretold = self._trials[one.candidate], self._foretold[one.candidate]
+    def _row(self, one: Forecast, measured: Measured) -> Row:
+        trial, foretold = self._trials[one.candidate], self._of_what_ran(one, measured)
         ran = not trial.failed
         return Row(
             name=one.candidate.name,
