@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from auto_bert_page import STEP_WITHIN
 from bert_memory import ALLOCATOR, last_error
 from bert_memory_card import LIMIT, Card, CountedCard, CudaCard
 from bert_memory_contestants import LARGE, SMALL, Recipe, Size, adam, our_model, our_step, strategy_of, their_model
@@ -64,7 +65,7 @@ WANTED = {"checkpoint everything": 230.0, "largest batch that fits": 269.0}
 MARGIN, WITHIN = 1.15, 0.10
 LONGEST_MICRO_S = 2.5
 """Plans whose micro-steps take longer are not run to see how well they were foretold."""
-STEP_WITHIN, PEAK_WITHIN = 0.15, 0.05
+PEAK_WITHIN = 0.05
 
 Micro = Callable[[bool], object]
 """One micro-step; whether it is the last of an update."""

@@ -183,8 +183,8 @@ class _Planning:
 
     def _written(self, key: dict[str, Any], measured: Measured, forecasts: dict[Candidate, Forecast], best: Forecast) -> Plan:
         by_speed = sorted(forecasts.values(), key=lambda one: one.seconds_per_sample)
-        run = [one for one in by_speed if one.candidate in self._trials]
-        rows = [self._row(one, measured) for one in sorted(run, key=lambda one: self._row(one, measured).seconds / one.samples)]
+        run = [(one, self._row(one, measured)) for one in by_speed if one.candidate in self._trials]
+        rows = [row for _, row in sorted(run, key=lambda pair: pair[1].seconds / pair[0].samples)]
         why = rejected(
             measured,
             self._of_what_ran(best, measured),
