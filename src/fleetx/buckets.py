@@ -80,6 +80,13 @@ class Buckets:
         for handle in getattr(self, "_handles", []):
             handle.remove()
 
+    def release(self) -> None:
+        """Let go of gradients that lie in these buffers."""
+        for bucket in self._buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view:
+                    param.grad = None
+
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
@@ -227,9 +234,10 @@ class Buckets:
         return [filled for bucket in self._buckets for filled in bucket.filled]
 
     def missing(self) -> list[str]:
-        """Parameters without a gradient in this window, on this rank."""
+        """Parameters without a gradient in this window, on this rank; not those that were frozen since."""
         gaps = [bucket for bucket in self._buckets if not all(bucket.filled)]  # as a rule none: names are looked for only then
-        return [name for b in gaps for name, filled in zip(b.names, b.filled, strict=True) if not filled]
+        rows = (row for bucket in gaps for row in zip(bucket.names, bucket.params, bucket.filled, strict=True))
+        return [name for name, param, filled in rows if not filled and param.requires_grad]
 
     def own_alarms(self) -> Alarms:
         return self._alarms._replace(missing=len(self.missing()))
@@ -252,8 +260,8 @@ class Buckets:
             if used is None and not (bucket.elsewhere or bucket.hidden) and all(bucket.filled):
                 continue
             bucket.hidden = False
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                param.grad = view if next(wanted) else None
+            for param, view, filled in zip(bucket.params, bucket.views, bucket.filled, strict=True):
+                param.grad = view if next(wanted) and (filled or param.requires_grad) else None
 
     def adopt_replaced(self) -> None:
         """The user put other tensors in place of reduced gradients: take their values, so that clipping sees them."""

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from . import pairs, progress, stopping
+from . import pairs, progress, reentrant, stopping
 from .averaging.told import Row
 from .bare_backward import BareBackward
 from .bucket import Bucket
@@ -58,6 +58,10 @@ class Pipeline:
             buckets.when_unexpected = self.bare.on_gradient
         self.when_ended: Callable[[str], None] | None = None
         """Ends the pair for its model and optimizer too; None while it is being built."""
+        self.layout_is_stale: Callable[[], bool] = lambda: False
+        """Whether parameters have joined the optimizer since the buckets were laid out."""
+        self.when_stale: Callable[[], None] = lambda: None
+        """Makes a new pipeline, which reduces the gradients that are there."""
         self.teller = Teller(stages, buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, heed=self._heed_round)
@@ -83,23 +87,25 @@ class Pipeline:
         if self.window.closed:
             return self._add_to_reduced(loss, retain_graph=retain_graph)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
-        by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as a bare backward's are
+        by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as local ones are
+        at_end = by_ddp or reentrant.was_used()  # a gradient may come twice: a bucket cannot tell when it is complete
         self.buckets.begin()
         self.window.enter(loss, weight)
         progress.at_step(self.index + 1, Phase.BACKWARD)
         try:
-            if due and not by_ddp:
+            if due and not at_end:
                 self.arm()
-            if not by_ddp:
+            if not at_end:
                 self.buckets.expect(reduces=due)
-            pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
+            with pairs.no_sync() if at_end else contextlib.nullcontext():
+                pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
             self.buckets.abandon()
             raise
-        if by_ddp or not due:
+        if at_end or not due:
             self._keep()
-        if due and by_ddp:
+        if due and at_end:
             self.reduce_now()
         elif due:
             self.close()
@@ -165,6 +171,11 @@ class Pipeline:
             self.buckets.zero(set_to_none=set_to_none)
         if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
             self._average(dropped)
+
+    def take_local_gradients(self) -> None:
+        """Reduce the gradients that lie in `param.grad` now; every rank is here."""
+        if self.buckets.has_new():
+            self._take_local_gradients()
 
     def hint_at_missing(self, hint: Callable[[], str]) -> None:
         """Add a sentence to the errors of missing gradients."""
