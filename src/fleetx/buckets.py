@@ -18,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from .bucket import Bucket
+from .bucket import Bucket, Hook
 from .comm import Comm, Pending
 from .layout import bucket_runs
 from .tail import ALARMS, NO_ALARMS, Alarms, Tail
@@ -69,8 +69,10 @@ class Buckets:
         self.when_unexpected: Callable[[Bucket, int], bool] = note_local
         """What to do with a gradient that no backward of ours awaits."""
         # Weak: hooks outlive a discarded optimizer, and must then do nothing.
-        myself: Callable[[], Buckets | None] = weakref.ref(self)
-        self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(myself)]
+        self._myself: Callable[[], Buckets | None] = weakref.ref(self)
+        self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(self._myself)]
+        self._early_hooks: list[tuple[dict[int, Hook], int, Hook]] = []
+        self._before_more: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         self.give_up()
@@ -138,6 +140,26 @@ class Buckets:
         """What was reduced may be added to, and is then reduced again."""
         for bucket in self._buckets:
             bucket.closed = False
+
+    def before_more(self, action: Callable[[], None]) -> None:
+        """Call `action` once, before the next gradient is added to what `param.grad` holds.
+
+        By a hook on each parameter that autograd calls before it adds; taken out and put back without being registered again."""
+        if not self._early_hooks:
+            hook = _make_early_hook(self._myself)
+            handles = [param.register_hook(hook) for bucket in self._buckets for param in bucket.params]
+            self._handles += handles
+            self._early_hooks = [(handle.hooks_dict_ref(), handle.id, hook) for handle in handles]
+        self._before_more = action
+        for hooks, key, hook in self._early_hooks:
+            hooks[key] = hook
+
+    def on_more(self) -> None:
+        action, self._before_more = self._before_more, None
+        for hooks, key, _ in self._early_hooks:
+            hooks.pop(key, None)
+        if action is not None:
+            action()
 
     def require_unchanged_type(self) -> None:
         for bucket in self._buckets:
@@ -293,3 +315,12 @@ class Buckets:
                 bucket.zero_small()  # here, while the update has left them in the cache
             else:
                 bucket.flat.zero_()
+
+
+def _make_early_hook(owner: Callable[[], Buckets | None]) -> Hook:
+    def hook(_: Tensor) -> None:
+        found = owner()
+        if found is not None:
+            found.on_more()
+
+    return hook

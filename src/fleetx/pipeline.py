@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from . import pairs, progress, reentrant, stopping
@@ -196,11 +198,6 @@ class Pipeline:
         window = self.window
         if window.closed:
             self.stages.reduce.refuse_again()
-            if self.stages.merge.micro_steps > 1 and self.stages.merge.mean:
-                raise ConfigError(
-                    "a second backward in the last micro-step of a merge window: the first has reduced it. Write "
-                    "`with fleet.no_sync():` around all backwards of a micro-step but the last, or add the losses."
-                )
             self.buckets.reopen()
         elif not window.entered:
             window.enter(None, None)
@@ -279,6 +276,17 @@ class Pipeline:
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
+        self.window.is_sum = False
+        if self.stages.merge.micro_steps > 1 and self.stages.merge.mean:
+            self.buckets.before_more(_weak_method(self._make_sum))
+
+    @torch.no_grad()
+    def _make_sum(self) -> None:
+        """Another backward adds to a merged mean: make it the sum again that it is the mean of."""
+        if self.window.closed and not self.window.is_sum:
+            self.window.is_sum = True
+            grads = [p.grad for bucket in self.buckets for p in bucket.params if p.grad is not None]
+            torch._foreach_mul_(grads, float(self.window.micro_steps))
 
     def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
         """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""
@@ -494,3 +502,15 @@ class Pipeline:
         if self.buckets.tail is not None:
             self.buckets.tail.resume(common)
         self._checks.finite.resume(good if self.trains_alone else common)
+
+
+def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
+    """Call the method as long as its object lives: what holds this must not keep it alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    return call

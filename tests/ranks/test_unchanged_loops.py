@@ -190,6 +190,35 @@ def test_gradients_put_in_place_by_autograd_grad_are_reduced_in_step() -> None:
     torch.testing.assert_close(mine[0], reference[0][0], rtol=1e-12, atol=1e-12)
 
 
+def _two_backwards_a_step(rank: int, avg: bool, local: bool) -> Tensor:
+    """As a GAN's discriminator does, merged: two backwards for each step(), clipping before it."""
+    model, optimizer = _pair(gradient_merge=True, gradient_merge_configs={"k_steps": 3, "avg": avg})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with fleet.no_sync() if local else contextlib.nullcontext():
+            loss_of(model, rank, step).backward()
+        loss_of(model, rank, 100 + step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("avg", [False, True])
+def test_two_backwards_a_step_add_up_under_gradient_merge(avg: bool, local: bool) -> None:
+    mine = run_ranks(_two_backwards_a_step, 2, avg, local)
+    model = mlp(torch.float64)
+    optimizer = sgd(model)
+    for first in range(0, STEPS, 3):
+        losses = [loss_of(model, rank, n + step) for step in range(first, first + 3) for n in (0, 100) for rank in (0, 1)]
+        (torch.stack(losses).sum() / (6 if avg else 2)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], weights(model), rtol=1e-12, atol=1e-12)
+
+
 # --- zeroing --------------------------------------------------------------------------------------------------------
 
 ZEROING: dict[str, Callable[[nn.Module, Any], None]] = {
