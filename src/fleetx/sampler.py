@@ -98,7 +98,8 @@ class FleetSampler(Sampler[int]):
     `num_workers=0`, which draws one batch at a time. DataLoader workers draw ahead, and a sampler cannot see how far the loop
     has come: without `seen`, a state taken in mid-pass then skips the batches still in flight on resume. Call
     `sampler.seen(len(batch))` in each step. In training the position is the same on all ranks between two steps; in
-    evaluation save that of rank 0, whose shard is never the shorter one.
+    evaluation save that of rank 0, whose shard is never the shorter one. A resumed pass yields the rest of its epoch,
+    `sampler.remaining` samples; `len(sampler)`, and with it `len(loader)`, is always the whole epoch's.
     """
 
     def __init__(
@@ -197,8 +198,14 @@ class FleetSampler(Sampler[int]):
         self._when_resumed = action if self._pass.loaded and self._pass.start > 0 else None
 
     def __len__(self) -> int:
-        """What this rank will yield in the coming pass: after `load_state_dict`, the rest of the epoch."""
-        return self._coming().count
+        """Count this rank's samples of a whole epoch, also after a resume in mid-epoch: `step // len(loader)` is the epoch."""
+        return self._count_from(0)
+
+    @property
+    def remaining(self) -> int:
+        """This rank's samples of the epoch that are not used yet: `len(sampler)` at its start, fewer after a resume."""
+        now = self._pass
+        return len(self) if now.used_up else now.count - now.used
 
     def __iter__(self) -> Iterator[int]:
         # Not a generator itself: the pass begins at iter(), before the first index is asked for.
@@ -239,8 +246,10 @@ class FleetSampler(Sampler[int]):
         return "pad" if self.shuffle else "ragged"
 
     def _pass_from(self, *, epoch: int, start: int) -> _Pass:
-        count = shard_length(self.length, rank=self.rank, size=self.size, start=start, tail=self._tail)
-        return _Pass(epoch=epoch, start=start, count=count)
+        return _Pass(epoch=epoch, start=start, count=self._count_from(start))
+
+    def _count_from(self, start: int) -> int:
+        return shard_length(self.length, rank=self.rank, size=self.size, start=start, tail=self._tail)
 
     def _coming(self) -> _Pass:
         now = self._pass
