@@ -142,6 +142,35 @@ def test_the_global_order_is_the_same_for_any_number_of_ranks_up_to_the_pad(leng
         assert len(read) - length < size
 
 
+@properties
+@given(length=lengths, size=sizes)
+def test_padding_without_shuffling_gives_equal_counts_in_the_datas_own_order(length: int, size: int) -> None:
+    samplers = fleet_of(length, size, shuffle=False, pad=True)
+    assert {len(sampler) for sampler in samplers} == {-(-length // size)}
+    read = global_order(samplers)
+    assert read[:length] == list(range(length))
+    assert read[length:] == [index % length for index in range(len(read) - length)]
+    assert len(read) == -(-length // size) * size
+
+
+@properties
+@given(length=lengths, size=sizes, seed=seeds)
+def test_shuffling_without_padding_reads_every_sample_exactly_once(length: int, size: int, seed: int) -> None:
+    samplers = fleet_of(length, size, pad=False, seed=seed)
+    assert global_order(samplers) == epoch_order(length, seed=seed, epoch=0, shuffle=True).tolist()
+
+
+def test_a_state_says_nothing_of_padding_and_loads_whatever_it_is() -> None:
+    """So that checkpoints from before `pad` load, and a run may begin to pad."""
+    before = fleet_of(10, 2, shuffle=False)
+    draw_rows(before, 2)
+    state = saved_state(before)
+    assert set(state) == {"seed", "epoch", "consumed", "length", "shuffle"}
+    after = resumed(state, 10, 4, shuffle=False, pad=True)
+    assert global_order(after) == [4, 5, 6, 7, 8, 9, 0, 1]
+    assert saved_state(resumed(state, 10, 3, shuffle=False, pad=True)) == state
+
+
 def test_fewer_samples_than_ranks_wrap_more_than_once() -> None:
     order = epoch_order(2, seed=0, epoch=0, shuffle=True).tolist()
     assert global_order(fleet_of(2, 5)) == [*order, *order, order[0]]
@@ -403,6 +432,9 @@ def test_an_empty_dataset_is_refused(empty: object) -> None:
         ({"rank": 0, "size": 1, "seed": 0.5}, "seed = 0.5"),
         ({"rank": 0, "size": 1, "shuffle": "no"}, "shuffle = 'no'"),
         ({"rank": 0, "size": 1, "drop_last": 1}, "drop_last = 1"),
+        ({"rank": 0, "size": 1, "pad": "yes"}, "pad = 'yes'"),
+        ({"rank": 0, "size": 1, "pad": True, "drop_last": True}, "pad = True with drop_last=True"),
+        ({"rank": 0, "size": 1, "pad": False, "drop_last": True}, "pad = False with drop_last=True"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(wrong: dict[str, object], named: str) -> None:
