@@ -3,9 +3,9 @@
 DataLoader(data, 32, shuffle=True)                      rank 0 and rank 1 each shuffle all of it: an epoch is twice as long
 DataLoader(data, 32, sampler=fleet.sampler(data))       each has its half
 
-A rank tells by a fingerprint what its loaders draw from. Equal ones on all ranks, drawn in orders of their own, are a mistake;
-a dataset that a script has shared out itself has another fingerprint on each rank, and ranks that draw the same order share the
-batches out later, or are told that their first batch is the same.
+Each rank describes by a fingerprint what its loaders draw from. Equal ones on all ranks, in different orders, are a mistake.
+A dataset that the script has shared out itself has another fingerprint on each rank. Ranks that draw in the same order share the
+batches out later, or get the warning about the same first batch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _advice(loader: dict[str, Any], *, size: int) -> str:
 
 
 def _iterators() -> Iterator[Any]:
-    """Of torch's DataLoaders, those that have handed out a batch and are not through."""
+    """List the iterators of torch's DataLoaders that have handed out a batch and are not exhausted."""
     dataloader = sys.modules["torch.utils.data.dataloader"]
     kinds = {getattr(dataloader, name) for name in ITERATORS}
     for one in [one for one in gc.get_objects() if type(one) in kinds]:
@@ -96,7 +96,7 @@ def _sampler_of(iterator: Any) -> Any:
 
 
 def _draws_all(sampler: Any, dataset: Any, size: int) -> bool:
-    """Unless the script has told it to draw a rank's part only: `num_samples=len(data) // size`."""
+    """Return whether it draws more than one rank's part: a script may have written `num_samples=len(data) // size`."""
     return type(sampler) is SubsetRandomSampler or len(sampler) * size > len(dataset) + size
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import textwrap
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +31,8 @@ SPAWNS = """
     from fleetx import fleet
     from fleetx.errors import ConfigError
 
-    def train(rank, names):
-        values = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+    def train(rank, port, names):
+        values = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: values[name] for name in names})
         try:
             fleet.init()
@@ -39,7 +41,7 @@ SPAWNS = """
             print(f"refused: {refused}", flush=True)
 
     if __name__ == "__main__":
-        torch.multiprocessing.spawn(train, args=(sys.argv[1:],), nprocs=2)
+        torch.multiprocessing.spawn(train, args=(sys.argv[1], sys.argv[2:]), nprocs=2)
 """
 
 
@@ -50,6 +52,12 @@ def environment(**variables: str) -> dict[str, str]:
 def start(script: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(script), *arguments]
     return subprocess.Popen(command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def written(folder: Path, text: str) -> Path:
@@ -81,12 +89,12 @@ def test_processes_of_mpich_join(tmp_path: Path) -> None:
 def test_a_function_of_spawn_that_sets_half_of_the_variables_is_refused_in_every_process(
     tmp_path: Path, names: list[str]
 ) -> None:
-    output = output_of(start(written(tmp_path, SPAWNS), *names))
+    output = output_of(start(written(tmp_path, SPAWNS), free_port(), *names))
     assert output.count(f"refused: {names[0]} and {names[1]} are set, but") == 2
 
 
 def test_a_function_of_spawn_that_sets_them_all_joins(tmp_path: Path) -> None:
-    output = output_of(start(written(tmp_path, SPAWNS), "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    output = output_of(start(written(tmp_path, SPAWNS), free_port(), "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     assert workers_in(output) == ["worker 0 of 2", "worker 1 of 2"]
 
 
@@ -95,11 +103,11 @@ def test_accelerate_launch_joins_or_is_refused(tmp_path: Path) -> None:
     script = str(written(tmp_path, JOINS))
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     variables = environment(HF_HOME=str(tmp_path))
-    told = {"env": variables, "capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
-    port = ["--main_process_port", "29514"]
-    joined = subprocess.run([*launch, "--multi_gpu", "--num_processes", "2", *port, script], **told)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"env": variables, "capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
+    port = ["--main_process_port", free_port()]
+    joined = subprocess.run([*launch, "--multi_gpu", "--num_processes", "2", *port, script], **options)
     assert joined.returncode == 0, joined.stderr
     assert workers_in(joined.stdout) == ["worker 0 of 2", "worker 1 of 2"]
-    alone = subprocess.run([*launch, "--cpu", "--num_processes", "2", script], **told)  # type: ignore[call-overload]
+    alone = subprocess.run([*launch, "--cpu", "--num_processes", "2", script], **options)
     assert alone.returncode != 0
     assert "ConfigError: accelerate launch has started one process" in alone.stderr

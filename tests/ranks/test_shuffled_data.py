@@ -71,7 +71,7 @@ def train(model: nn.Module, optimizer: Any, x: Tensor, how: str) -> None:
         ("weighted", "minimize", "WeightedRandomSampler(weights, num_samples // fleet.worker_num())"),
     ],
 )
-def test_ranks_that_each_shuffle_all_of_the_data_are_told_the_line_to_write_once(case: str, how: str, line: str) -> None:
+def test_ranks_that_each_shuffle_all_of_the_data_are_warned_once_with_the_line_to_write(case: str, how: str, line: str) -> None:
     first, second = run_ranks(warnings_of, 2, case, how)
     assert second == []
     assert len(first) == 1
@@ -80,5 +80,5 @@ def test_ranks_that_each_shuffle_all_of_the_data_are_told_the_line_to_write_once
 
 
 @pytest.mark.parametrize("case", ["fleet.sampler", "DistributedSampler", "subset", "own tensors", "shared out in the loop"])
-def test_ranks_that_each_have_their_share_are_told_nothing(case: str) -> None:
+def test_ranks_that_each_have_their_share_are_not_warned(case: str) -> None:
     assert run_ranks(warnings_of, 2, case, "minimize") == [[], []]

@@ -66,7 +66,7 @@ def test_half_set_variables_of_mpich_name_what_is_missing(missing: str) -> None:
         role_from_env({k: v for k, v in HYDRA.items() if k != missing})
 
 
-def test_mpiexec_of_one_process_is_alone_wherever_it_is_told_to_meet() -> None:
+def test_mpiexec_of_one_process_is_alone_whatever_address_is_set() -> None:
     role = role_from_env({"PMI_RANK": "0", "PMI_SIZE": "1", "MASTER_ADDR": "node0"})
     assert (role.rank, role.size, role.address) == (0, 1, None)
 
@@ -137,7 +137,7 @@ def test_a_half_set_environment_names_what_is_missing(missing: str) -> None:
         ({"RANK": "0", "WORLD_SIZE": ""}, "RANK is set, but WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not"),
     ],
 )
-def test_a_function_of_spawn_that_sets_only_some_variables_is_told_all_that_it_must_set(
+def test_a_function_of_spawn_that_sets_only_some_variables_is_shown_all_that_it_must_set(
     there: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{sentence}: this process would train alone") as refused:
@@ -145,13 +145,13 @@ def test_a_function_of_spawn_that_sets_only_some_variables_is_told_all_that_it_m
     assert f"for one process alone unset {' '.join(name for name in there if there[name])}." in str(refused.value)
 
 
-def test_the_line_that_a_half_set_environment_is_told_completes_it() -> None:
+def test_the_line_in_the_refusal_completes_a_half_set_environment() -> None:
     there, rank, world_size = {"LOCAL_RANK": "1"}, 1, 2
     with pytest.raises(ConfigError) as refused:
         role_from_env(there)
     line = str(refused.value).split("os.environ.update(")[1].split(")`")[0]
-    told = eval(f"dict({line})", {"rank": rank, "world_size": world_size})  # noqa: S307  # it is to be written as it stands
-    assert (role_from_env(there | told).rank, role_from_env(there | told).size) == (rank, world_size)
+    written = eval(f"dict({line})", {"rank": rank, "world_size": world_size})  # noqa: S307  # our own line
+    assert (role_from_env(there | written).rank, role_from_env(there | written).size) == (rank, world_size)
 
 
 def test_accelerate_launch_on_cpus_starts_one_process_and_is_refused_with_the_line_that_starts_more() -> None:

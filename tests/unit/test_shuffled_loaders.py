@@ -1,4 +1,4 @@
-"""What a rank tells of the loaders it reads: those that shuffle all of the data, by a fingerprint of what they draw from."""
+"""How a rank describes the loaders it reads: those that shuffle all of the data, by a fingerprint of what they draw from."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ class Wrapping(Files):
 
 
 def read_by(loader: DataLoader[Any], *, batches: int = 1) -> list[str]:
-    """Which samplers are told of while a loop is at that batch."""
+    """List the samplers that are described while a loop is at that batch."""
     gc.collect()  # iterators that other tests have left
     iterator = iter(loader)
     for _ in range(batches):
         next(iterator)
-    return [told["sampler"] for told in shuffled_loaders(2)]
+    return [loader["sampler"] for loader in shuffled_loaders(2)]
 
 
-def test_a_loader_that_shuffles_all_of_the_data_is_told_of_while_it_is_read() -> None:
+def test_a_loader_that_shuffles_all_of_the_data_is_described_while_it_is_read() -> None:
     assert read_by(DataLoader(DATA, 4, shuffle=True)) == ["RandomSampler"]
     assert read_by(DataLoader(DATA, None, shuffle=True)) == ["RandomSampler"]
     assert read_by(DataLoader(DATA, 4, shuffle=True), batches=0) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_loader_with_workers_is_told_of_until_it_is_through() -> None:
+def test_a_loader_with_workers_is_described_until_it_is_exhausted() -> None:
     loader = DataLoader(DATA, 4, shuffle=True, num_workers=1, persistent_workers=True)
     assert read_by(loader) == ["RandomSampler"]
     assert read_by(loader, batches=10) == []
@@ -103,7 +103,7 @@ def test_samplers_that_draw_from_all_without_a_share_are() -> None:
     assert read_by(DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(20)))) == ["SubsetRandomSampler"]
 
 
-def test_a_stream_has_nothing_to_tell() -> None:
+def test_a_stream_has_no_sampler_to_describe() -> None:
     assert read_by(DataLoader(Stream(), 4)) == []
 
 
@@ -155,20 +155,26 @@ def test_a_dataset_that_holds_itself_is_looked_at_for_a_moment_only() -> None:
         fingerprint(knot)
 
 
-def told(data: str, order: str, sampler: str = "RandomSampler") -> dict[str, Any]:
+def described(data: str, order: str, sampler: str = "RandomSampler") -> dict[str, Any]:
     return {"data": [sampler, "", data], "order": order, "samples": 40, "sampler": sampler}
 
 
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
-        ([[told("x", "1")], [told("x", "2")]], "sampler=fleet.sampler(data))."),
-        ([[told("x", "1"), told("y", "1")], [told("y", "2")]], "sampler=fleet.sampler(data))."),
-        ([[told("x", "1", "WeightedRandomSampler")], [told("x", "2", "WeightedRandomSampler")]], "num_samples // fleet."),
-        ([[told("x", "1", "SubsetRandomSampler")], [told("x", "2", "SubsetRandomSampler")]], "fleet.sampler(len(indices))"),
+        ([[described("x", "1")], [described("x", "2")]], "sampler=fleet.sampler(data))."),
+        ([[described("x", "1"), described("y", "1")], [described("y", "2")]], "sampler=fleet.sampler(data))."),
+        (
+            [[described("x", "1", "WeightedRandomSampler")], [described("x", "2", "WeightedRandomSampler")]],
+            "num_samples // fleet.",
+        ),
+        (
+            [[described("x", "1", "SubsetRandomSampler")], [described("x", "2", "SubsetRandomSampler")]],
+            "fleet.sampler(len(indices))",
+        ),
     ],
 )
-def test_ranks_that_shuffle_the_same_data_in_their_own_orders_are_told_what_to_write(ranks: Any, line: str) -> None:
+def test_ranks_that_shuffle_the_same_data_in_their_own_orders_get_the_line_to_write(ranks: Any, line: str) -> None:
     advice = advice_on(ranks)
     assert advice is not None
     assert advice.startswith("each of the 2 ranks shuffles all 40 samples by itself")
@@ -179,9 +185,9 @@ def test_ranks_that_shuffle_the_same_data_in_their_own_orders_are_told_what_to_w
     "ranks",
     [
         [[], []],
-        [[told("x", "1")], []],
-        [[told("x", "1")], [told("y", "2")]],  # shards that the script has made
-        [[told("x", "1")], [told("x", "1")]],  # one order on all ranks: the script shares the batches out itself
+        [[described("x", "1")], []],
+        [[described("x", "1")], [described("y", "2")]],  # shards that the script has made
+        [[described("x", "1")], [described("x", "1")]],  # one order on all ranks: the script shares the batches out itself
     ],
 )
 def test_other_ranks_are_not(ranks: Any) -> None:
