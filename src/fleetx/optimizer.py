@@ -105,8 +105,6 @@ class FleetOptimizer(Optimizer):
 
     @property
     def pipeline(self) -> Pipeline:
-        if self.ended:
-            raise ConfigError(self.ended)
         if self._bound is None:
             raise ConfigError(
                 "this optimizer has met no model yet. Call fleet.distributed_model(model) too, or use fleet.distribute(...)."
@@ -149,6 +147,7 @@ class FleetOptimizer(Optimizer):
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
+        self._refuse_ended()
         self.follow_changed_parameters()
         self.pipeline.backward(loss, None if weight is None else _as_number(weight), retain_graph=retain_graph)
 
@@ -179,7 +178,12 @@ class FleetOptimizer(Optimizer):
         """torch's own optimizers, and ours, call it once, before they look at a gradient."""
         return type(self.update).__module__.startswith(("torch.optim.", "fleetx."))
 
+    def _refuse_ended(self) -> None:
+        if self.ended:
+            raise ConfigError(self.ended)
+
     def _step(self, inside: Callable[[], Any] | None = None) -> Report:
+        self._refuse_ended()
         self.follow_changed_parameters()
         scaling = self._scaling()
         with self._steps():
@@ -206,6 +210,7 @@ class FleetOptimizer(Optimizer):
 
     def flush(self) -> Report:
         """Close a window early, with the micro-batches it has. Every rank must call it, at the same place."""
+        self._refuse_ended()
         with self._steps():
             return self.pipeline.flush()
 
@@ -218,6 +223,7 @@ class FleetOptimizer(Optimizer):
         """Average the weights now; every rank must call it. Under a per-step reducer they are equal already.
 
         A whole round of Local SGD, the outer step too. The schedule of later rounds stays as it is."""
+        self._refuse_ended()
         self.pipeline.average_now()
 
     @contextlib.contextmanager

@@ -99,7 +99,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     @property
     def pairs(self) -> list[FleetAcceleratedOptimizer]:
-        return [ours for ours in self._all_pairs if ours.released is None]
+        return [ours for ours in self._all_pairs if ours.released is None and not ours.optimizer.ended]
 
     def _refuse_released(self) -> None:
         for ours in self._all_pairs:
@@ -258,14 +258,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         refuse_second_clipping(self.strategy, said, write="Leave the call out, or the strategy's part.")
 
     def _window_is_closed(self) -> bool:
-        """Or holds gradients of a bare loss.backward(), which are not reduced before step(): those are not clipped right."""
-        windows = [ours.optimizer.pipeline.window for ours in self.pairs]
-        if windows and not any(window.micro_steps for window in windows):
-            raise ConfigError(
-                "gradients of a bare loss.backward() are reduced in optimizer.step(), and cannot be clipped before. "
-                "Write accelerator.backward(loss)."
-            )
-        return any(window.closed for window in windows)
+        """Whether there are true gradients to clip: not inside a window."""
+        return any(ours.optimizer.pipeline.window.closed for ours in self.pairs)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
         if autocast_handler is not None:

@@ -42,7 +42,8 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
         """The model is as the user wrote it again, and its parameters are free for another optimizer."""
         if self.released is None:
             self.released = because
-            give_up(self.model, self.optimizer)
+            if not self.optimizer.ended:
+                give_up(self.model, self.optimizer)
             self.optimizer.forward_stage = None  # fleet.autocast() would go on as long as somebody holds this one
 
     def refuse_released(self) -> None:
