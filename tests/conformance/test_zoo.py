@@ -21,7 +21,10 @@ EXACT = 1e-10
 FLOAT32 = 1e-6
 BFLOAT16 = 1e-4
 """The same 16-bit kernels on both sides: what differs is the order of additions in float32, which may tip a rounding."""
-COMPRESSED = {"powersgd": {"rank": 1, "begin_step": 2, "min_compression": 1.0}}
+MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": PERIOD}}
+AMP = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
+DENSE = {"powersgd": True, "powersgd_configs": {"begin_step": 10**9}}
+COMPRESSED = {"powersgd": True, "powersgd_configs": {"rank": 1, "begin_step": 2, "min_compression": 1.0}}
 
 
 def under(part: str) -> list[str]:
@@ -106,14 +109,14 @@ def test_a_loop_in_float32_trains_as_under_its_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", under("merge"))
 def test_a_loop_under_gradient_merge_trains_on_the_mean_of_its_micro_batches(name: str) -> None:
-    ours = run(name, "fleetx", gradient_merge={"k_steps": PERIOD})
+    ours = run(name, "fleetx", **MERGED)
     assert_same_bits(ours)
     assert_close(ours, run(name, "mean", period=PERIOD), EXACT)
 
 
 @pytest.mark.parametrize("name", under("amp"))
 def test_a_loop_under_amp_trains_as_its_oracle_under_autocast(name: str) -> None:
-    ours = run(name, "fleetx", torch.float32, amp={"dtype": "bfloat16"})
+    ours = run(name, "fleetx", torch.float32, **AMP)
     assert_same_bits(ours)
     assert_close(ours, run(name, oracle_of(name), torch.float32, autocast=True), BFLOAT16)
 
@@ -125,7 +128,7 @@ def test_a_loop_under_recompute_has_the_bits_of_the_one_without(name: str) -> No
 
 @pytest.mark.parametrize("name", under("powersgd"))
 def test_a_loop_under_powersgd_trains_as_its_oracle_while_updates_are_dense(name: str) -> None:
-    ours = run(name, "fleetx", powersgd={"begin_step": 10**9})
+    ours = run(name, "fleetx", **DENSE)
     assert_same_bits(ours)
     assert_close(ours, run(name, oracle_of(name)), EXACT)
 
