@@ -31,6 +31,9 @@ class KeepsNothing(abc.ABC):
     @abc.abstractmethod
     def start(self, bucket: Bucket, step: Step) -> Pending: ...
 
+    def refuse_again(self) -> None:
+        return None
+
     def used(self, used: list[bool] | None) -> list[bool] | None:
         return used
 

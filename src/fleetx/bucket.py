@@ -3,7 +3,8 @@
 A gradient comes in one of three ways, told apart by where `param.grad` points when its hook runs:
     in place    autograd added it to the view (CPU, small): nothing is left to do
     on its own  autograd made a tensor of its own (GPU, or large): it is moved into the view, and `param.grad` becomes the view
-    a stranger  no backward of ours is under way: it stays where it is until step() asks for it, or it is thrown away
+    unexpected  the first gradient of a bare `loss.backward()`, which then becomes a backward of ours (bare_backward.py); or one
+                that stays local (`fleet.no_sync()`): it lies where autograd put it until it is reduced or thrown away
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .errors import ConfigError, FleetError
+from .reentrant import current_task
 
 LARGE_BYTES = 2**20
 """On a CPU a smaller gradient is added to zeros in place; a larger one is copied when it comes: half the memory traffic."""
@@ -32,7 +34,8 @@ class Owner(Protocol):
     """Who is told of a complete bucket."""
 
     def on_complete(self, bucket: Bucket) -> None: ...
-    def late_gradient(self, name: str) -> FleetError: ...
+    def on_unexpected(self, bucket: Bucket, i: int) -> bool:
+        """Handle a gradient that no backward of ours awaits. Whether its bucket counts gradients from now on."""
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -95,19 +98,19 @@ class Bucket:
         self._hooks: list[tuple[dict[int, Hook], int, Hook]] = []
         self.filled = [False] * len(self.params)
         """Which views hold gradients of the present window."""
+        self.hidden = False
+        """`param.grad` is None where a view holds a sum of this window."""
         self.keeps = False
         """The views hold finished micro-steps of this window: what comes from elsewhere is added to them."""
-        self.zeroed = False
-        """The views were set to zero, and may be added to."""
         self.factor = 1.0
         """What makes true gradients of the sums in the views."""
         self._true_already: set[int] = set()
         self._version = 0
         """Of the flat buffer at the end of the last micro-step: whoever writes to it in between changes the count."""
-        self.polluted: int | None = None
-        """A parameter whose gradient was added to the last update's; harmless unless it is used."""
         self.touched = False
-        """A gradient came that is not of a backward of ours, since the last micro-step ended."""
+        """A gradient came that is local to this rank, since the last micro-step ended."""
+        self.task: int | None = None
+        """The bare backward that is awaited, by autograd's number; None: ours, which cannot be mistaken for another."""
         self.closed = False
         """Handed to the reducer: nothing may be added."""
 
@@ -134,7 +137,6 @@ class Bucket:
             return  # autograd added every one of them in place
         fresh: list[tuple[Tensor, Tensor]] = []
         added: list[tuple[Tensor, Tensor]] = []
-        self.require_unpolluted()
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if self.whole and self.keeps and self.filled[i] and (grad is None or self._renewed):
@@ -164,12 +166,14 @@ class Bucket:
         elif rest:
             torch._foreach_mul_(rest, self.factor)
 
-    def require_unpolluted(self) -> None:
-        i = self.polluted
-        if i is not None and self.params[i].grad is self.views[i]:
-            raise FleetError(
-                f"the gradient of `{self.names[i]}` was added to that of the last update, which is still there. "
-                "Call optimizer.zero_grad() after optimizer.step()."
+    def require_unchanged_type(self) -> None:
+        """Refuse a model that was converted or moved after fleet.distribute: its gradients would not fit the buffer."""
+        param, flat = self.params[0], self.flat
+        if param.dtype != flat.dtype or param.device != flat.device:
+            raise ConfigError(
+                f"`{self.names[0]}` was {flat.dtype} on {flat.device} in fleet.distribute(...) and is {param.dtype} on "
+                f"{param.device} now. Convert or move the model before fleet.distribute(...), or call it again after "
+                "model.double(), model.half() or model.to(...)."
             )
 
     def make_room(self) -> None:
@@ -178,8 +182,39 @@ class Bucket:
             self.zero_small()
         for param, view, in_place in zip(self.params, self.views, self.in_place, strict=True):
             param.grad = view if in_place else None
-        self.restart(zeroed=True)
+        self.restart()
         self.sure = all(self.in_place)
+
+    def admit(self, *, reopened: bool) -> None:
+        """Be ready for gradients that are added to what `param.grad` holds now, as in torch.
+
+        A bare backward has begun, and one gradient is there already. `reopened`: the window was reduced before."""
+        stale: list[Tensor] = []
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            grad = param.grad
+            if grad is view:
+                self.filled[i] |= not reopened  # left there by zero_grad(set_to_none=False), or from the last update
+            elif grad is not None:
+                self.elsewhere = True
+            elif self.keeps and self.filled[i]:
+                param.grad = view  # hidden since the last micro-step
+            else:
+                self.filled[i] = False
+                if self.in_place[i]:
+                    stale.append(view)
+                    param.grad = view
+        self.hidden = False
+        if stale and not self._small_are_zero:
+            torch._foreach_zero_(stale)
+        self._small_are_zero = False
+
+    def hide(self) -> None:
+        """Let `param.grad` be None inside a merge window: what clips, logs or zeroes gradients there finds none.
+
+        The sums of unfinished micro-steps are no gradients yet; they wait in the views."""
+        self.hidden = True
+        for param in self.params:
+            param.grad = None
 
     def show_window(self) -> None:
         """`whole`: what is to come is added to the window's sums, also where somebody has zeroed gradients in between."""
@@ -199,17 +234,15 @@ class Bucket:
             if not filled:
                 view.zero_()
 
-    def restart(self, *, zeroed: bool) -> None:
-        """A new window. What `param.grad` shows is the last update's, or None; or zeros, that may be added to."""
+    def restart(self) -> None:
+        """A new window. What `param.grad` shows is the last update's, or zeros, or None."""
         self.filled[:] = [False] * len(self.params)
-        self.zeroed = zeroed
-        self.keeps = self.touched = self.closed = self.expecting = self.sure = self._renewed = False
-        self.polluted = None
+        self.keeps = self.touched = self.closed = self.expecting = self.sure = self.hidden = self._renewed = False
 
     def expect(self, *, reduces: bool) -> None:
         """A backward of ours begins."""
         self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), self.touched, False
-        self._small_are_zero = False
+        self._small_are_zero, self.task = False, None
         if not reduces:
             self.factor = 1.0
         if self.keeps:
@@ -220,6 +253,13 @@ class Bucket:
             self.sure = not strays and not self.touched
         if self.sure and not reduces and all(self.filled):
             self.rest_hooks()
+
+    def expect_bare(self, task: int, *, reduces: bool) -> None:
+        """A bare backward has begun, of which `admit` has made this bucket ready."""
+        self.expecting, self.awaited, self.closed, self.task = True, len(self.params), False, task
+        self.sure = False
+        if not reduces:
+            self.factor = 1.0
 
     def end_micro_step(self) -> None:
         """Inside a window: the gradients are safe in the flat buffer."""
@@ -264,15 +304,17 @@ class Bucket:
             handles.append(handle)
         return handles
 
-    def on_unexpected(self, i: int) -> None:
-        """A gradient of a backward that is not ours: it stays where it is until step() asks for it, or it is thrown away."""
-        self.touched, self._small_are_zero = True, False
+    def note_local(self, i: int) -> None:
+        """Note a gradient of this rank alone: it stays where it is until it is reduced, or thrown away."""
+        self.touched = True
         self._renewed |= self.whole and self.keeps and self.filled[i] and self.params[i].grad is not self._shown[i]
-        if not self.filled[i] and self.params[i].grad is self.views[i]:
-            if self.zeroed:
-                self.filled[i] = True
-            elif self.polluted is None:
-                self.polluted = i
+        self.note_arrival(i)
+
+    def note_arrival(self, i: int) -> None:
+        """Note a gradient of a backward in which nothing is counted."""
+        self._small_are_zero = False
+        if self.params[i].grad is self.views[i]:
+            self.filled[i] = True
 
     def _require_strided(self, i: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -284,25 +326,22 @@ def _make_hook(owner: Callable[[], Owner | None], bucket: Bucket, i: int) -> Hoo
     param, view, filled, copied_at_once = bucket.params[i], bucket.views[i], bucket.filled, bucket.copied_at_once[i]
 
     def hook(_: Tensor) -> None:
-        if bucket.expecting:
-            if bucket.sure or param.grad is view:
-                filled[i] = True
-            elif copied_at_once:
-                bucket.take(i)
-            else:
-                bucket.elsewhere = True
-            bucket.awaited -= 1
-            if bucket.awaited:
-                return
+        # A backward that failed half-way leaves `expecting` behind: the next one has another number.
+        if not bucket.expecting or (bucket.task is not None and bucket.task != current_task()):
             found = owner()
-            if found is not None:
-                found.on_complete(bucket)
+            if found is None or not found.on_unexpected(bucket, i):
+                return
+        if bucket.sure or param.grad is view:
+            filled[i] = True
+        elif copied_at_once:
+            bucket.take(i)
+        else:
+            bucket.elsewhere = True
+        bucket.awaited -= 1
+        if bucket.awaited:
             return
         found = owner()
-        if found is None:
-            return
-        if bucket.closed:
-            raise found.late_gradient(bucket.names[i])
-        bucket.on_unexpected(i)
+        if found is not None:
+            found.on_complete(bucket)
 
     return hook

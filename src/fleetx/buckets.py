@@ -20,11 +20,16 @@ from torch import Tensor, nn
 
 from .bucket import Bucket
 from .comm import Comm, Pending
-from .errors import FleetError
 from .layout import bucket_runs
 from .tail import ALARMS, NO_ALARMS, Alarms, Tail
 
 Start = Callable[[Bucket], Pending]
+
+
+def note_local(bucket: Bucket, i: int) -> bool:
+    """Leave a gradient as this rank's own."""
+    bucket.note_local(i)
+    return False
 
 
 @final
@@ -61,7 +66,8 @@ class Buckets:
         self._alarms = Alarms()
         self._launched = 0
         self._pending: list[Pending] = []
-        self._reduced = False
+        self.when_unexpected: Callable[[Bucket, int], bool] = note_local
+        """What to do with a gradient that no backward of ours awaits."""
         # Weak: hooks outlive a discarded optimizer, and must then do nothing.
         myself: Callable[[], Buckets | None] = weakref.ref(self)
         self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(myself)]
@@ -87,7 +93,7 @@ class Buckets:
     # --- one backward -----------------------------------------------------------------------------------------
 
     def touched(self) -> bool:
-        """Gradients of a backward that is not ours came since the last micro-step ended."""
+        """Gradients of this rank alone came since the last micro-step ended."""
         return any(bucket.touched for bucket in self._buckets)
 
     def has_new(self) -> bool:
@@ -103,8 +109,7 @@ class Buckets:
 
     def begin(self) -> None:
         """Before a backward of ours: the last update's gradients go, those of a bare backward or of this window stay."""
-        for bucket in self._buckets:
-            bucket.require_unpolluted()
+        self.require_unchanged_type()
         if self._buckets[0].keeps:
             self.show_window()
             return
@@ -114,6 +119,26 @@ class Buckets:
             return
         for bucket in self._buckets:
             bucket.make_room()
+
+    def begin_bare(self, task: int, *, reduces: bool, reopened: bool) -> None:
+        """A bare backward has begun: its first gradient is there."""
+        for bucket in self._buckets:
+            bucket.elsewhere = bucket.touched
+            bucket.admit(reopened=reopened)
+            bucket.expect_bare(task, reduces=reduces)
+
+    def reopen(self) -> None:
+        """What was reduced may be added to, and is then reduced again."""
+        for bucket in self._buckets:
+            bucket.closed = False
+
+    def require_unchanged_type(self) -> None:
+        for bucket in self._buckets:
+            bucket.require_unchanged_type()
+
+    def hide(self) -> None:
+        for bucket in self._buckets:
+            bucket.hide()
 
     def show_window(self) -> None:
         """Where DDP reduces, it reduces the sums of the whole window: they must be in `param.grad`."""
@@ -159,7 +184,9 @@ class Buckets:
         self._launch_ready()
         for pending in self._pending:
             pending.wait()
-        self._start, self._pending, self._reduced = None, [], True
+        self._start, self._pending = None, []
+        for bucket in self._buckets:
+            bucket.touched = False
         if self.tail is not None:
             if self.alone:
                 self.tail.warn_of_changed_tables()
@@ -174,16 +201,8 @@ class Buckets:
             if self.overlaps:
                 self._launch_ready()
 
-    def late_gradient(self, name: str) -> FleetError:
-        if self._reduced:
-            return FleetError(
-                f"`{name}` got a gradient after optimizer.backward had already reduced this window. Add the losses and call "
-                "optimizer.backward(loss) once, or call optimizer.step() first."
-            )
-        return FleetError(
-            f"`{name}` got two gradients in one backward. Re-entrant checkpointing does that: "
-            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-        )
+    def on_unexpected(self, bucket: Bucket, i: int) -> bool:
+        return self.when_unexpected(bucket, i)
 
     def _launch_ready(self) -> None:
         # Launch in index order. If rank 0 sends bucket 1 while rank 1 sends bucket 2, both wait for ever.
@@ -230,8 +249,9 @@ class Buckets:
         """Let `param.grad` be the reduced gradient, or None where no rank used the parameter."""
         wanted = iter(used) if used is not None else itertools.repeat(True)
         for bucket in self._buckets:
-            if used is None and not bucket.elsewhere and all(bucket.filled):
+            if used is None and not (bucket.elsewhere or bucket.hidden) and all(bucket.filled):
                 continue
+            bucket.hidden = False
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view if next(wanted) else None
 
@@ -251,18 +271,16 @@ class Buckets:
         if recycle:
             return self.zero()
         self.adopt_replaced()  # or a replaced gradient would look like a new one
-        self._reduced = False
         for bucket in self._buckets:
-            bucket.restart(zeroed=False)
+            bucket.restart()
 
     def zero(self, *, set_to_none: bool = True) -> None:
         """As torch: None, or zeros where there was a gradient."""
-        self._reduced = False
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is not None:
                     param.grad = None if set_to_none else view
-            bucket.restart(zeroed=not set_to_none)
+            bucket.restart()
             if set_to_none:
                 bucket.zero_small()  # here, while the update has left them in the cache
             else:

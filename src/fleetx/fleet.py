@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import current_autocast, progress, running, stopping, util, world
+from . import current_autocast, pairs, progress, running, stopping, util, world
 from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
 from .compile import check_parts, require_plain_optimizer
 from .errors import ConfigError
@@ -52,6 +52,7 @@ __all__ = [
     "is_initialized",
     "load_checkpoint",
     "local_rank",
+    "no_sync",
     "node_num",
     "sampler",
     "save_checkpoint",
@@ -170,6 +171,13 @@ def sampler(dataset: Sized | int, shuffle: bool = True, seed: int = 0, drop_last
 def autocast() -> AbstractContextManager[None]:
     """The strategy's autocast, for a loss computed outside the model; without `amp` it does nothing."""
     return current_autocast.context()
+
+
+def no_sync() -> AbstractContextManager[None]:
+    """Leave the gradients of a bare `loss.backward()` local, as DDP's own no_sync; the next one outside reduces all of them.
+
+    With optimizer.backward(loss) and minimize(loss), write strategy.gradient_merge instead."""
+    return pairs.no_sync()
 
 
 def distribute(

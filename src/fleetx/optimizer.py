@@ -17,6 +17,7 @@ from .optim.lars import Lars
 from .optim.layerwise import Layerwise
 from .pipeline import Pipeline
 from .report import Report
+from .scaling import GradScaling, refuse_unfit, scaling_of
 from .strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def _refuse_step_past_the_pipeline(update: Optimizer, *_: Any) -> None:
 @final
 class FleetOptimizer(Optimizer):
     """What `fleet.distribute` returns. `minimize(loss)`, or `backward(loss)`, `step()`, `zero_grad()`."""
+
+    _step_supports_amp_scaling = True
+    """A GradScaler leaves its scale and what it found on this optimizer, and lets step() decide: on all ranks alike."""
 
     def __init__(self, inner: Optimizer, strategy_waiting: DistributedStrategy | None = None) -> None:
         self.given, self.update = inner, inner
@@ -132,8 +136,16 @@ class FleetOptimizer(Optimizer):
             )
         pipeline = self.pipeline
         self._refuse_changed_parameters()
+        scaling = self._scaling()
         with self._steps():
-            return pipeline.step(recycle=self._zeroes_after_step)
+            return pipeline.step(recycle=self._zeroes_after_step, scaling=scaling)
+
+    def _scaling(self) -> GradScaling | None:
+        """What a GradScaler has left here, or on the optimizer that was given and whose fused kernel unscales by itself."""
+        scaling = scaling_of(self) or scaling_of(self.given, by_kernel=True)
+        if scaling is not None:
+            refuse_unfit(self.pipeline.stages)
+        return scaling
 
     @contextlib.contextmanager
     def _steps(self) -> Iterator[None]:

@@ -1,13 +1,16 @@
-"""The pairs of model and optimizer that live side by side, and a backward that stays within one of them."""
+"""The pairs of model and optimizer that live side by side, and which of them a backward belongs to."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from . import reentrant
 from .errors import ConfigError
 from .graph import leaves
 
@@ -19,22 +22,101 @@ class Pair(Protocol):
     def averages(self) -> bool:
         """Its weights may differ from rank to rank, now or later in the run."""
 
+    def end_bare(self, *, shared: bool) -> None:
+        """Finish a bare backward. `shared`: it reached other pairs too."""
+
+    def abandon_bare(self) -> None:
+        """Drop a bare backward that failed."""
+
+    def end(self, why: str) -> None:
+        """Train nothing any more."""
+
 
 _alive: weakref.WeakSet[Pair] = weakref.WeakSet()
+_numbers: weakref.WeakKeyDictionary[Pair, int] = weakref.WeakKeyDictionary()
+_count = 0
+_reached: dict[int, list[Pair]] = {}
+"""Pairs that a bare backward has reached so far, by the backward's number."""
+_local_depth = 0
 
 
 def enlist(pair: Pair) -> None:
+    global _count
+    _count += 1
     _alive.add(pair)
+    _numbers[pair] = _count
+    reentrant.watch(finish_backward)
 
 
 def dismiss(pair: Pair) -> None:
-    """It trains nothing any more, whoever still holds it."""
+    """Forget a pair that trains nothing any more, even if a reference to it is left."""
     _alive.discard(pair)
 
 
 def owner_of(param: Tensor) -> Pair | None:
     """The pair that trains this parameter. A discarded pair owns nothing."""
     return next((pair for pair in _alive if id(param) in pair.param_ids), None)
+
+
+def end_owners(params: list[Tensor], why: str) -> None:
+    """End every pair that trains one of these parameters."""
+    ids = {id(param) for param in params}
+    for pair in [pair for pair in _alive if ids & pair.param_ids]:
+        pair.end(why)
+
+
+def is_only_one() -> bool:
+    return len(_alive) == 1
+
+
+# --- a bare backward ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Leave the gradients of bare backwards local; the next one outside, or step(), reduces them with its own.
+
+    A depth of the process, and not of a thread: on a GPU hooks run in a thread of autograd's."""
+    global _local_depth
+    _local_depth += 1
+    try:
+        yield
+    finally:
+        _local_depth -= 1
+
+
+def stays_local() -> bool:
+    return _local_depth > 0
+
+
+def join_backward(pair: Pair, task: int) -> None:
+    """Have `pair.end_bare` called at the end of this backward."""
+    if task in _reached:
+        _reached[task].append(pair)
+        return
+    for others in _reached.values():  # of a backward that failed: its end never came
+        for other in others:
+            if other is not pair:
+                other.abandon_bare()
+    _reached.clear()
+    _reached[task] = [pair]
+    if not reentrant.is_inside_segment():  # else the outermost backward was asked when the segment began
+        reentrant.queue_callback(finish_backward)
+
+
+def finish_backward() -> None:
+    """Let each pair that this backward has reached reduce.
+
+    In the order of their making: a GAN's generator loss reaches both pairs, and which gradient comes first may differ from rank
+    to rank. If rank 0 reduced the generator first and rank 1 the discriminator, both would wait for ever."""
+    pairs = _reached.pop(reentrant.current_task(), [])
+    for done, pair in enumerate(sorted(pairs, key=lambda pair: _numbers[pair])):
+        try:
+            pair.end_bare(shared=len(pairs) > 1)
+        except BaseException:
+            for other in sorted(pairs, key=lambda pair: _numbers[pair])[done + 1 :]:
+                other.abandon_bare()
+            raise
 
 
 def run_backward(pair: Pair, loss: Tensor, seed: float, *, retain_graph: bool) -> None:

@@ -1,6 +1,7 @@
 """The life of a step. Every rank passes every line, so every collective is met by all.
 
 backward   seed the loss; when due, arm the buckets first, so that REDUCE starts inside backward
+           a bare loss.backward() does the same, from its first gradient on (bare_backward.py)
 step       when due: CLIP, UPDATE, settle the loss scale, AVERAGE; else nothing
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -16,16 +17,18 @@ from torch import Tensor
 
 from . import pairs, progress, stopping
 from .averaging.told import Row
+from .bare_backward import BareBackward
 from .bucket import Bucket
 from .buckets import Buckets
 from .calls import require_loss
 from .checks import Checks
 from .comm import Comm, Pending
-from .errors import FleetError
+from .errors import ConfigError, FleetError
 from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .progress import Phase
 from .report import Report, mean_loss
+from .scaling import GradScaling
 from .slots import News, Step
 from .stages import Stages
 from .telling import Teller
@@ -50,6 +53,11 @@ class Pipeline:
         """Of those, updates not made because their gradients were not finite."""
         self._grad_norm: Tensor | None = None
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
+        self.bare = BareBackward(self)
+        if not by_ddp:
+            buckets.when_unexpected = self.bare.on_gradient
+        self.when_ended: Callable[[str], None] | None = None
+        """Ends the pair for its model and optimizer too; None while it is being built."""
         self.teller = Teller(stages, buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, heed=self._heed_round)
@@ -60,12 +68,20 @@ class Pipeline:
     def due(self) -> bool:
         """Whether the coming micro-step closes the window, or the one just done has."""
         if self.window.entered:
+            self.window.asked_due = True
             return self.window.closed
         return self.window.micro_steps + 1 >= self.stages.merge.micro_steps
+
+    @property
+    def is_last_micro_step(self) -> bool:
+        """Whether the micro-step under way fills the window."""
+        return self.window.micro_steps >= self.stages.merge.micro_steps
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
+        if self.window.closed:
+            return self._add_to_reduced(loss, retain_graph=retain_graph)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
         by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as a bare backward's are
         self.buckets.begin()
@@ -73,7 +89,7 @@ class Pipeline:
         progress.at_step(self.index + 1, Phase.BACKWARD)
         try:
             if due and not by_ddp:
-                self._arm()
+                self.arm()
             if not by_ddp:
                 self.buckets.expect(reduces=due)
             pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
@@ -84,22 +100,36 @@ class Pipeline:
         if by_ddp or not due:
             self._keep()
         if due and by_ddp:
-            self._reduce_now()
+            self.reduce_now()
         elif due:
-            self._close()
+            self.close()
         progress.at_step(self.index + 1)
 
-    def step(self, *, recycle: bool = False) -> Report:
-        """End a micro-step; a no-op inside a window. `recycle`: nobody will look at the gradients afterwards."""
+    def _add_to_reduced(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Add to what a bare backward has reduced already, as another one would; the loss is part of the report."""
+        self.window.losses.append(loss.detach().clone())
+        pairs.run_backward(self, loss, 1.0, retain_graph=retain_graph)
+
+    def step(
+        self, *, recycle: bool = False, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None
+    ) -> Report:
+        """End a micro-step; a no-op inside a window. `recycle`: the gradients are not looked at afterwards.
+
+        `scaling`: of a GradScaler. `closure`: for an optimizer that runs it inside its step."""
         self.refuse_inside_averaged()
+        if self.bare.is_under_way:
+            self.bare.abandon()
         self.window.refuse_broken()
-        if not self.window.closed and (self.buckets.touched() if self.window.entered else self.buckets.has_new()):
-            self._take_bare_gradients()
+        if self.buckets.touched() if self.window.entered else self.buckets.has_new():
+            self._take_local_gradients()
         if self.window.closed:
-            return self._update(recycle=recycle)
+            return self._update(recycle=recycle, scaling=scaling, closure=closure)
         if not self.window.entered:
-            raise FleetError("optimizer.step() found no new gradients. Call optimizer.backward(loss) first.")
-        self.window.entered = False
+            raise FleetError(
+                "optimizer.step() found no new gradients. Call loss.backward() or optimizer.backward(loss) first."
+                + self._checks.unused.hint()
+            )
+        self.window.entered = self.window.asked_due = False
         return self._report(due=False, updated=False)
 
     def flush(self) -> Report:
@@ -112,13 +142,19 @@ class Pipeline:
         self.refuse_inside_averaged()
         self.window.refuse_broken()
         if not self.window.closed and self.buckets.has_new():
-            self._take_bare_gradients()
+            self._take_local_gradients()
         self._checks.agree_to_flush(self.window)
         if self.window.micro_steps and not self.window.closed:
-            self._reduce_now()
+            self.reduce_now()
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
-        """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary."""
+        """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary.
+
+        Not after a backward that was meant for another pair: a GAN's generator loss leaves gradients in the discriminator."""
+        if self.bare.is_under_way:
+            self.bare.abandon()
+        if self.window.closed and self.window.shared:
+            self.window = Window()
         if self.window.closed:
             self.index += 1
             self._checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
@@ -130,76 +166,136 @@ class Pipeline:
         if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
             self._average(dropped)
 
+    def hint_at_missing(self, hint: Callable[[], str]) -> None:
+        """Add a sentence to the errors of missing gradients."""
+        self._checks.unused.hint = hint
+
     def _keep(self) -> None:
-        """A micro-step inside a window is over."""
+        """End the backward of a micro-step inside a window."""
         self.buckets.keep()
         if self.stages.ddp is not None:
             self.stages.ddp.after_backward()
         if self.meter.measures(self.index + 1):
             self.meter.after_micro_step(self.buckets, self.window, self.weighing)
 
+    # --- a bare backward --------------------------------------------------------------------------------------
+
+    def enter_bare(self) -> None:
+        """Begin a micro-step, or go on with it: all bare backwards before one step() are of one micro-step."""
+        window = self.window
+        if window.closed:
+            self.stages.reduce.refuse_again()
+            if self.stages.merge.micro_steps > 1 and self.stages.merge.mean:
+                raise ConfigError(
+                    "a second backward in the last micro-step of a merge window: the first has reduced it. Write "
+                    "`with fleet.no_sync():` around all backwards of a micro-step but the last, or add the losses."
+                )
+            self.buckets.reopen()
+        elif not window.entered:
+            window.enter(None, None)
+        elif window.asked_due:
+            raise ConfigError(
+                "optimizer.due was False after loss.backward(), and optimizer.step() was not called before the next one. Call "
+                "step() after every micro-batch: inside a merge window it does nothing but count."
+            )
+        progress.at_step(self.index + 1, Phase.BACKWARD)
+
+    def keep_hidden(self) -> None:
+        self._keep()
+        self.buckets.hide()
+
+    def end_bare(self, *, shared: bool) -> None:
+        self.bare.end(shared=shared)
+
+    def abandon_bare(self) -> None:
+        self.bare.abandon()
+
+    def break_window(self) -> None:
+        """A backward failed half-way. Without merging torch's own rule holds: what it left is the user's to zero."""
+        if self.stages.merge.micro_steps > 1:
+            self.window.broken = True
+        else:
+            self.window = Window()
+
+    def _take_local_gradients(self) -> None:
+        """Reduce what is this rank's own, without overlap: left by fleet.no_sync(), or put in place by the user."""
+        self.weighing.refuse_bare(self.window)
+        reopened = self.window.closed
+        if reopened:
+            self.enter_bare()
+        elif not self.window.entered:
+            self.window.enter(None, None)
+        self._keep()
+        if self.is_last_micro_step:
+            self.reduce_now(bare=True, again=reopened)
+
     # --- when due ---------------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
-        """Make ready to reduce: inside the coming backward, or at once."""
-        self._checks.before_reduce(self.window)
+    def arm(self, *, again: bool = False) -> None:
+        """Make ready to reduce: inside the coming backward, or at once. `again`: what was reduced before is added to."""
+        self._checks.before_reduce(self.window, again=again)
+        self.window.reduces += 1
         self.meter.begin_reduce()
-        alarms = self._checks.alarms_of(self.window)
+        alarms = self._checks.alarms_of(self.window, self.index)
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
         self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)
 
     def _start(self, bucket: Bucket) -> Pending:
-        if self.meter.measures(self.index + 1):
+        if self._measures_noise:
             self.meter.before_reduce(bucket)
         return self.stages.reduce.start(bucket, self._step(self.index + 1, share=self.weighing.share(self.window)))
 
-    def _close(self) -> None:
+    @property
+    def _measures_noise(self) -> bool:
+        """In the first reduce of a window: a rank's own gradients are no longer there in a second one."""
+        return self.window.reduces == 1 and self.meter.measures(self.index + 1)
+
+    def close(self, *, bare: bool = False) -> None:
+        """Wait for the reduce, and judge it. `bare`: another backward may follow; what is missing is told in step()."""
         self.buckets.close()
         self.window.closed = True
         if self.stages.ddp is not None:
             self.stages.ddp.compare(self.buckets)
         used = self.stages.reduce.used(self._checks.unused.after_reduce())
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
-        looks, measures = self._checks.looks_at_norm(self.stages.backward), self.meter.measures(self.index + 1)
+        looks, measures = self._checks.looks_at_norm(self.stages.backward), self._measures_noise
         self._grad_norm = self._norms.measure() if looks or measures else None
         norm = self._grad_norm if looks else None
-        self._finite = self._checks.judge_alone(norm) if self.buckets.alone else self._checks.judge(norm, first=self.index == 0)
+        if self.buckets.alone:
+            self._finite = self._checks.judge_alone(norm, defer=bare)
+        else:
+            self._finite = self._checks.judge(norm, first=self.index == 0, defer=bare)
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
 
-    def _take_bare_gradients(self) -> None:
-        """Gradients of a bare `loss.backward()`: one micro-step, reduced here without overlap."""
-        self.weighing.refuse_bare(self.window)
-        self.window.enter(None, None)
-        self._keep()
-        if self.window.micro_steps >= self.stages.merge.micro_steps:
-            self._reduce_now()
-
-    def _reduce_now(self) -> None:
-        """Reduce without overlap: after a bare loss.backward(), or when a window is flushed."""
+    def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
+        """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""
         if self.stages.ddp is not None:
             self.stages.ddp.require_done(self.buckets.missing())
-        self._arm()
-        self._close()
+        self.arm(again=again)
+        self.close(bare=bare)
 
-    def _update(self, *, recycle: bool) -> Report:
+    def _update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
+        self._checks.before_update()
+        if scaling is not None:
+            self._finite = scaling.unscale(self.buckets)
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = self._norms.measure()
         progress.at_step(self.index + 1, Phase.UPDATE)
         finite = self._finite
-        if not finite and self._checks.must_stop(self.stages.backward):
+        if not finite and scaling is None and self._checks.must_stop(self.stages.backward):
             self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
         self.index += 1
         if finite:
             self._clip(recycle=recycle)
-            self.stages.update.step()
+            self.stages.update.step() if closure is None else self.stages.update.step(closure)
         else:
             self._skip()
         self._checks.finite.settle_buffers(finite=finite, alone=self.buckets.alone)
-        scale = self.stages.backward.scale()
+        scale = self.stages.backward.scale() if scaling is None else scaling.scale
         self.stages.backward.settle(finite=finite)
         try:
             averaged = self._average(self._news())
@@ -301,6 +397,13 @@ class Pipeline:
     def _check_call(self, loss: Any, weight: float | None) -> None:
         require_loss(loss)
         self.refuse_inside_averaged()
+        if pairs.stays_local():
+            raise ConfigError(
+                "optimizer.backward(loss) or minimize(loss) inside fleet.no_sync(), which is for a bare loss.backward(). With "
+                "these calls write strategy.gradient_merge = True: it reduces once in k_steps micro-batches."
+            )
+        if self.bare.is_under_way:
+            self.bare.abandon()
         self.window.refuse_broken()
         self.window.refuse_closed()
         self.weighing.require(weight, self.window)
@@ -324,7 +427,7 @@ class Pipeline:
         look, self._checks.first_look = self._checks.first_look, None
         weighted = self.weighing.weighted
         try:
-            self._reduce_now()
+            self.reduce_now()
             self._update(recycle=True)
         finally:
             self._checks.first_look, self.weighing.weighted = look, weighted
@@ -334,6 +437,12 @@ class Pipeline:
         if self._checks.first_look is not None:
             self._checks.first_look.give_up()
             self._checks.first_look = None
+
+    def end(self, why: str) -> None:
+        if self.when_ended is None:
+            self.give_up()
+        else:
+            self.when_ended(why)
 
     def give_up(self) -> None:
         """This pair will train nothing: its parameters are free for another."""

@@ -128,6 +128,9 @@ class Reduce(Protocol):
         """Once, before the first update."""
 
     def start(self, bucket: Bucket, step: Step) -> Pending: ...
+    def refuse_again(self) -> None:
+        """Raise if an update that was reduced cannot be added to and reduced once more."""
+
     def used(self, used: list[bool] | None) -> list[bool] | None:
         """Of parameters that some rank used: those that have a gradient now, in the order of buckets. None: all have."""
 

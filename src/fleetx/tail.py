@@ -29,6 +29,9 @@ class Alarms(NamedTuple):
     """0 where all losses of this window are finite; else a number of them, or NaN."""
     stops: float | Tensor = 0.0
     """Requests to stop at an update boundary."""
+    place: float | Tensor = 0.0
+    """A number of the update and the backward under way; with the sum of squares it tells whether all ranks have the same."""
+    place_squared: float | Tensor = 0.0
 
 
 ALARMS = len(Alarms._fields)

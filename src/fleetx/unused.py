@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 from .buckets import Buckets
@@ -10,7 +11,7 @@ from .errors import ConfigError
 from .tail import Alarms
 
 
-def missing_gradients_message(names_by_rank: list[list[str]]) -> str:
+def missing_gradients_message(names_by_rank: list[list[str]], *, hint: str = "") -> str:
     lines = []
     for rank, names in enumerate(names_by_rank):
         if names:
@@ -18,7 +19,7 @@ def missing_gradients_message(names_by_rank: list[list[str]]) -> str:
             lines.append(f"rank {rank}: {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
     return (
         "these parameters got no gradient in this window: " + "; ".join(lines) + ". If that is intended, write "
-        "strategy.find_unused_parameters = True, or freeze them with requires_grad_(False) before fleet.distribute(...)."
+        "strategy.find_unused_parameters = True, or freeze them with requires_grad_(False) before fleet.distribute(...)." + hint
     )
 
 
@@ -29,6 +30,8 @@ class UnusedCheck:
     def __init__(self, buckets: Buckets, comm: Comm, *, allowed: bool) -> None:
         self.buckets, self.comm, self.allowed = buckets, comm, allowed
         self.missing: list[str] = []
+        self.hint: Callable[[], str] = lambda: ""
+        """A further sentence on why gradients may be missing."""
 
     def after_reduce(self) -> list[bool] | None:
         """Which parameters were used by any rank, in bucket order; None when all must have been."""
@@ -40,4 +43,4 @@ class UnusedCheck:
     def heed(self, alarms: Alarms) -> None:
         """The alarms of the window that was reduced last are known now, on every rank."""
         if not self.allowed and float(alarms.missing) > 0:
-            raise ConfigError(missing_gradients_message(self.comm.gather_json(self.missing)))
+            raise ConfigError(missing_gradients_message(self.comm.gather_json(self.missing), hint=self.hint()))

@@ -34,10 +34,19 @@ class Window:
     """Its gradients are reduced; only the update is left."""
     broken: bool = False
     """A backward failed half-way."""
+    bare: bool = False
+    """Only bare backwards are in it, whose losses and weights are not known."""
+    reduces: int = 0
+    """How often it was reduced: once for each bare backward, and else once."""
+    shared: bool = False
+    """The backward that closed it has reached other pairs too."""
+    asked_due: bool = False
+    """`optimizer.due` was read in the micro-step under way."""
 
     def enter(self, loss: Tensor | None, weight: float | None) -> None:
+        self.bare = loss is None and (self.bare or self.micro_steps == 0)
         self.micro_steps += 1
-        self.entered = True
+        self.entered, self.asked_due = True, False
         if loss is not None:
             self.losses.append(loss.detach().clone())  # some losses are views of all the terms they sum up
         if weight is not None:
@@ -60,7 +69,7 @@ class Window:
             )
 
     def refuse_closed(self) -> None:
-        if self.closed:
+        if self.closed and not self.bare:
             raise FleetError("this window is already reduced. Call optimizer.step() before the next backward.")
 
 
@@ -90,7 +99,8 @@ class Weighing:
         if self._needs_loss:
             raise ConfigError(
                 "this strategy needs to see the loss, but gradients came from loss.backward(). "
-                "Write optimizer.backward(loss) instead, or optimizer.minimize(loss)."
+                "Write optimizer.backward(loss) instead, or optimizer.minimize(loss); with strategy.amp in float16, which scales "
+                "the loss itself, leave your own GradScaler out."
             )
         if window.weights or self.weighted:
             raise ConfigError("this run passes weight=; a bare loss.backward() has none. Write optimizer.backward(loss, weight).")

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..allreduce import DenseAllReduce
 from ..bucket import Bucket
 from ..comm import Comm, Pending
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..nodes import between_nodes
 from ..norms import joined, norms_of
 from ..slots import Kept, Site, Step
@@ -134,6 +134,13 @@ class Compressor(abc.ABC):
         # Pendings are waited for in the order of their buckets, so with the last one all gradients are here. Not in a hook
         # of backward: what follows waits for the other ranks.
         return pending.then(lambda: self._reduce(step)) if bucket is self._buckets[-1] else pending
+
+    def refuse_again(self) -> None:
+        if self._compressed_last:
+            raise ConfigError(
+                f"a second backward before optimizer.step() under strategy.{self.name}, which compresses one gradient an update. "
+                "Write `with fleet.no_sync():` around all backwards of an update but the last, or add the losses."
+            )
 
     @torch.no_grad()
     def _reduce(self, step: Step) -> None:

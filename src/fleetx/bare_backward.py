@@ -1,0 +1,126 @@
+"""A bare `loss.backward()`: reduced while it runs, with true gradients at its end, as under DDP.
+
+first gradient   its hook finds that no backward of ours is under way: enter the window, arm the buckets, ask autograd for a call
+                 at the end
+the others       are counted bucket by bucket, and a complete bucket starts to travel, as in optimizer.backward
+the end          reduce what is left, wait, judge; or, inside a merge window, keep the sums and hide them
+
+What is reduced is what `param.grad` holds at the end: earlier backwards, gradients left local by fleet.no_sync(), and all that
+the user did to them are in it. That is DDP's rule. Dividing the sum of all by the number of ranks is right for what was reduced
+before as well, since that is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, final
+
+from . import pairs, progress, reentrant, rehearsing
+from .bucket import Bucket
+from .errors import ConfigError, FleetError
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+
+@final
+class BareBackward:
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = weakref.ref(pipeline)
+        self._task: int | None = None
+        """Autograd's number of the one under way."""
+        self._counts = False
+        """Buckets are reduced as they become complete; else all of them at the end."""
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._task is not None
+
+    def on_gradient(self, bucket: Bucket, i: int) -> bool:
+        """Handle a gradient that no backward of ours awaits. Whether its bucket counts gradients from now on."""
+        pipeline = self._pipeline()
+        if pipeline is None or pairs.stays_local() or rehearsing.is_on():
+            bucket.note_local(i)
+            return False
+        task = reentrant.current_task()
+        if task == self._task:
+            if bucket.closed:
+                raise self._second_gradient(bucket.names[i])
+            bucket.note_arrival(i)
+            return False
+        self._refuse_graph(bucket, i)
+        self._begin(pipeline, task)
+        if not self._counts:
+            bucket.note_arrival(i)
+        return self._counts
+
+    def _begin(self, pipeline: Pipeline, task: int) -> None:
+        """Every rank is here: a bare backward reaches a model on all ranks or on none, as under DDP."""
+        if reentrant.is_inside_function() and not reentrant.is_inside_segment():
+            raise FleetError(
+                "a backward inside another one (a custom autograd function calls it) has reached the model: when it ends, the "
+                "outer one may still add gradients. Call optimizer.backward(loss), which knows where the outer one ends."
+            )
+        if self.is_under_way:
+            self.abandon()
+        window, reopened = pipeline.window, pipeline.window.closed
+        pipeline.refuse_inside_averaged()
+        window.refuse_broken()
+        pipeline.weighing.refuse_bare(window)
+        pipeline.buckets.require_unchanged_type()
+        pipeline.enter_bare()
+        # With several pairs, or gradients that come twice, nothing may start before the end: see pairs.finish_backward and
+        # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
+        # collectives come in the same order either way.
+        self._counts = pairs.is_only_one() and not reentrant.was_used()
+        self._task = task
+        pairs.join_backward(pipeline, task)
+        if self._counts:
+            try:
+                if pipeline.is_last_micro_step:
+                    pipeline.arm(again=reopened)
+                pipeline.buckets.begin_bare(task, reduces=pipeline.is_last_micro_step, reopened=reopened)
+            except BaseException:
+                self.abandon()
+                raise
+
+    def end(self, *, shared: bool) -> None:
+        """Reduce, where the window is full. `shared`: the backward has reached other pairs too."""
+        pipeline = self._pipeline()
+        assert pipeline is not None and self._task is not None
+        reopened, pipeline.window.shared = pipeline.window.closed, shared
+        try:
+            if not pipeline.is_last_micro_step:
+                pipeline.keep_hidden()
+            elif self._counts:
+                pipeline.close(bare=True)
+            else:
+                pipeline.reduce_now(bare=True, again=reopened)
+        except BaseException:
+            self.abandon()
+            raise
+        self._task = None
+        progress.at_step(pipeline.index + 1)
+
+    def abandon(self) -> None:
+        """Drop a backward that failed half-way. What it added to a merge window cannot be taken out again."""
+        self._task = None
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.buckets.abandon()
+            pipeline.break_window()
+
+    def _refuse_graph(self, bucket: Bucket, i: int) -> None:
+        grad = bucket.params[i].grad
+        if grad is not None and grad.requires_grad:
+            raise ConfigError(
+                f"the gradient of `{bucket.names[i]}` has a graph of its own, from backward(create_graph=True); ranks can "
+                "exchange its numbers, but not its graph. Write torch.autograd.grad(loss, parameters, create_graph=True) for "
+                "the inner gradient and backward() for the whole loss, or stay local: with fleet.no_sync():"
+            )
+
+    def _second_gradient(self, name: str) -> FleetError:
+        return FleetError(
+            f"`{name}` got two gradients in one backward, and the first is reduced already. Does a custom autograd function run "
+            "a backward inside its own? Let one backward give it one gradient."
+        )
