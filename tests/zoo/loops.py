@@ -10,96 +10,31 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Beta, Categorical
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-import zoo_nets as nets
-from zoo_nets import BATCHES, FEATURES, ROWS, epoch, image_epoch, rows, tokens
-from zoo_oracles import Api
+from zoo import nets
+from zoo.nets import BATCHES, FEATURES, ROWS, epoch, image_epoch, rows, tokens
+from zoo.optimizers import SAM, ModelEma, ScheduleFree, sgd
+from zoo.oracles import Api
+from zoo.register import Notes, Outcome, loop
 
 EPOCHS = 3
-
-
-@dataclass
-class Outcome:
-    weights: Tensor
-    """Of all the models of the loop, and of their averages: the same on all ranks."""
-    seen: Tensor
-    """Gradients, norms and scales that the loop looked at: the same on all ranks."""
-    losses: list[float]
-    """This rank's own."""
-
-
-@dataclass
-class Notes:
-    """What a loop writes down while it runs."""
-
-    seen: list[Tensor] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    def loss(self, loss: Tensor) -> None:
-        self.losses.append(loss.item())
-
-    def look(self, value: Tensor | float) -> None:
-        self.seen.append(torch.as_tensor(value).detach().flatten().double())
-
-    def look_at_gradients(self, model: nn.Module) -> None:
-        for p in model.parameters():
-            if p.grad is not None:
-                self.look(p.grad.clone())
-
-    def outcome(self, *models: nn.Module) -> Outcome:
-        weights = [p.detach().flatten().double() for model in models for p in model.parameters()]
-        return Outcome(torch.cat(weights), torch.cat([torch.zeros(0).double(), *self.seen]), self.losses)
-
-
-@dataclass(frozen=True)
-class Loop:
-    name: str
-    run: Callable[[Api, int], Outcome]
-    no_ddp: str
-    """Why DDP cannot run it; empty where it can."""
-    under: frozenset[str]
-    """The parts of a strategy that it is run under as well."""
-    find_unused: bool
-
-
-LOOPS: dict[str, Loop] = {}
-
-
-def loop(
-    under: str = "", *, no_ddp: str = "", find_unused: bool = False, name: str = "", **settings: Any
-) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
-    """Enter a loop under its own name, or a variant of it under another."""
-
-    def enter(run: Callable[..., Outcome]) -> Callable[..., Outcome]:
-        entered = name or run.__name__
-        assert entered not in LOOPS
-        LOOPS[entered] = Loop(
-            entered, lambda api, rank: run(api, rank, **settings), no_ddp, frozenset(under.split()), find_unused
-        )
-        return run
-
-    return enter
-
-
-def sgd(params: Iterable[Tensor], lr: float = 0.1) -> SGD:
-    return SGD(params, lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
 # --- the transformers ---------------------------------------------------------------------------------------------------
 
 
-@loop("amp recompute powersgd")
+@loop("amp recompute dense")
 def nanogpt(api: Api, rank: int) -> Outcome:
     """Accumulation by hand, two groups, a rate set by hand, clipping."""
     notes, accumulation, steps = Notes(), 2, 6
@@ -204,6 +139,36 @@ def wgan_gp(api: Api, rank: int) -> Outcome:
     return notes.outcome(critic, generator)
 
 
+@loop("recompute", no_ddp="a forward without gradients leaves its reducer waiting for them")
+def gan_with_frozen_discriminator(api: Api, rank: int) -> Outcome:
+    """requires_grad of the discriminator is off while the generator learns."""
+    notes, criterion = Notes(), nn.BCEWithLogitsLoss()
+    netG, netD = nets.row_generator(), nets.row_critic()
+    optimizer_G: Optimizer = Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    optimizer_D: Optimizer = Adam(netD.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    netG, optimizer_G = api.distribute(netG, optimizer_G)
+    netD, optimizer_D = api.distribute(netD, optimizer_D)
+    yes, no = torch.ones(ROWS, 1), torch.zeros(ROWS, 1)
+    for real, _ in epoch(rank) * 2:
+        fake = netG(torch.randn(ROWS, 3))
+        for p in netD.parameters():
+            p.requires_grad = False
+        optimizer_G.zero_grad()
+        loss_G = criterion(netD(fake), yes)
+        loss_G.backward()
+        optimizer_G.step()
+        for p in netD.parameters():
+            p.requires_grad = True
+        optimizer_D.zero_grad()
+        loss_D = 0.5 * (criterion(netD(real), yes) + criterion(netD(fake.detach()), no))
+        loss_D.backward()
+        notes.look_at_gradients(netD)
+        optimizer_D.step()
+        notes.loss(loss_G)
+        notes.loss(loss_D)
+    return notes.outcome(netG, netD)
+
+
 # --- other losses -------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +254,26 @@ def loss_method(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
+@loop(no_ddp="its forward is not called: other weights than the model's are put into it")
+def maml(api: Api, rank: int) -> Outcome:
+    """A step of an inner loop, and a backward through it."""
+    notes = Notes()
+    model = nets.Classifier()
+    model, optimizer = api.distribute(model, Adam(model.parameters(), lr=1e-2))
+    for x, y in epoch(rank) * 2:
+        optimizer.zero_grad()
+        weights = dict(model.named_parameters())
+        inner = F.cross_entropy(functional_call(model, weights, (x[:4],)), y[:4])
+        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        fast = {name: p - 0.1 * slope for (name, p), slope in zip(weights.items(), slopes, strict=True)}
+        loss = F.cross_entropy(functional_call(model, fast, (x[4:],)), y[4:])
+        loss.backward()
+        notes.look_at_gradients(model)
+        optimizer.step()
+        notes.loss(loss)
+    return notes.outcome(model)
+
+
 @loop("recompute", find_unused=True)
 def tasks_in_turn(api: Api, rank: int) -> Outcome:
     """One head has no gradient in one step, the other in the next."""
@@ -324,12 +309,15 @@ def _carried(net: nets.LanguageModel, model: nn.Module, rank: int, notes: Notes)
             yield
 
 
-@loop()
-def word_language_model(api: Api, rank: int) -> Outcome:
-    """The update is written out; no optimizer ever steps."""
+@loop(name="word_language_model", dropped=False)
+@loop(name="word_language_model_optimizer_dropped", dropped=True)
+def word_language_model(api: Api, rank: int, dropped: bool) -> Outcome:
+    """The update is written out; no optimizer ever steps, and perhaps no reference to it is left."""
     notes, rate = Notes(), 1.0
     net = nets.LanguageModel()
-    model, _ = api.distribute(net, SGD(net.parameters(), lr=rate))
+    model, optimizer = api.distribute(net, SGD(net.parameters(), lr=rate))
+    if dropped:
+        del optimizer
     for _ in _carried(net, model, rank, notes):
         for p in model.parameters():
             assert p.grad is not None
@@ -392,6 +380,23 @@ def actor_critic_two_backwards(api: Api, rank: int) -> Outcome:
         optimizer.zero_grad()
         policy_loss.backward(retain_graph=True)
         value_loss.backward()
+        notes.look_at_gradients(model)
+        optimizer.step()
+        notes.loss(policy_loss + value_loss)
+    return notes.outcome(model)
+
+
+@loop(no_ddp="its second backward follows no forward, and each leaves parameters without a gradient")
+def actor_critic_backwards_of_inputs(api: Api, rank: int) -> Outcome:
+    """Each loss gives gradients to its own head alone."""
+    notes = Notes()
+    model = nets.ActorCritic()
+    model, optimizer = api.distribute(model, Adam(model.parameters(), lr=1e-2))
+    for episode in range(6):
+        policy_loss, value_loss = _played(model, rank, episode)
+        optimizer.zero_grad()
+        policy_loss.backward(retain_graph=True, inputs=[*model.body.parameters(), *model.actor.parameters()])
+        value_loss.backward(inputs=list(model.critic.parameters()))
         notes.look_at_gradients(model)
         optimizer.step()
         notes.loss(policy_loss + value_loss)
@@ -469,6 +474,30 @@ def backward_of_a_list(api: Api, rank: int) -> Outcome:
         torch.autograd.backward(losses)
         optimizer.step()
         notes.loss(sum(losses, torch.zeros(())))
+    return notes.outcome(model)
+
+
+@loop("recompute")
+def gradient_surgery(api: Api, rank: int) -> Outcome:
+    """The gradients of two losses are taken apart, turned away from each other, and put back."""
+    notes = Notes()
+    model = nets.Classifier()
+    model, optimizer = api.distribute(model, sgd(model.parameters()))
+    for x, y in epoch(rank) * 2:
+        found = []
+        for criterion in (F.cross_entropy, F.multi_margin_loss):
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+            notes.loss(loss)
+        for p, first, second in zip(model.parameters(), *found, strict=True):
+            overlap = (first * second).sum()
+            if overlap < 0:
+                first = first - overlap / second.pow(2).sum() * second
+            p.grad = first + second
+        notes.look_at_gradients(model)
+        optimizer.step()
     return notes.outcome(model)
 
 
@@ -560,18 +589,6 @@ def swa(api: Api, rank: int) -> Outcome:
     return notes.outcome(model, averaged)
 
 
-class ModelEma:
-    """An average of the whole state, kept by hand."""
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.module, self.decay = copy.deepcopy(model).eval(), decay
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        for kept, value in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
-            kept.copy_(self.decay * kept + (1.0 - self.decay) * value)
-
-
 @loop("amp recompute")
 def timm(api: Api, rank: int) -> Outcome:
     """Smoothed labels, clipping by value, an average of the state, a rate for every update."""
@@ -597,67 +614,6 @@ def timm(api: Api, rank: int) -> Outcome:
             notes.loss(loss)
     notes.look(float(updates))
     return notes.outcome(model, model_ema.module)
-
-
-# --- accumulation by hand -----------------------------------------------------------------------------------------------
-
-
-@loop("amp recompute powersgd")
-def accumulation(api: Api, rank: int) -> Outcome:
-    """Windows of three over four batches: the last one is short."""
-    notes, window = Notes(), 3
-    model = nets.Classifier()
-    model, optimizer = api.distribute(model, sgd(model.parameters()))
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        for index, (x, y) in enumerate(epoch(rank)):
-            loss = F.cross_entropy(model(x), y)
-            (loss / window).backward()
-            if (index + 1) % window == 0 or index + 1 == BATCHES:
-                optimizer.step()
-                optimizer.zero_grad()
-            notes.loss(loss)
-    return notes.outcome(model)
-
-
-@loop("amp recompute powersgd")
-def accumulation_without_sync(api: Api, rank: int) -> Outcome:
-    """The habit under DDP: gradients stay local but in the last backward of a window."""
-    notes, window = Notes(), 2
-    model = nets.Classifier()
-    model, optimizer = api.distribute(model, sgd(model.parameters()))
-    for _ in range(EPOCHS):
-        batches = epoch(rank)
-        for first in range(0, BATCHES, window):
-            with api.no_sync(model):
-                for x, y in batches[first : first + window - 1]:
-                    loss = F.cross_entropy(model(x), y)
-                    (loss / window).backward()
-                    notes.loss(loss)
-            x, y = batches[first + window - 1]
-            loss = F.cross_entropy(model(x), y)
-            (loss / window).backward()
-            notes.look(clip_grad_norm_(model.parameters(), 0.5))
-            optimizer.step()
-            optimizer.zero_grad()
-            notes.loss(loss)
-    return notes.outcome(model)
-
-
-@loop("recompute", no_ddp="its step() would take this rank's own gradients")
-def no_sync_until_step(api: Api, rank: int) -> Outcome:
-    notes = Notes()
-    model = nets.Classifier()
-    model, optimizer = api.distribute(model, sgd(model.parameters()))
-    for x, y in epoch(rank):
-        with api.no_sync(model):
-            for half in (slice(0, 4), slice(4, 8)):
-                loss = F.cross_entropy(model(x[half]), y[half])
-                (loss / 2).backward()
-                notes.loss(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return notes.outcome(model)
 
 
 # --- loss scaling by hand -----------------------------------------------------------------------------------------------
@@ -732,37 +688,6 @@ def closure(api: Api, rank: int, make: Callable[[Iterable[Tensor]], Optimizer]) 
     return notes.outcome(model)
 
 
-class SAM(Optimizer):
-    """Sharpness-aware minimisation: climb, look at the gradient there, come back, step."""
-
-    def __init__(self, params: Iterable[Tensor], base: type[Optimizer], radius: float, **settings: Any) -> None:
-        super().__init__(params, {"radius": radius, **settings})
-        self.base_optimizer = base(self.param_groups, **settings)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def first_step(self, zero_grad: bool = False) -> None:
-        pairs = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for _, p in pairs]).norm()
-        for group, p in pairs:
-            self.state[p]["old"] = p.clone()
-            p.add_(p.grad, alpha=float(group["radius"] / (norm + 1e-12)))
-        if zero_grad:
-            self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self, zero_grad: bool = False) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_(self.state[p]["old"])
-        self.base_optimizer.step()
-        if zero_grad:
-            self.zero_grad()
-
-    def step(self, closure: Any = None) -> Any:
-        raise RuntimeError("SAM is stepped by first_step() and second_step()")
-
-
 @loop("recompute")
 def sam(api: Api, rank: int) -> Outcome:
     notes = Notes()
@@ -777,40 +702,6 @@ def sam(api: Api, rank: int) -> Outcome:
         optimizer.second_step(zero_grad=True)
         notes.loss(loss)
     return notes.outcome(model)
-
-
-class ScheduleFree(Optimizer):
-    """Gradients are taken between the fast weights and their average; `eval()` shows the average, `train()` goes back."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float, share: float) -> None:
-        super().__init__(params, {"lr": lr, "share": share, "updates": 0, "training": True})
-
-    def eval(self) -> None:
-        self._move(training=False, factor=lambda share: 1 - 1 / share)
-
-    def train(self) -> None:
-        self._move(training=True, factor=lambda share: 1 - share)
-
-    @torch.no_grad()
-    def _move(self, *, training: bool, factor: Callable[[float], float]) -> None:
-        for group in self.param_groups:
-            if group["training"] != training:
-                for p in group["params"]:
-                    if "fast" in self.state[p]:
-                        p.lerp_(self.state[p]["fast"], factor(group["share"]))
-                group["training"] = training
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            if not group["training"]:
-                raise RuntimeError("optimizer.train() comes before step()")
-            group["updates"] += 1
-            weight, share = 1 / group["updates"], group["share"]
-            for p in group["params"]:
-                fast = self.state[p].setdefault("fast", p.clone())
-                p.lerp_(fast, weight).add_(p.grad, alpha=group["lr"] * (share * (1 - weight) - 1))
-                fast.sub_(p.grad, alpha=group["lr"])
 
 
 @loop("recompute")
@@ -870,194 +761,4 @@ def checkpoint(api: Api, rank: int, kind: str, shared: bool) -> Outcome:
             loss.backward()
             optimizer.step()
             notes.loss(loss)
-    return notes.outcome(model)
-
-
-# --- between the steps --------------------------------------------------------------------------------------------------
-
-
-@loop("recompute", no_ddp="a forward on one rank waits for the others, to share BatchNorm's statistics")
-def evaluation_on_rank_0(api: Api, rank: int) -> Outcome:
-    notes = Notes()
-    model = nets.conv_net()
-    model, optimizer = api.distribute(model, sgd(model.parameters()))
-    for index in range(EPOCHS):
-        model.train()
-        for x, y in image_epoch(rank):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            notes.loss(loss)
-        if rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(nets.images(0, 50 + index)[0])
-    return notes.outcome(model)
-
-
-@loop("recompute")
-def best_weights_restored(api: Api, rank: int) -> Outcome:
-    """Each second epoch turns out to be worse than the one before, and is taken back."""
-    notes = Notes()
-    net = nets.Classifier()
-    model, optimizer = api.distribute(net, sgd(net.parameters()))
-    for index in range(4):
-        best = copy.deepcopy(net.state_dict())
-        for x, y in epoch(rank):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            notes.loss(loss)
-        if index % 2:
-            net.load_state_dict(best)
-    return notes.outcome(model)
-
-
-@loop("amp recompute powersgd")
-def gradients_logged(api: Api, rank: int) -> Outcome:
-    notes = Notes()
-    model = nets.Classifier()
-    model, optimizer = api.distribute(model, sgd(model.parameters()))
-    for x, y in epoch(rank) * EPOCHS:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        notes.look(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]))
-        notes.look_at_gradients(model)
-        optimizer.step()
-        notes.loss(loss)
-    return notes.outcome(model)
-
-
-@loop("recompute", name="gradients_edited_in_place", rebound=False)
-@loop("recompute", name="gradients_replaced", rebound=True)
-def gradients_edited(api: Api, rank: int, rebound: bool) -> Outcome:
-    """Signs, with noise that all ranks draw alike."""
-    notes, noise = Notes(), torch.Generator().manual_seed(5)
-    model = nets.Classifier()
-    model, optimizer = api.distribute(model, sgd(model.parameters(), lr=0.01))
-    for x, y in epoch(rank) * 2:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        for p in model.parameters():
-            assert p.grad is not None
-            added = 0.1 * torch.randn(p.shape, generator=noise)
-            if rebound:
-                p.grad = p.grad.sign() + added
-            else:
-                p.grad.sign_().add_(added)
-        optimizer.step()
-        notes.loss(loss)
-    return notes.outcome(model)
-
-
-@loop("merge", name="scheduler_before_distribute", before=True)
-@loop("merge", name="scheduler_after_distribute", before=False)
-def scheduler_and_distribute(api: Api, rank: int, before: bool) -> Outcome:
-    notes = Notes()
-    model = nets.Classifier()
-    optimizer: Optimizer = sgd(model.parameters())
-    if before:
-        scheduler = StepLR(optimizer, step_size=3, gamma=0.5)
-    model, optimizer = api.distribute(model, optimizer)
-    if not before:
-        scheduler = StepLR(optimizer, step_size=3, gamma=0.5)
-    for x, y in epoch(rank) * 2:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        notes.loss(loss)
-        notes.look(scheduler.get_last_lr()[0])
-    return notes.outcome(model)
-
-
-# --- how gradients are zeroed, and who steps ----------------------------------------------------------------------------
-
-
-def _to_zeros_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.detach_()
-            p.grad.zero_()
-
-
-def _to_none_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
-    for p in model.parameters():
-        p.grad = None
-
-
-def _through_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-
-
-Zero = Callable[[nn.Module, Optimizer], None]
-
-
-@loop("merge amp recompute powersgd", name="zero_first", zero=_through_optimizer, first=True)
-@loop("merge amp recompute powersgd", name="zero_last", zero=_through_optimizer, first=False)
-@loop("merge", name="zero_to_zeros", zero=lambda _, optimizer: optimizer.zero_grad(set_to_none=False), first=True)
-@loop("merge", name="zero_model_first", zero=lambda model, _: model.zero_grad(), first=True)
-@loop("merge", name="zero_model_last", zero=lambda model, _: model.zero_grad(), first=False)
-@loop(name="zero_model_to_zeros_first", zero=lambda model, _: model.zero_grad(set_to_none=False), first=True)
-@loop(name="zero_model_to_zeros_last", zero=lambda model, _: model.zero_grad(set_to_none=False), first=False)
-@loop(name="zero_by_hand_first", zero=_to_zeros_by_hand, first=True)
-@loop(name="zero_by_hand_last", zero=_to_zeros_by_hand, first=False)
-@loop(name="none_by_hand_first", zero=_to_none_by_hand, first=True)
-@loop(name="none_by_hand_last", zero=_to_none_by_hand, first=False)
-@loop(name="zero_never", zero=lambda model, optimizer: None, first=False)
-def zeroing(api: Api, rank: int, zero: Zero, first: bool) -> Outcome:
-    notes = Notes()
-    model = nets.Classifier()
-    model, optimizer = api.distribute(model, sgd(model.parameters(), lr=0.02))
-    for x, y in epoch(rank) * EPOCHS:
-        if first:
-            zero(model, optimizer)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        if not first:
-            zero(model, optimizer)
-        notes.loss(loss)
-    return notes.outcome(model)
-
-
-_RAW = "its wrapper must be called in the model's place"
-
-
-@loop("merge recompute powersgd", name="nothing_rebound", no_ddp=_RAW, zero=_through_optimizer)
-@loop(name="nothing_rebound_zero_model", no_ddp=_RAW, zero=lambda model, _: model.zero_grad())
-def nothing_rebound(api: Api, rank: int, zero: Zero) -> Outcome:
-    """What distribute returns is not looked at."""
-    notes = Notes()
-    model = nets.Classifier()
-    optimizer = sgd(model.parameters())
-    scheduler = StepLR(optimizer, step_size=3, gamma=0.5)
-    api.distribute(model, optimizer)
-    for x, y in epoch(rank) * EPOCHS:
-        zero(model, optimizer)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        notes.loss(loss)
-    return notes.outcome(model)
-
-
-@loop("merge")
-def optimizer_not_rebound(api: Api, rank: int) -> Outcome:
-    notes = Notes()
-    model = nets.Classifier()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    model, _ = api.distribute(model, optimizer)
-    for x, y in epoch(rank) * 2:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        notes.loss(loss)
     return notes.outcome(model)
