@@ -267,10 +267,10 @@ def nothing_rebound(api: Api, rank: int, zero: Zero) -> Outcome:
 @loop("merge")
 def optimizer_not_rebound(api: Api, rank: int) -> Outcome:
     notes = Notes()
-    model = nets.Classifier()
+    model = nets.conv_net()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     model, _ = api.distribute(model, optimizer)
-    for x, y in epoch(rank) * 2:
+    for x, y in image_epoch(rank) * 2:
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -139,7 +139,7 @@ def wgan_gp(api: Api, rank: int) -> Outcome:
     return notes.outcome(critic, generator)
 
 
-@loop("recompute", no_ddp="a forward without gradients leaves its reducer waiting for them")
+@loop("recompute")
 def gan_with_frozen_discriminator(api: Api, rank: int) -> Outcome:
     """requires_grad of the discriminator is off while the generator learns."""
     notes, criterion = Notes(), nn.BCEWithLogitsLoss()
@@ -254,7 +254,7 @@ def loss_method(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop(no_ddp="its forward is not called: other weights than the model's are put into it")
+@loop()
 def maml(api: Api, rank: int) -> Outcome:
     """A step of an inner loop, and a backward through it."""
     notes = Notes()
@@ -390,13 +390,13 @@ def actor_critic_two_backwards(api: Api, rank: int) -> Outcome:
 def actor_critic_backwards_of_inputs(api: Api, rank: int) -> Outcome:
     """Each loss gives gradients to its own head alone."""
     notes = Notes()
-    model = nets.ActorCritic()
-    model, optimizer = api.distribute(model, Adam(model.parameters(), lr=1e-2))
+    net = nets.ActorCritic()
+    model, optimizer = api.distribute(net, Adam(net.parameters(), lr=1e-2))
     for episode in range(6):
         policy_loss, value_loss = _played(model, rank, episode)
         optimizer.zero_grad()
-        policy_loss.backward(retain_graph=True, inputs=[*model.body.parameters(), *model.actor.parameters()])
-        value_loss.backward(inputs=list(model.critic.parameters()))
+        policy_loss.backward(retain_graph=True, inputs=[*net.body.parameters(), *net.actor.parameters()])
+        value_loss.backward(inputs=list(net.critic.parameters()))
         notes.look_at_gradients(model)
         optimizer.step()
         notes.loss(policy_loss + value_loss)

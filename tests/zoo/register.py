@@ -20,6 +20,8 @@ class Outcome:
     """Gradients, norms and scales that the loop looked at: the same on all ranks."""
     losses: list[float]
     """This rank's own."""
+    buffers: Tensor
+    """Statistics of BatchNorm; under fleetx the same on all ranks."""
 
 
 @dataclass
@@ -42,7 +44,9 @@ class Notes:
 
     def outcome(self, *models: nn.Module) -> Outcome:
         weights = [p.detach().flatten().double() for model in models for p in model.parameters()]
-        return Outcome(torch.cat(weights), torch.cat([torch.zeros(0).double(), *self.seen]), self.losses)
+        buffers = [buffer.flatten().double() for model in models for buffer in model.buffers()]
+        nothing = torch.zeros(0).double()
+        return Outcome(torch.cat(weights), torch.cat([nothing, *self.seen]), self.losses, torch.cat([nothing, *buffers]))
 
 
 @dataclass(frozen=True)
