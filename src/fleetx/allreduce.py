@@ -34,6 +34,9 @@ class KeepsNothing(abc.ABC):
     def refuse_again(self) -> None:
         return None
 
+    def keeps_state(self) -> bool:
+        return False
+
     def used(self, used: list[bool] | None) -> list[bool] | None:
         return used
 

@@ -31,6 +31,13 @@ class BareBackward:
         """Autograd's number of the one under way."""
         self._counts = False
         """Buckets are reduced as they become complete; else all of them at the end."""
+        self._is_stale = False
+        """Parameters were unfrozen or added: at the end a new layout takes this one's place, and reduces."""
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether a backward is over whose gradients wait for a new layout."""
+        return self._is_stale
 
     @property
     def is_under_way(self) -> bool:
@@ -68,11 +75,13 @@ class BareBackward:
         window.refuse_broken()
         pipeline.weighing.refuse_bare(window)
         pipeline.buckets.require_unchanged_type()
-        pipeline.enter_bare()
+        self._is_stale = pipeline.layout_is_stale()
+        if not self._is_stale:
+            pipeline.enter_bare()
         # With several pairs, or gradients that come twice, nothing may start before the end: see pairs.finish_backward and
         # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
         # collectives come in the same order either way.
-        self._counts = pairs.is_only_one() and not reentrant.was_used()
+        self._counts = pairs.is_only_one() and not reentrant.was_used() and not self._is_stale
         self._task = task
         pairs.join_backward(pipeline, task)
         if self._counts:
@@ -88,6 +97,9 @@ class BareBackward:
         """Reduce, where the window is full. `shared`: the backward has reached other pairs too."""
         pipeline = self._pipeline()
         assert pipeline is not None and self._task is not None
+        if self._is_stale:
+            self._task = None
+            return pipeline.when_stale()
         reopened, pipeline.window.shared = pipeline.window.closed, shared
         try:
             if not pipeline.is_last_micro_step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,22 +11,25 @@ from torch import Tensor, nn
 
 from . import world
 from .compile import check_parts, compile_strategy
-from .errors import ConfigError
+from .errors import ConfigError, FleetWarning
 from .optimizer import FleetOptimizer
 from .patch import restore_forwards
 from .placement import (
     agree_on_model,
     broadcast_from_first,
+    broadcast_tensors,
     frozen_parameters,
     move,
     named_trainable,
+    plain_name,
     refuse_unsuited,
     strip_compiled_prefix,
+    warn_of_other_modules,
 )
 from .rehearsal import Rehearsal, Sample, own_loss
 from .slots import Site
 from .strategy import DistributedStrategy
-from .takeover import give_back
+from .takeover import give_back, mark_state
 from .wrapped import bare, refuse_unfit, wrapper_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -82,6 +87,51 @@ def bind(
     )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     face.forward_stage = compiled.forward
+    _connect(whole, face, strategy, params)
+    if not is_placed:
+        warn_of_other_modules(params, here.comm)
+
+
+def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, params: dict[str, nn.Parameter]) -> None:
+    """Let the pair end, follow new parameters and explain missing gradients; by weak references, so that it can be discarded."""
+    model_of, face_of, chosen = weakref.ref(model), weakref.ref(face), strategy.copy()
+    ids = {name: id(param) for name, param in params.items()}
+
+    def end(why: str) -> None:
+        held, optimizer = model_of(), face_of()
+        if held is not None and optimizer is not None:
+            end_pair(held, optimizer, why)
+
+    def follow() -> None:
+        held, optimizer = model_of(), face_of()
+        if held is not None and optimizer is not None:
+            lay_out_again(held, optimizer, chosen)
+
+    def follow_in_backward() -> None:
+        follow()
+        optimizer = face_of()
+        if optimizer is not None:
+            optimizer.pipeline.take_local_gradients()
+
+    def hint() -> str:
+        held = model_of()
+        return "" if held is None else replaced_parameter(bare(held), ids)
+
+    pipeline = face.pipeline
+    pipeline.when_ended, pipeline.when_stale, face.follow = end, follow_in_backward, follow
+    pipeline.hint_at_missing(hint)
+
+
+def replaced_parameter(model: nn.Module, ids: dict[str, int]) -> str:
+    """A sentence on a parameter of the model that is no longer the tensor which the optimizer holds; empty if all are."""
+    for name, param in model.named_parameters():
+        if ids.get(plain_name(name), id(param)) != id(param):
+            return (
+                f" `{plain_name(name)}` of the model is no longer the tensor that the optimizer holds: "
+                "load_state_dict(assign=True) or an assignment has replaced it. Load with assign=False; or load first, then "
+                "build the optimizer and call fleet.distribute(...)."
+            )
+    return ""
 
 
 def rehearse(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, rehearsal: Rehearsal) -> None:
@@ -105,4 +155,59 @@ def give_up(model: nn.Module, face: FleetOptimizer) -> None:
     face.pipeline.give_up()
     if face.update is not face.given:
         face.given.state = face.update.state  # what was put back was put back into the one that stood in its place
+        mark_state(face.given, face.update)
     give_back(face.given)
+
+
+def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
+    """End a pair whose model is distributed again: the optimizer's state stays, gradients go."""
+    pipeline = face.pipeline
+    if pipeline.window.micro_steps and pipeline.comm.rank == 0:
+        warnings.warn(
+            f"fleet.distribute(...) has ended a pair with {pipeline.window.micro_steps} micro-batches that made no update yet; "
+            "their gradients are dropped.",
+            FleetWarning,
+            stacklevel=2,
+        )
+    give_up(model, face)
+    pipeline.buckets.release()
+    face.end(why)
+
+
+def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
+    """Make new buckets for parameters that were added or unfrozen, between two updates; every rank is here.
+
+    Weights, the optimizer's state, counters, loss scale and statistics go on as they are."""
+    old = face.pipeline
+    _refuse_fixed_layout(face)
+    state = {"counters": old.counters(), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
+    common, number, known = old.common_buffers(), old.teller.pair, old.param_ids
+    if not old.buckets.touched() and not old.bare.was_reached:
+        old.buckets.release()  # the last update's gradients; those of a backward that is just over stay
+    give_up(model, face)
+    face.update = face.given
+    bind(model, face, strategy, is_placed=True)
+    new = face.pipeline
+    here = world.current()
+    new_params = [p for bucket in new.buckets for p in bucket.params if id(p) not in known]
+    broadcast_tensors([p.data for p in new_params], here.comm)
+    new.teller.pair = number
+    new.load_counters(state["counters"])
+    new.stages.backward.load_state_dict(state["backward"])
+    new.meter.load_state_dict(state["noise"], here.device)
+    new.load_common_buffers(common, None)
+
+
+def _refuse_fixed_layout(face: FleetOptimizer) -> None:
+    """Name what keeps a number for each parameter of the old layout, and cannot go on with another."""
+    pipeline = face.pipeline
+    again = "Call fleet.distribute(model, optimizer, strategy) again instead, which begins a new pair with the same weights."
+    if pipeline.window.micro_steps:
+        raise ConfigError("parameters were added or unfrozen inside a merge window. Do it between two updates: when report.due.")
+    if face.memory_plan is not None or face.plan is not None:
+        raise ConfigError(f"parameters were added or unfrozen after recompute's budget or auto was planned without them. {again}")
+    if pipeline.stages.reduce.keeps_state() or pipeline.trains_alone:
+        raise ConfigError(
+            "parameters were added or unfrozen while the strategy keeps state of the others: what a compressor has not sent yet, "
+            f"or the last average of Local SGD. {again}"
+        )

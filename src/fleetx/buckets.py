@@ -18,7 +18,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from .bucket import Bucket
+from .bucket import Bucket, Hook
 from .comm import Comm, Pending
 from .layout import bucket_runs
 from .tail import ALARMS, NO_ALARMS, Alarms, Tail
@@ -69,8 +69,10 @@ class Buckets:
         self.when_unexpected: Callable[[Bucket, int], bool] = note_local
         """What to do with a gradient that no backward of ours awaits."""
         # Weak: hooks outlive a discarded optimizer, and must then do nothing.
-        myself: Callable[[], Buckets | None] = weakref.ref(self)
-        self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(myself)]
+        self._myself: Callable[[], Buckets | None] = weakref.ref(self)
+        self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(self._myself)]
+        self._early_hooks: list[tuple[dict[int, Hook], int, Hook]] = []
+        self._before_more: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         self.give_up()
@@ -79,6 +81,13 @@ class Buckets:
         """No gradient is taken any more."""
         for handle in getattr(self, "_handles", []):
             handle.remove()
+
+    def release(self) -> None:
+        """Let go of gradients that lie in these buffers."""
+        for bucket in self._buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view:
+                    param.grad = None
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
@@ -131,6 +140,26 @@ class Buckets:
         """What was reduced may be added to, and is then reduced again."""
         for bucket in self._buckets:
             bucket.closed = False
+
+    def before_more(self, action: Callable[[], None]) -> None:
+        """Call `action` once, before the next gradient is added to what `param.grad` holds.
+
+        By a hook on each parameter that autograd calls before it adds; taken out and put back without being registered again."""
+        if not self._early_hooks:
+            hook = _make_early_hook(self._myself)
+            handles = [param.register_hook(hook) for bucket in self._buckets for param in bucket.params]
+            self._handles += handles
+            self._early_hooks = [(handle.hooks_dict_ref(), handle.id, hook) for handle in handles]
+        self._before_more = action
+        for hooks, key, hook in self._early_hooks:
+            hooks[key] = hook
+
+    def on_more(self) -> None:
+        action, self._before_more = self._before_more, None
+        for hooks, key, _ in self._early_hooks:
+            hooks.pop(key, None)
+        if action is not None:
+            action()
 
     def require_unchanged_type(self) -> None:
         for bucket in self._buckets:
@@ -227,9 +256,10 @@ class Buckets:
         return [filled for bucket in self._buckets for filled in bucket.filled]
 
     def missing(self) -> list[str]:
-        """Parameters without a gradient in this window, on this rank."""
+        """Parameters without a gradient in this window, on this rank; not those that were frozen since."""
         gaps = [bucket for bucket in self._buckets if not all(bucket.filled)]  # as a rule none: names are looked for only then
-        return [name for b in gaps for name, filled in zip(b.names, b.filled, strict=True) if not filled]
+        rows = (row for bucket in gaps for row in zip(bucket.names, bucket.params, bucket.filled, strict=True))
+        return [name for name, param, filled in rows if not filled and param.requires_grad]
 
     def own_alarms(self) -> Alarms:
         return self._alarms._replace(missing=len(self.missing()))
@@ -252,8 +282,8 @@ class Buckets:
             if used is None and not (bucket.elsewhere or bucket.hidden) and all(bucket.filled):
                 continue
             bucket.hidden = False
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                param.grad = view if next(wanted) else None
+            for param, view, filled in zip(bucket.params, bucket.views, bucket.filled, strict=True):
+                param.grad = view if next(wanted) and (filled or param.requires_grad) else None
 
     def adopt_replaced(self) -> None:
         """The user put other tensors in place of reduced gradients: take their values, so that clipping sees them."""
@@ -285,3 +315,12 @@ class Buckets:
                 bucket.zero_small()  # here, while the update has left them in the cache
             else:
                 bucket.flat.zero_()
+
+
+def _make_early_hook(owner: Callable[[], Buckets | None]) -> Hook:
+    def hook(_: Tensor) -> None:
+        found = owner()
+        if found is not None:
+            found.on_more()
+
+    return hook

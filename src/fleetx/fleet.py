@@ -30,7 +30,7 @@ from .placement import agree_on_model, named_trainable
 from .sampler import FleetSampler
 from .strategies.auto import Auto
 from .strategy import SCALARS, DistributedStrategy
-from .wrapped import refuse_steps_of_a_sample
+from .wrapped import bare, refuse_steps_of_a_sample
 
 if TYPE_CHECKING:  # imported where they are used: few scripts plan, not all save, and `import fleetx` must be quick
     from .checkpoint import load_checkpoint, save_checkpoint, save_model
@@ -193,6 +193,7 @@ def distribute(
     `sample` (one batch) and `loss_fn(model, batch)` are for parts that must run steps themselves; for `auto` with a global batch
     `sample` may also be a function that makes a batch of so many rows.
     """
+    optimizer = _given(optimizer)
     require_plain_optimizer(optimizer)
     face = FleetOptimizer(optimizer)
     _bind(model, face, _chosen(strategy), sample=sample, loss_fn=loss_fn)
@@ -258,6 +259,7 @@ def distributed_model(model: M) -> M:
 
 def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> FleetOptimizer:
     """Fleet's two-call spelling: the optimizer meets the model that `distributed_model` was or will be given."""
+    optimizer = _given(optimizer)
     require_plain_optimizer(optimizer)
     face = FleetOptimizer(optimizer, strategy_waiting=_chosen(strategy))
     check_parts(face.strategy_waiting.parts())
@@ -288,6 +290,23 @@ def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
         raise ConfigError(f"strategy is {type(strategy).__name__}; it must be a fleet.DistributedStrategy.")
     return (strategy or _default_strategy or DistributedStrategy()).copy()
+
+
+def _given(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside, where one is distributed once more: a notebook's cell that is run again."""
+    return optimizer.given if isinstance(optimizer, FleetOptimizer) else optimizer
+
+
+def _end_earlier_pair(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
+    """Parameters belong to one pair. What can be refused at a glance is refused before the earlier one ends."""
+    require_module(model)
+    params = named_trainable(bare(model), face.given)
+    check_parts(strategy.parts(), by_ddp=bare(model) is not model)
+    pairs.end_owners(
+        list(params.values()),
+        "this pair has ended: fleet.distribute(...) was called again with its parameters. Use the optimizer that it returned.",
+    )
+    pairs.drop_discarded()
 
 
 def _planned(
@@ -333,6 +352,7 @@ def _bind(
     auto = next((part for part in strategy.parts() if isinstance(part, Auto)), None)
     if auto is not None or sample is not None:
         refuse_steps_of_a_sample(model)
+    _end_earlier_pair(model, face, strategy)
     if auto is not None:
         strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
     elif callable(sample):

@@ -104,6 +104,10 @@ class NonFiniteGuard:
         self._good = [buffer.clone() if good is None else good[name].to(buffer).clone() for name, buffer in named]
 
 
+EARLY_LOOKS = (1, 10)
+"""Updates after which ranks are compared, besides every `desync_check_steps`-th."""
+
+
 @final
 class RankCheck:
     """Do all ranks still hold the same model? A weight changed by hand on one rank, or a flipped bit, is found here."""
@@ -119,12 +123,16 @@ class RankCheck:
         """A checkpoint was loaded: what was under way is of the weights before."""
         self._pending = None
 
+    def _looks_until(self, index: int) -> int:
+        """How many looks are due up to this update: early ones, since what drives ranks apart mostly does so from the start."""
+        return sum(index >= early for early in EARLY_LOOKS) + index // self._every
+
     def after_update(self, index: int) -> None:
         if self._comm.size == 1 or self._every == 0:
             return
         if self._pending is not None:
             self._finish()
-        if index % self._every == 0:
+        if self._looks_until(index) > self._looks_until(index - 1):
             self._begin(index)
 
     def after_round(self, index: int) -> None:
@@ -133,7 +141,7 @@ class RankCheck:
             return
         if self._pending is not None:
             self._finish()
-        if index // self._every > self._last_round // self._every:
+        if self._looks_until(index) > self._looks_until(self._last_round):
             self._begin(index)
         self._last_round = index
 

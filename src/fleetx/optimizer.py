@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, final, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from .optim.lars import Lars
 from .optim.layerwise import Layerwise
 from .pipeline import Pipeline
 from .report import Report
+from .routing import route
 from .scaling import GradScaling, refuse_unfit, scaling_of
 from .strategy import DistributedStrategy
 
@@ -62,7 +64,11 @@ class FleetOptimizer(Optimizer):
         """The model's parameters that were not trainable when it was distributed."""
         self._zeroes_after_step = False
         self.stepping = False
-        """Whether `update` is being called by the pipeline."""
+        """Whether `update`, or the optimizer given, is being called from here: such calls are not sent back."""
+        self.ended = ""
+        """Why this pair trains nothing any more; empty while it does."""
+        self.follow: Callable[[], None] = lambda: None
+        """Makes a new layout of buckets for parameters that have joined the optimizer or were unfrozen."""
         self.forward_stage: Any = None
         """Autocast, under amp."""
         self.memory_plan: MemoryPlan | None = None
@@ -75,13 +81,32 @@ class FleetOptimizer(Optimizer):
     def bind(self, pipeline: Pipeline, *, frozen: dict[str, nn.Parameter]) -> None:
         self._bound, self.frozen = pipeline, frozen
         self.update = pipeline.stages.update
+        route(self.given, self)
+        pipeline.layout_is_stale = _stale_layout(weakref.ref(self))
         if isinstance(self.update, Layerwise | SGDHandedOver):
             self.update.__dict__[OWNER] = weakref.ref(self)
             refuse_before_step(self.update, _refuse_step_past_the_pipeline)
-        self._param_count = sum(len(group["params"]) for group in self.param_groups)
+        self._params_seen = self._count_params()
+        self._frozen_here = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+
+    def end(self, why: str) -> None:
+        """Train nothing any more: later calls raise, and say why."""
+        self.ended, self.forward_stage = why, None
+
+    def takes_calls(self) -> bool:
+        return self._bound is not None and not self.ended and not self.stepping
+
+    def has_stale_layout(self) -> bool:
+        """Whether a parameter joined this optimizer or was unfrozen since the buckets were laid out."""
+        return self._count_params() != self._params_seen or any(p.requires_grad for p in self._frozen_here)
+
+    def _count_params(self) -> int:
+        return sum(len(group["params"]) for group in self.param_groups)
 
     @property
     def pipeline(self) -> Pipeline:
+        if self.ended:
+            raise ConfigError(self.ended)
         if self._bound is None:
             raise ConfigError(
                 "this optimizer has met no model yet. Call fleet.distributed_model(model) too, or use fleet.distribute(...)."
@@ -124,21 +149,41 @@ class FleetOptimizer(Optimizer):
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
-        pipeline = self.pipeline
-        self._refuse_changed_parameters()
-        pipeline.backward(loss, None if weight is None else _as_number(weight), retain_graph=retain_graph)
+        self.follow_changed_parameters()
+        self.pipeline.backward(loss, None if weight is None else _as_number(weight), retain_graph=retain_graph)
 
-    def step(self, closure: None = None) -> Report:  # type: ignore[override]
-        if closure is not None:
-            raise ConfigError(
-                "a closure would run backward several times for one update, past the reducer. "
-                "Write optimizer.minimize(loss) in the loop instead."
-            )
-        pipeline = self.pipeline
-        self._refuse_changed_parameters()
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> Report: ...
+    @overload
+    def step(self, closure: Callable[[], Any]) -> Any: ...
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End a micro-step; when due, update. Returns the report; with a closure, what the closure returned, as torch does."""
+        if closure is None:
+            return self._step()
+        returned: list[Any] = []
+
+        def noted() -> Any:
+            with torch.enable_grad():
+                returned.append(closure())
+            return returned[-1]
+
+        if self.pipeline.window.closed and not self._runs_closure_first():
+            self._refuse_own_update("step(closure)")
+            self._step(noted)  # inside, as SAM does, whose second gradient is of other weights
+        else:
+            noted()
+            self._step()
+        return returned[-1] if returned else None
+
+    def _runs_closure_first(self) -> bool:
+        """torch's own optimizers, and ours, call it once, before they look at a gradient."""
+        return type(self.update).__module__.startswith(("torch.optim.", "fleetx."))
+
+    def _step(self, inside: Callable[[], Any] | None = None) -> Report:
+        self.follow_changed_parameters()
         scaling = self._scaling()
         with self._steps():
-            return pipeline.step(recycle=self._zeroes_after_step, scaling=scaling)
+            return self.pipeline.step(recycle=self._zeroes_after_step, scaling=scaling, closure=inside)
 
     def _scaling(self) -> GradScaling | None:
         """What a GradScaler has left here, or on the optimizer that was given and whose fused kernel unscales by itself."""
@@ -189,15 +234,17 @@ class FleetOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What a compressor had kept back belongs to the weights before, and goes."""
-        self.update.load_state_dict(state_dict)
+        with self._steps():
+            self.update.load_state_dict(state_dict)
         if self._bound is not None:
             self._bound.stages.reduce.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ConfigError(
-            "a parameter group cannot be added after fleet.distribute(...): the bucket layout is fixed for the run. "
-            "Add it to your optimizer first, then call fleet.distribute(...)."
-        )
+        """Train more parameters from the next update on. Every rank must call it, between two updates."""
+        with self._steps():
+            self.given.add_param_group(param_group)
+        if self._bound is not None:
+            self.follow_changed_parameters()
 
     def describe(self) -> str:
         """How the update treats each parameter, where a strategy has put an optimizer of its own in place."""
@@ -214,13 +261,35 @@ class FleetOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"FleetOptimizer({self.update!r})"
 
-    def _refuse_changed_parameters(self) -> None:
-        """A parameter unfrozen or added later would train alone on each rank."""
-        for name, param in self.frozen.items():
-            if param.requires_grad:
-                raise ConfigError(
-                    f"`{name}` was frozen in fleet.distribute(...) and is trainable now. Leave it trainable until then "
-                    "and set strategy.find_unused_parameters = True, or call fleet.distribute(...) after unfreezing."
-                )
-        if sum(len(group["params"]) for group in self.param_groups) != self._param_count:
-            raise ConfigError("parameters were added to the optimizer after fleet.distribute(...). Add them before it.")
+    def __getattr__(self, name: str) -> Any:
+        """Methods and attributes that the given optimizer has of its own: schedule-free's train(), SAM's first_step()."""
+        if name.startswith("_") or name in ("grad_scale", "found_inf") or "given" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(self.given, name)
+        if "step" in name and callable(value):
+            self._refuse_own_update(name)
+        return value
+
+    def _refuse_own_update(self, name: str) -> None:
+        """Refuse a method that moves weights by itself where a stage between REDUCE and the next update would be left out."""
+        part = self.pipeline.stages.after_reduce()
+        if part is not None:
+            raise ConfigError(
+                f"{type(self.given).__name__}.{name} updates the weights by itself, past optimizer.step(), where strategy.{part} "
+                f"acts. Leave strategy.{part} out, or use an optimizer whose step() makes the whole update."
+            )
+
+    def follow_changed_parameters(self) -> None:
+        """Lay out buckets for parameters that were added or unfrozen; every rank has done so at the same place."""
+        if self._bound is None or self.ended or self._bound.window.closed:
+            return  # a window that is reduced gets its update first
+        if self.has_stale_layout():
+            self.follow()
+
+
+def _stale_layout(optimizer: Callable[[], FleetOptimizer | None]) -> Callable[[], bool]:
+    def is_stale() -> bool:
+        found = optimizer()
+        return found is not None and found.has_stale_layout()
+
+    return is_stale

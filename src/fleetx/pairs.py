@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -53,6 +54,12 @@ def dismiss(pair: Pair) -> None:
     _alive.discard(pair)
 
 
+def forget() -> None:
+    """Forget all pairs, with the world they were distributed in."""
+    _alive.clear()
+    _reached.clear()
+
+
 def owner_of(param: Tensor) -> Pair | None:
     """The pair that trains this parameter. A discarded pair owns nothing."""
     return next((pair for pair in _alive if id(param) in pair.param_ids), None)
@@ -67,6 +74,12 @@ def end_owners(params: list[Tensor], why: str) -> None:
 
 def is_only_one() -> bool:
     return len(_alive) == 1
+
+
+def drop_discarded() -> None:
+    """Collect pairs to which only their own cycles refer: beside another pair no reduce starts before backward ends."""
+    if _alive:
+        gc.collect()
 
 
 # --- a bare backward ------------------------------------------------------------------------------------------------

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
-from . import pairs, progress, stopping
+from . import pairs, progress, reentrant, stopping
 from .averaging.told import Row
 from .bare_backward import BareBackward
 from .bucket import Bucket
@@ -58,6 +60,10 @@ class Pipeline:
             buckets.when_unexpected = self.bare.on_gradient
         self.when_ended: Callable[[str], None] | None = None
         """Ends the pair for its model and optimizer too; None while it is being built."""
+        self.layout_is_stale: Callable[[], bool] = lambda: False
+        """Whether parameters have joined the optimizer since the buckets were laid out."""
+        self.when_stale: Callable[[], None] = lambda: None
+        """Makes a new pipeline, which reduces the gradients that are there."""
         self.teller = Teller(stages, buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, heed=self._heed_round)
@@ -83,23 +89,25 @@ class Pipeline:
         if self.window.closed:
             return self._add_to_reduced(loss, retain_graph=retain_graph)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
-        by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as a bare backward's are
+        by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as local ones are
+        at_end = by_ddp or reentrant.was_used()  # a gradient may come twice: a bucket cannot tell when it is complete
         self.buckets.begin()
         self.window.enter(loss, weight)
         progress.at_step(self.index + 1, Phase.BACKWARD)
         try:
-            if due and not by_ddp:
+            if due and not at_end:
                 self.arm()
-            if not by_ddp:
+            if not at_end:
                 self.buckets.expect(reduces=due)
-            pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
+            with pairs.no_sync() if at_end else contextlib.nullcontext():
+                pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
             self.buckets.abandon()
             raise
-        if by_ddp or not due:
+        if at_end or not due:
             self._keep()
-        if due and by_ddp:
+        if due and at_end:
             self.reduce_now()
         elif due:
             self.close()
@@ -166,6 +174,11 @@ class Pipeline:
         if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
             self._average(dropped)
 
+    def take_local_gradients(self) -> None:
+        """Reduce the gradients that lie in `param.grad` now; every rank is here."""
+        if self.buckets.has_new():
+            self._take_local_gradients()
+
     def hint_at_missing(self, hint: Callable[[], str]) -> None:
         """Add a sentence to the errors of missing gradients."""
         self._checks.unused.hint = hint
@@ -185,11 +198,6 @@ class Pipeline:
         window = self.window
         if window.closed:
             self.stages.reduce.refuse_again()
-            if self.stages.merge.micro_steps > 1 and self.stages.merge.mean:
-                raise ConfigError(
-                    "a second backward in the last micro-step of a merge window: the first has reduced it. Write "
-                    "`with fleet.no_sync():` around all backwards of a micro-step but the last, or add the losses."
-                )
             self.buckets.reopen()
         elif not window.entered:
             window.enter(None, None)
@@ -268,6 +276,17 @@ class Pipeline:
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
+        self.window.is_sum = False
+        if self.stages.merge.micro_steps > 1 and self.stages.merge.mean:
+            self.buckets.before_more(_weak_method(self._make_sum))
+
+    @torch.no_grad()
+    def _make_sum(self) -> None:
+        """Another backward adds to a merged mean: make it the sum again that it is the mean of."""
+        if self.window.closed and not self.window.is_sum:
+            self.window.is_sum = True
+            grads = [p.grad for bucket in self.buckets for p in bucket.params if p.grad is not None]
+            torch._foreach_mul_(grads, float(self.window.micro_steps))
 
     def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
         """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""
@@ -483,3 +502,15 @@ class Pipeline:
         if self.buckets.tail is not None:
             self.buckets.tail.resume(common)
         self._checks.finite.resume(good if self.trains_alone else common)
+
+
+def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
+    """Call the method as long as its object lives: what holds this must not keep it alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    return call

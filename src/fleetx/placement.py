@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .comm import Comm, sharding_of
-from .errors import ConfigError
+from .errors import ConfigError, FleetWarning
 from .pairs import owner_of
 
 OUTSIDE = "(outside the model"
@@ -86,12 +88,37 @@ def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
             raise ConfigError(f"`{name}` is {param.dtype}; trainable parameters must be real floating-point tensors.")
         if owner_of(param) is not None:
             raise ConfigError(
-                f"`{name}` already belongs to another fleet.distribute(...) pair. Two optimizers on one model: "
-                "make them two parameter groups of one optimizer."
+                f"`{name}` belongs to a fleet.distribute(...) pair, which goes on training it. Call fleet.find_batch(...) before "
+                "fleet.distribute(...)."
             )
     devices = {p.device for p in params.values() if p.device.type == "cuda"}
     if len(devices) > 1:
         raise ConfigError(f"the model is spread over {sorted(map(str, devices))}. One rank drives one device.")
+
+
+def warn_of_other_modules(params: dict[str, nn.Parameter], comm: Comm) -> None:
+    """Name modules outside the model whose parameters are trained: their buffers (BatchNorm statistics) are not seen."""
+    outside = [param for name, param in params.items() if name.startswith(OUTSIDE)]
+    if comm.size == 1 or comm.rank != 0 or not outside:
+        return
+    dicts = {id(d): d for param in outside for d in gc.get_referrers(param) if type(d) is dict}
+    owners = [m for d in dicts.values() for m in _holders(d) if any(b is not None for b in m._buffers.values())]
+    if owners:
+        warnings.warn(
+            f"the optimizer trains parameters of a module outside the model, a {type(owners[0]).__name__} with buffers, whose "
+            "statistics would drift apart between ranks. Give both to fleet.distribute as one: "
+            "fleet.distribute(torch.nn.ModuleList([model, other]), optimizer, strategy).",
+            FleetWarning,
+            stacklevel=2,
+        )
+
+
+def _holders(parameters: dict[str, Any]) -> list[nn.Module]:
+    """The modules whose dict of parameters this is."""
+    spaces = [space for space in gc.get_referrers(parameters) if type(space) is dict and space.get("_parameters") is parameters]
+    direct = [m for m in gc.get_referrers(parameters) if isinstance(m, nn.Module) and m._parameters is parameters]
+    held = [m for space in spaces for m in gc.get_referrers(space) if isinstance(m, nn.Module) and m.__dict__ is space]
+    return list({id(m): m for m in [*direct, *held]}.values())
 
 
 def move(model: nn.Module, optimizer: Optimizer, params: dict[str, nn.Parameter], device: torch.device) -> None:
@@ -152,7 +179,13 @@ def _group_settings(optimizer: Optimizer) -> list[str]:
 def broadcast_from_first(model: nn.Module, params: dict[str, nn.Parameter], comm: Comm) -> None:
     """Rank 0's weights and buffers on all ranks, a few large collectives."""
     tensors = {id(t): t.data for t in [*model.parameters(), *model.buffers(), *params.values()]}
-    for chunk in _chunks(list(tensors.values())):
+    broadcast_tensors(list(tensors.values()), comm)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], comm: Comm) -> None:
+    """Rank 0's values on all ranks."""
+    for chunk in _chunks(tensors):
         # Bytes: one collective moves every type.
         flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in chunk])
         comm.broadcast(flat).wait()

@@ -46,10 +46,10 @@ class GradScaling:
 
 def scaling_of(optimizer: Any, *, by_kernel: bool = False) -> GradScaling | None:
     """What a GradScaler has left on an optimizer that it is about to step; None where there is none."""
-    found_inf = getattr(optimizer, "found_inf", None)
+    found_inf = vars(optimizer).get("found_inf")
     if found_inf is None:
         return None
-    return GradScaling(found_inf, None if by_kernel else getattr(optimizer, "grad_scale", None))
+    return GradScaling(found_inf, None if by_kernel else vars(optimizer).get("grad_scale"))
 
 
 def refuse_unfit(stages: Stages) -> None:
@@ -62,7 +62,7 @@ def refuse_unfit(stages: Stages) -> None:
             'then be of two scales. Write strategy.amp = True with amp_configs = {"dtype": "float16"} instead of the scaler, or '
             "accumulate by hand inside `with fleet.no_sync():`."
         )
-    if stages.reduce.state_dict():
+    if stages.reduce.keeps_state():
         raise ConfigError(
             f"a GradScaler by hand beside a strategy that claims `{Slot.REDUCE.value}` and keeps what it did not send: kept in "
             'scaled units it is wrong once the scale changes. Write strategy.amp = True with amp_configs = {"dtype": "float16"}.'

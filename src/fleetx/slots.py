@@ -131,6 +131,9 @@ class Reduce(Protocol):
     def refuse_again(self) -> None:
         """Raise if an update that was reduced cannot be added to and reduced once more."""
 
+    def keeps_state(self) -> bool:
+        """Whether something of each parameter is kept from update to update, now or once it compresses."""
+
     def used(self, used: list[bool] | None) -> list[bool] | None:
         """Of parameters that some rank used: those that have a gradient now, in the order of buckets. None: all have."""
 

@@ -18,6 +18,7 @@ from .placement import plain_name
 from .slots import Part, Site
 
 HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
+STATE_OF = "_fleetx_state_of"
 NEUTRAL: Mapping[str, Any] = {"nesterov": False, "dampening": 0, "amsgrad": False, "differentiable": False}
 
 
@@ -49,6 +50,8 @@ def require_neutral(part: Part, optimizer: Optimizer) -> None:
 
 def require_no_state(part: Part, site: Site, *, why: str) -> None:
     """Asked on all ranks: a state that only rank 0 has loaded must not leave the others waiting."""
+    if site.optimizer.__dict__.get(STATE_OF) == part.name:
+        return  # of an earlier pair with the same rule, which was ended: it goes on with it
     mine = any(site.optimizer.state.values())  # reading the state of a parameter leaves an empty one behind
     ranks = [rank for rank, found in enumerate(site.comm.gather_json(mine)) if found]
     if ranks:
@@ -158,6 +161,11 @@ def take_over(inner: Optimizer, update: Layerwise | SGDHandedOver, settings: Map
     # A scheduler built on `inner` asks whether that one has stepped, and it never will.
     inner._opt_called = True  # type: ignore[attr-defined]
     _refuse_use(inner, update)
+
+
+def mark_state(inner: Optimizer, update: Optimizer) -> None:
+    """Note by which rule the state was made that an ended pair leaves behind."""
+    inner.__dict__[STATE_OF] = type(update).__name__.lower()
 
 
 def _take_back(inner: Optimizer) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from . import comm as c10d
-from . import gloo_threads, running, stopping
+from . import gloo_threads, pairs, running, stopping
 from .comm import Comm, SoloComm, TorchComm
 from .errors import ConfigError
 from .roles import Role, role_from_env, role_in_group
@@ -71,6 +71,7 @@ def close_world() -> None:
     _current = None
     stopping.forget()
     running.forget()
+    pairs.forget()
     c10d.close_group()
 
 

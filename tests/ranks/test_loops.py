@@ -816,8 +816,9 @@ def test_a_gan_written_as_in_torchs_own_example_trains_as_in_one_process() -> No
 
 def _gan_bytes(rank: int) -> list[tuple[int, int]]:
     generator, discriminator = _gan_nets()
-    generator, g_optimizer = fleet.distribute(generator, sgd(generator))
-    discriminator, d_optimizer = fleet.distribute(discriminator, sgd(discriminator))
+    strategy = fleet.DistributedStrategy(desync_check_steps=0)
+    generator, g_optimizer = fleet.distribute(generator, sgd(generator), strategy)
+    discriminator, d_optimizer = fleet.distribute(discriminator, sgd(discriminator), strategy)
     sent = []
     for step in range(3):
         real, noise = _gan_rows(rank, step)
@@ -1201,7 +1202,7 @@ def test_large_gradients_are_true_ones_however_a_window_closes(loop: str) -> Non
 
 def _reports(rank: int) -> list[tuple[bool, float, Report]]:
     model = net()
-    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2}, desync_check_steps=0)
     model, optimizer = fleet.distribute(model, sgd(model), strategy)
     seen = []
     for step in range(4):
@@ -1226,7 +1227,7 @@ def test_a_report_says_what_the_micro_step_did(size: int) -> None:
         assert reports[1].loss == pytest.approx((losses[0] + losses[1]) / 2, abs=1e-12)
         assert reports[3].loss == pytest.approx((losses[2] + losses[3]) / 2, abs=1e-12)
         # Nothing travels inside a window. In the second (the first also compares the ranks' batches) the gradients do,
-        # and with them three float32: gradients missing, losses not finite, requests to stop.
+        # and with them five float32: gradients missing, losses not finite, requests to stop, place and its square.
         assert reports[0].bytes_sent == reports[2].bytes_sent == 0
         assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 20))
 

@@ -48,21 +48,6 @@ def assert_refused(ranks: list[str], *fragments: str, error: str = "ConfigError"
 # --- calls ----------------------------------------------------------------------------------------------------------
 
 
-def _closure(rank: int) -> str:
-    model, optimizer = pair()
-
-    def closure() -> float:
-        loss = loss_of(model, rank)
-        loss.backward()
-        return loss.item()
-
-    return raised(lambda: optimizer.step(closure))  # type: ignore[arg-type]
-
-
-def test_a_closure_is_refused() -> None:
-    assert_refused(run_ranks(_closure, 2), "closure", "optimizer.minimize(loss)")
-
-
 def _method(rank: int) -> str:
     model, optimizer = pair()
     model.loss = lambda rows: loss_of(model, rank)  # type: ignore[assignment]
@@ -200,64 +185,16 @@ def test_a_weight_in_a_summed_window_is_refused() -> None:
 # --- parameters -----------------------------------------------------------------------------------------------------
 
 
-def _second_optimizer(rank: int) -> list[str]:
-    model, optimizer = pair()
-    again = raised(lambda: fleet.distribute(model, sgd(model)))
-    half = raised(lambda: fleet.distribute(model, torch.optim.Adam(model[4].parameters())))
-    optimizer.minimize(loss_of(model, rank))  # the first pair is unharmed
-    return [again, half]
-
-
-def test_a_second_optimizer_on_one_model_is_refused() -> None:
-    for again, half in run_ranks(_second_optimizer, 2):
-        assert_refused([again], "`0.weight`", "Two optimizers on one model", "two parameter groups of one optimizer")
-        assert_refused([half], "`4.weight`", "Two optimizers on one model")
-
-
-def _distributed_twice(rank: int, spelling: str) -> str:
-    model, optimizer = pair()
-    if spelling == "distribute":
-        return raised(lambda: fleet.distribute(model, optimizer))
-    return raised(lambda: fleet.distributed_optimizer(optimizer))
-
-
-@pytest.mark.parametrize("spelling", ["distribute", "distributed_optimizer"])
-def test_an_optimizer_that_is_already_distributed_is_refused(spelling: str) -> None:
-    assert_refused(run_ranks(_distributed_twice, 2, spelling), "already distributed", "torch optimizer")
-
-
-def _unfrozen(rank: int, in_optimizer: bool) -> list[str]:
+def _added_in_a_window(rank: int) -> str:
     model = mlp()
-    model[2].requires_grad_(False)
-    chosen = list(model.parameters()) if in_optimizer else [p for p in model.parameters() if p.requires_grad]
-    model, optimizer = fleet.distribute(model, torch.optim.SGD(chosen, lr=0.1))
+    strategy = fleet.DistributedStrategy(**merged(2))
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model[0].parameters(), lr=0.1), strategy)
     optimizer.minimize(loss_of(model, rank))
-    model[2].bias.requires_grad_(True)  # type: ignore[operator]
-    by_minimize = raised(lambda: optimizer.minimize(loss_of(model, rank)))
-    loss_of(model, rank).backward()
-    return [by_minimize, raised(optimizer.step)]
+    return raised(lambda: optimizer.add_param_group({"params": list(model[4].parameters())}))
 
 
-@pytest.mark.parametrize("in_optimizer", [True, False])
-def test_a_parameter_unfrozen_later_is_refused_by_name(in_optimizer: bool) -> None:
-    for messages in run_ranks(_unfrozen, 2, in_optimizer):
-        assert_refused(messages, "`2.bias`", "frozen", "find_unused_parameters = True", "after unfreezing")
-
-
-def _added_group(rank: int, through: str) -> str:
-    model = mlp()
-    inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    model, optimizer = fleet.distribute(model, inner)
-    group = {"params": list(model[4].parameters())}
-    if through == "ours":
-        return raised(lambda: optimizer.add_param_group(group))
-    inner.add_param_group(group)
-    return raised(lambda: optimizer.minimize(loss_of(model, rank)))
-
-
-@pytest.mark.parametrize("through", ["ours", "the inner optimizer"])
-def test_a_parameter_group_added_later_is_refused(through: str) -> None:
-    assert_refused(run_ranks(_added_group, 2, through), "added", "after fleet.distribute(...)", "Add")
+def test_a_parameter_group_added_inside_a_merge_window_is_refused() -> None:
+    assert_refused(run_ranks(_added_in_a_window, 2), "inside a merge window", "between two updates")
 
 
 class Branches(nn.Module):

@@ -135,6 +135,9 @@ class Compressor(abc.ABC):
         # of backward: what follows waits for the other ranks.
         return pending.then(lambda: self._reduce(step)) if bucket is self._buckets[-1] else pending
 
+    def keeps_state(self) -> bool:
+        return bool(self._residuals())
+
     def refuse_again(self) -> None:
         if self._compressed_last:
             raise ConfigError(

@@ -80,7 +80,11 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
                 face.step()  # ends the micro-step: nothing moves inside a window
             self._is_overflow = True  # no update: a scheduler must not move
             return None
-        report = face.step(closure)
+        if closure is not None:
+            raise ConfigError(
+                "step(closure) under Accelerate, which says itself where an update ends. Call accelerator.backward(loss)."
+            )
+        report = face.step()
         if self._hosted and not report.due:
             report = face.flush()  # after a bare loss.backward(), the last of a short window
         # Ranks that train alone may skip alone: their schedulers must move alike. Else as Accelerate does: not on an overflow.

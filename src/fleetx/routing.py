@@ -1,0 +1,44 @@
+"""Calls of the optimizer that was given to fleet.distribute go to the pair: a script that goes on with it trains all the same.
+
+model, _ = fleet.distribute(model, optimizer)        # the result is not used, or a scheduler or framework holds the first one
+loss.backward()
+optimizer.step()                                     # the pair's step: checks, clipping, update, averaging
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict")
+
+
+class Target(Protocol):
+    """The optimizer that fleet.distribute has returned."""
+
+    def takes_calls(self) -> bool:
+        """Whether calls of the given optimizer are for the pair: it has not ended, and is not making one of them itself."""
+
+
+def route(given: Optimizer, target: Target) -> None:
+    """Send the calls of `METHODS` to the target, as long as it takes them. The class and its own methods stay untouched.
+
+    The given optimizer holds the target: where the script keeps only the given one, that one keeps the pair alive."""
+    for name in METHODS:
+        # A method, and not a function: a scheduler that is made later looks for the function inside of it.
+        given.__dict__[name] = MethodType(_routed(name, given.__dict__.get(name), target), given)
+
+
+def _routed(name: str, before: Callable[..., Any] | None, target: Target) -> Callable[..., Any]:
+    def call(self: Optimizer, *args: Any, **settings: Any) -> Any:
+        if target.takes_calls():
+            return getattr(target, name)(*args, **settings)
+        own = before if before is not None else getattr(type(self), name).__get__(self)
+        return own(*args, **settings)
+
+    if hasattr(before, "_wrapped_by_lr_sched"):
+        call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else the scheduler warns that step() was replaced
+    return call

@@ -1,0 +1,877 @@
+"""Guards the loops that people write before they have read a page of ours: each trains as under DDP, or is told why not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+from fleetx import fleet
+from fleetx.errors import FleetWarning
+from harness import raised, run_ranks
+from models import batch, cnn, flat_state, mlp
+
+STEPS = 6
+Loop = Callable[[nn.Module, torch.optim.Optimizer, int], Any]
+
+
+def rows(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    return batch(step * 2 + rank, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = rows(rank, step)
+    return F.cross_entropy(model(x), y)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def small_buckets(**parts: Any) -> fleet.DistributedStrategy:
+    return fleet.DistributedStrategy(fuse_grad_size_in_MB=0.0005, **parts)
+
+
+def ours(rank: int, loop: Loop, **parts: Any) -> tuple[Tensor, Any]:
+    model, optimizer = _pair(**parts)
+    seen = loop(model, optimizer, rank)
+    return weights(model), seen
+
+
+def _pair(**parts: Any) -> tuple[nn.Module, Any]:
+    model = mlp(torch.float64)
+    return fleet.distribute(model, sgd(model), small_buckets(**parts))
+
+
+def ddp(rank: int, loop: Loop) -> tuple[Tensor, Any]:
+    model = mlp(torch.float64)
+    wrapped = DistributedDataParallel(model)
+    seen = loop(wrapped, sgd(model), rank)
+    return weights(model), seen
+
+
+def assert_as_under_ddp(loop: Loop, *, tolerance: float = 1e-12) -> list[Any]:
+    """The same bits on both ranks, and DDP's numbers."""
+    mine, theirs = run_ranks(ours, 2, loop), run_ranks(ddp, 2, loop)
+    torch.testing.assert_close(mine[0][0], mine[1][0], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=tolerance, atol=tolerance)
+    return mine
+
+
+# --- gradients are true when backward ends --------------------------------------------------------------------------
+
+
+def _clipped(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
+    norms = []
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.2)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def test_clipping_after_a_bare_backward_clips_the_mean_of_all_ranks() -> None:
+    mine = assert_as_under_ddp(_clipped)
+    assert max(mine[0][1]) > 0.2, "or nothing was clipped"
+    assert mine[0][1] == mine[1][1]
+
+
+def _looked_at_and_edited(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for p in model.parameters():
+            p.grad = p.grad.sign() * 0.01 if step % 2 else p.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step()
+    return seen
+
+
+def test_gradients_looked_at_and_edited_between_backward_and_step_are_the_mean() -> None:
+    assert_as_under_ddp(_looked_at_and_edited)
+
+
+def _accumulated_by_hand(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for step in range(STEPS):
+        (loss_of(model, rank, step) / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_several_backwards_before_one_step_add_up() -> None:
+    assert_as_under_ddp(_accumulated_by_hand)
+
+
+def _never_zeroed(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def test_a_loop_that_never_zeroes_accumulates_as_in_torch() -> None:
+    assert_as_under_ddp(_never_zeroed)
+
+
+def _without_sync(model: nn.Module, optimizer: Any, rank: int) -> list[bool]:
+    no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else fleet.no_sync
+    equal = []
+    for step in range(STEPS):
+        with no_sync() if step % 3 < 2 else contextlib.nullcontext():
+            (loss_of(model, rank, step) / 3).backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            grad = next(model.parameters()).grad
+            assert grad is not None
+            everywhere = fleet.util.all_gather(grad.clone())
+            equal.append(torch.equal(everywhere[0], everywhere[1]))
+    return equal
+
+
+def test_no_sync_leaves_gradients_local_until_the_next_backward_outside() -> None:
+    mine = assert_as_under_ddp(_without_sync)
+    assert mine[0][1] == [False] * 4
+
+
+def _only_without_sync(rank: int) -> Tensor:
+    """A short last window: under DDP its update would be each rank's own."""
+    model, optimizer = _pair()
+    for step in range(STEPS):
+        with fleet.no_sync():
+            loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_a_step_after_local_gradients_alone_reduces_them() -> None:
+    mine, reference = run_ranks(_only_without_sync, 2), run_ranks(ddp, 2, _plain)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], reference[0][0], rtol=1e-12, atol=1e-12)
+
+
+def _plain(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _made_by_hand(rank: int) -> Tensor:
+    model, optimizer = _pair()
+    for step in range(STEPS):
+        for p, grad in zip(model.parameters(), torch.autograd.grad(loss_of(model, rank, step), model.parameters()), strict=True):
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_gradients_put_in_place_by_autograd_grad_are_reduced_in_step() -> None:
+    mine, reference = run_ranks(_made_by_hand, 2), run_ranks(ddp, 2, _plain)
+    torch.testing.assert_close(mine[0], reference[0][0], rtol=1e-12, atol=1e-12)
+
+
+def _two_backwards_a_step(rank: int, avg: bool, local: bool) -> Tensor:
+    """As a GAN's discriminator does, merged: two backwards for each step(), clipping before it."""
+    model, optimizer = _pair(gradient_merge=True, gradient_merge_configs={"k_steps": 3, "avg": avg})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with fleet.no_sync() if local else contextlib.nullcontext():
+            loss_of(model, rank, step).backward()
+        loss_of(model, rank, 100 + step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("avg", [False, True])
+def test_two_backwards_a_step_add_up_under_gradient_merge(avg: bool, local: bool) -> None:
+    mine = run_ranks(_two_backwards_a_step, 2, avg, local)
+    model = mlp(torch.float64)
+    optimizer = sgd(model)
+    for first in range(0, STEPS, 3):
+        losses = [loss_of(model, rank, n + step) for step in range(first, first + 3) for n in (0, 100) for rank in (0, 1)]
+        (torch.stack(losses).sum() / (6 if avg else 2)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], weights(model), rtol=1e-12, atol=1e-12)
+
+
+# --- zeroing --------------------------------------------------------------------------------------------------------
+
+ZEROING: dict[str, Callable[[nn.Module, Any], None]] = {
+    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "p.grad.zero_()": lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None] and None,
+    "p.grad = None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()] and None,
+    "optimizer.zero_grad(set_to_none=False)": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
+def _zeroed(rank: int, how: str, period: int) -> Tensor:
+    model, optimizer = _pair(gradient_merge=period > 1, gradient_merge_configs={"k_steps": period})
+    for step in range(STEPS):
+        ZEROING[how](model, optimizer)
+        loss_of(model, rank, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+    return weights(model)
+
+
+def _merged_by_hand(rank: int, period: int) -> Tensor:
+    model = mlp(torch.float64)
+    optimizer = sgd(model)
+    for first in range(0, STEPS, period):
+        losses = [loss_of(model, r, step) for step in range(first, first + period) for r in (0, 1)]
+        torch.stack(losses).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("how", ZEROING)
+def test_every_way_to_zero_works_and_inside_a_merge_window_clipping_and_zeroing_find_nothing(how: str, period: int) -> None:
+    mine, reference = run_ranks(_zeroed, 2, how, period), run_ranks(_merged_by_hand, 1, period)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], reference[0], rtol=1e-12, atol=1e-12)
+
+
+# --- GradScaler by hand ---------------------------------------------------------------------------------------------
+
+
+def _scaled(rank: int, api: str, rebound: bool, unscales: bool, fused: bool) -> tuple[Tensor, list[float], int]:
+    torch.manual_seed(0)
+    inner = mlp()
+    given: Any = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    model: Any = inner
+    optimizer = given
+    if api == "fleetx":
+        model, returned = fleet.distribute(inner, given, small_buckets())
+        optimizer = returned if rebound else given
+    else:
+        model = DistributedDataParallel(inner)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scales = []
+    for step in range(STEPS):
+        x, y = batch(step * 2 + rank)
+        loss = F.cross_entropy(model(x), y)
+        if step == 2 and rank == 1:
+            loss = loss * float("inf")  # on one rank alone
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return flat_state(inner), scales, returned.skipped if api == "fleetx" else 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("rebound", [False, True])
+def test_a_grad_scaler_by_hand_skips_on_all_ranks_or_on_none(rebound: bool, unscales: bool, fused: bool) -> None:
+    mine, theirs = run_ranks(_scaled, 2, "fleetx", rebound, unscales, fused), run_ranks(_scaled, 2, "ddp", True, unscales, fused)
+    torch.testing.assert_close(mine[0][0], mine[1][0], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0][0], theirs[0][0], rtol=1e-6, atol=1e-6)
+    assert mine[0][1] == mine[1][1] == theirs[0][1]
+    assert 512.0 in mine[0][1], "or nothing was skipped"
+
+
+def _scaler_beside(rank: int, **parts: Any) -> str:
+    warnings.filterwarnings("ignore", message="amp:")
+    model = mlp()
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), small_buckets(**parts))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    x, y = batch(rank)
+
+    def train() -> None:
+        for _ in range(2):
+            loss = scaler.scale(F.cross_entropy(model(x), y))
+            optimizer.backward(loss) if "amp" in parts else loss.backward()
+            scaler.step(optimizer)
+
+    return raised(train)
+
+
+def _scalers(rank: int) -> list[str]:
+    return [
+        _scaler_beside(rank, amp=True, amp_configs={"dtype": "float16"}),
+        _scaler_beside(rank, gradient_merge=True, gradient_merge_configs={"k_steps": 2}),
+        _scaler_beside(rank, powersgd=True, powersgd_configs={"begin_step": 0, "rank": 1, "min_compression": 1.0}),
+    ]
+
+
+def test_a_grad_scaler_is_refused_by_name_beside_parts_that_need_true_gradients() -> None:
+    for messages in run_ranks(_scalers, 2):
+        for message, part in zip(messages, ("strategy.amp in float16", "strategy.gradient_merge", "`reduce`"), strict=True):
+            assert message.startswith("ConfigError: a GradScaler by hand beside") and part in message, message
+
+
+# --- the optimizer that was given -----------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": sgd,
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "Adam, fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+}
+
+
+def _not_rebound(rank: int, name: str, scheduler_made: str) -> tuple[Tensor, float]:
+    model = mlp(torch.float64)
+    optimizer = OPTIMIZERS[name](model)
+    scheduler = StepLR(optimizer, 2, 0.5) if scheduler_made == "before" else None
+    fleet.distribute(model, optimizer, small_buckets())
+    scheduler = scheduler or StepLR(optimizer, 2, 0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        scheduler.step()
+    return weights(model), optimizer.param_groups[0]["lr"]
+
+
+def _joined(name: str) -> tuple[Tensor, float]:
+    model = mlp(torch.float64)
+    optimizer = OPTIMIZERS[name](model)
+    scheduler = StepLR(optimizer, 2, 0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ((loss_of(model, 0, step) + loss_of(model, 1, step)) / 2).backward()
+        optimizer.step()
+        scheduler.step()
+    return weights(model), optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("scheduler_made", ["before", "after"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_script_that_ignores_what_distribute_returns_trains_all_the_same(name: str, scheduler_made: str) -> None:
+    mine = run_ranks(_not_rebound, 2, name, scheduler_made)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], _joined(name), rtol=1e-10, atol=1e-10)
+
+
+def _drifting(rank: int) -> str:
+    """A step that goes past everything: the class's own, called by hand."""
+    model, optimizer = _pair()
+
+    def train() -> None:
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            with torch.no_grad():
+                model[0].weight.add_(0.1 * rank)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return raised(train)
+
+
+def test_ranks_that_drift_apart_are_seen_after_the_first_update() -> None:
+    for message in run_ranks(_drifting, 2):
+        assert message.startswith("FleetError: after update 1 the ranks no longer hold the same model"), message
+
+
+def _skipping_alone(rank: int) -> str:
+    model, optimizer = _pair(desync_check_steps=0)
+
+    def train() -> None:
+        for step in range(4):
+            loss_of(model, rank, step).backward()
+            if not (rank == 1 and step == 1):
+                optimizer.step()
+            for p in model.parameters():
+                p.grad = None
+
+    return raised(train)
+
+
+def test_a_rank_that_skips_a_step_alone_is_named_with_its_place() -> None:
+    for message in run_ranks(_skipping_alone, 2):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+        assert "rank 0: backward 1 of update 3" in message and "rank 1: backward 2 of update 2" in message
+
+
+# --- distribute once more -------------------------------------------------------------------------------------------
+
+
+def _again(rank: int, which: str, **parts: Any) -> tuple[Tensor, Tensor, str]:
+    """Two updates, then distribute again and four more; beside it a pair of its own from the same state."""
+    model = mlp(torch.float64)
+    given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, first = fleet.distribute(model, given, small_buckets(**parts))
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        first.step()
+    fresh_model = mlp(torch.float64)
+    fresh_model.load_state_dict(model.state_dict())
+    fresh = torch.optim.SGD(fresh_model.parameters(), lr=0.1, momentum=0.9)
+    state = copy.deepcopy(first.state_dict())
+    again = {"the returned one": first, "the given one": given, "a new one": None}[which]
+    if again is None:
+        again = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        fresh.load_state_dict({**state, "param_groups": fresh.state_dict()["param_groups"]})
+    model, second = fleet.distribute(model, again, small_buckets(**parts))
+    _, other = fleet.distribute(fresh_model, fresh, small_buckets(**parts))
+    for step in range(2, STEPS):
+        second.minimize(loss_of(model, rank, step))
+        other.minimize(loss_of(fresh_model, rank, step))
+    return weights(model), weights(fresh_model), raised(first.step)
+
+
+@pytest.mark.parametrize("which", ["the returned one", "the given one", "a new one"])
+def test_distribute_once_more_ends_the_old_pair_and_goes_on_as_a_fresh_start_would(which: str) -> None:
+    for mine, fresh, told in run_ranks(_again, 2, which):
+        torch.testing.assert_close(mine, fresh, rtol=0, atol=0)
+        assert told.startswith("ConfigError: this pair has ended: fleet.distribute(...) was called again"), told
+
+
+def _again_with_lars(rank: int) -> Tensor:
+    model = mlp(torch.float64)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        if step % 3 == 0:
+            model, optimizer = fleet.distribute(model, optimizer, small_buckets(lars=True))
+        optimizer.minimize(loss_of(model, rank, step))
+    return weights(model)
+
+
+def _once_with_lars(rank: int) -> Tensor:
+    model = mlp(torch.float64)
+    model, optimizer = fleet.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), small_buckets(lars=True)
+    )
+    for step in range(STEPS):
+        optimizer.minimize(loss_of(model, rank, step))
+    return weights(model)
+
+
+def test_a_cell_with_lars_run_twice_keeps_the_momentum() -> None:
+    torch.testing.assert_close(run_ranks(_again_with_lars, 2)[0], run_ranks(_once_with_lars, 2)[0], rtol=0, atol=0)
+
+
+# --- parameters that join later -------------------------------------------------------------------------------------
+
+
+def _joining(rank: int, how: str, spelling: str) -> Tensor:
+    model = mlp(torch.float64)
+    for p in model[2].parameters():
+        p.requires_grad_(False)
+    joins = list(model[2].parameters())
+    held = list(model.parameters()) if how == "unfrozen" else [p for p in model.parameters() if p.requires_grad]
+    given = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+    model, optimizer = fleet.distribute(model, given, small_buckets())
+    for step in range(STEPS):
+        if step == 2:
+            for p in joins:
+                p.requires_grad_(True)
+            if how == "added":
+                optimizer.add_param_group({"params": joins, "lr": 0.05})
+            if how == "added to the given one":
+                given.add_param_group({"params": joins, "lr": 0.05})
+        if spelling == "bare":
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer.minimize(loss_of(model, rank, step))
+    return weights(model)
+
+
+def _joined_alone(how: str) -> Tensor:
+    model = mlp(torch.float64)
+    for p in model[2].parameters():
+        p.requires_grad_(False)
+    joins = list(model[2].parameters())
+    held = list(model.parameters()) if how == "unfrozen" else [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        if step == 2:
+            for p in joins:
+                p.requires_grad_(True)
+            if how != "unfrozen":
+                optimizer.add_param_group({"params": joins, "lr": 0.05})
+        ((loss_of(model, 0, step) + loss_of(model, 1, step)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("spelling", ["bare", "minimize"])
+@pytest.mark.parametrize("how", ["unfrozen", "added", "added to the given one"])
+def test_parameters_unfrozen_or_added_in_mid_training_train_from_then_on(how: str, spelling: str) -> None:
+    mine = run_ranks(_joining, 2, how, spelling)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], _joined_alone(how), rtol=1e-12, atol=1e-12)
+
+
+def _frozen_later(rank: int) -> Tensor:
+    model, optimizer = _pair()
+    for step in range(STEPS):
+        if step == 2:
+            for p in model[2].parameters():
+                p.requires_grad_(False)
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_parameters_frozen_in_mid_training_stay_as_they_are_without_decay_or_momentum() -> None:
+    mine = run_ranks(_frozen_later, 2)
+    model = mlp(torch.float64)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        if step == 2:
+            for p in model[2].parameters():
+                p.requires_grad_(False)
+        ((loss_of(model, 0, step) + loss_of(model, 1, step)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], weights(model), rtol=1e-12, atol=1e-12)
+
+
+# --- optimizers with ideas of their own -----------------------------------------------------------------------------
+
+
+class TwoStep(torch.optim.Optimizer):
+    """Sharpness-aware: climbs first, takes the gradient there, and steps from where it was."""
+
+    def __init__(self, params: Any, base: Any, **settings: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **settings})
+        self.base = base(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["before"] = p.clone()
+                p.add_(p.grad, alpha=float(0.05 / norm))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["before"])
+        self.base.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step(zero_grad=True)
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+    def train(self) -> str:
+        return "a method of its own"
+
+
+def _sam(rank: int, api: str, spelling: str) -> tuple[Tensor, str]:
+    model: Any = mlp(torch.float64)
+    inner = model
+    optimizer: Any = TwoStep(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    if api == "fleetx":
+        model, optimizer = fleet.distribute(model, optimizer, small_buckets())
+    else:
+        model = DistributedDataParallel(model)
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        if spelling == "two calls":
+            optimizer.first_step(zero_grad=True)
+            loss_of(model, rank, step).backward()
+            optimizer.second_step(zero_grad=True)
+        else:
+            optimizer.step(lambda step=step: loss_of(model, rank, step).backward())
+            optimizer.zero_grad()
+    return weights(inner), optimizer.train()
+
+
+@pytest.mark.parametrize("spelling", ["two calls", "a closure"])
+def test_methods_of_the_optimizers_own_pass_through_and_train_as_under_ddp(spelling: str) -> None:
+    mine, theirs = run_ranks(_sam, 2, "fleetx", spelling), run_ranks(_sam, 2, "ddp", spelling)
+    torch.testing.assert_close(mine[0][0], mine[1][0], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0][0], theirs[0][0], rtol=1e-12, atol=1e-12)
+    assert mine[0][1] == "a method of its own"
+
+
+def _sam_beside(rank: int) -> list[str]:
+    messages = []
+    for parts in ({"clip_norm": True}, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}, {"localsgd": True}):
+        model = mlp(torch.float64)
+        given = TwoStep(model.parameters(), torch.optim.SGD, lr=0.1)
+        model, optimizer = fleet.distribute(model, given, small_buckets(**parts))
+        messages.append(raised(lambda optimizer=optimizer: optimizer.first_step()))  # type: ignore[misc]
+    return messages
+
+
+def test_a_method_that_updates_is_refused_by_name_where_it_would_go_past_a_part() -> None:
+    for messages in run_ranks(_sam_beside, 2):
+        for message, part in zip(messages, ("clip_norm", "gradient_merge", "localsgd"), strict=True):
+            assert message.startswith("ConfigError: TwoStep.first_step updates the weights by itself"), message
+            assert f"strategy.{part}" in message
+
+
+def _with_closure(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
+    values = []
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            return loss.detach()
+
+        values.append(float(optimizer.step(closure)))
+    return values
+
+
+def test_a_closure_is_run_once_and_its_loss_comes_back() -> None:
+    assert_as_under_ddp(_with_closure)
+
+
+# --- models that are changed, and graphs ----------------------------------------------------------------------------
+
+
+def _changed_models(rank: int) -> list[str]:
+    told = []
+    model, optimizer = _pair()
+    model.load_state_dict(mlp(torch.float64).state_dict(), assign=True)
+    loss_of(model, rank, 0).backward()
+    told.append(raised(optimizer.step))
+    half = mlp()
+    half, optimizer = fleet.distribute(half, sgd(half), small_buckets())
+    half.double()
+    told.append(raised(loss_of(half, rank, 0).backward))
+    model, optimizer = _pair()
+    told.append(raised(lambda: loss_of(model, rank, 0).backward(create_graph=True)))
+    return told
+
+
+def test_replaced_parameters_a_converted_model_and_gradients_with_a_graph_are_one_right_sentence_each() -> None:
+    for assigned, converted, graph in run_ranks(_changed_models, 2):
+        assert assigned.startswith("FleetError: optimizer.step() found no new gradients") and "assign=True" in assigned
+        assert converted.startswith("ConfigError: `4.") and "torch.float64" in converted and "fleet.distribute(...)" in converted
+        assert graph.startswith("ConfigError: the gradient of") and "create_graph=True" in graph and "autograd.grad" in graph
+
+
+class Shared(nn.Module):
+    """One layer used by two segments that are computed again in backward, and once outside."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.first, self.shared, self.head = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda x: self.shared(x).tanh(), x, use_reentrant=True) if self.reentrant else self.shared(x).tanh()
+        return self.head(self.shared(x))[:, :4]
+
+
+def _reentrant(rank: int, spelling: str) -> tuple[Tensor, Tensor]:
+    ended = []
+    for reentrant in (True, False):
+        model = Shared(reentrant)
+        model, optimizer = fleet.distribute(model, sgd(model), small_buckets())
+        for step in range(STEPS):
+            loss = loss_of(model, rank, step)
+            if spelling == "bare":
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            else:
+                optimizer.backward(loss)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+        ended.append(weights(model))
+    return ended[0], ended[1]
+
+
+@pytest.mark.parametrize("spelling", ["bare", "optimizer.backward"])
+def test_reentrant_checkpointing_of_a_shared_layer_trains_as_without(spelling: str) -> None:
+    for reentrant, plain in run_ranks(_reentrant, 2, spelling):
+        torch.testing.assert_close(reentrant, plain, rtol=1e-12, atol=1e-12)
+
+
+class Nested(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+def _nested(rank: int) -> str:
+    model = mlp(torch.float64)
+    model, _ = fleet.distribute(model, sgd(model), small_buckets())
+    x, y = rows(rank, 0)
+    out = Nested.apply(x.requires_grad_(), model)
+    return raised(F.cross_entropy(out, y).backward)
+
+
+def test_a_backward_inside_a_function_of_the_users_is_one_right_sentence() -> None:
+    for message in run_ranks(_nested, 2):
+        assert message.startswith("FleetError: a backward inside another one"), message
+
+
+# --- several pairs --------------------------------------------------------------------------------------------------
+
+
+def _two_optimizers(rank: int, api: str) -> Tensor:
+    inner = mlp(torch.float64)
+    model: Any = inner
+    first = torch.optim.SGD(inner[:2].parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(inner[2:].parameters(), lr=0.01)
+    if api == "fleetx":
+        fleet.distribute(model, first, small_buckets())
+        fleet.distribute(model, second, small_buckets())
+    else:
+        model = DistributedDataParallel(inner)
+    for step in range(STEPS):
+        first.zero_grad()
+        second.zero_grad()
+        loss_of(model, rank, step).backward()
+        nn.utils.clip_grad_norm_(inner.parameters(), 0.2)
+        first.step()
+        second.step()
+    return weights(inner)
+
+
+def test_two_optimizers_on_one_model_train_as_under_ddp() -> None:
+    mine, theirs = run_ranks(_two_optimizers, 2, "fleetx"), run_ranks(_two_optimizers, 2, "ddp")
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
+
+
+def _two_models(rank: int) -> tuple[list[str], bool]:
+    encoder, decoder, loose = cnn(), cnn(), nn.Parameter(torch.ones(1))
+    caught = []
+    for params in ([*encoder.parameters(), *decoder.parameters()], [*encoder.parameters(), loose]):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fleet.distribute(encoder, torch.optim.SGD(params, lr=0.1))
+        caught.append("; ".join(str(w.message) for w in seen if issubclass(w.category, FleetWarning)))
+    both = nn.ModuleList([encoder, decoder])
+    both, optimizer = fleet.distribute(both, torch.optim.SGD(both.parameters(), lr=0.1))
+    x, y = batch(rank, shape=(1, 6, 6))
+    (F.cross_entropy(encoder(x), y) + F.cross_entropy(decoder(x), y)).backward()
+    optimizer.step()
+    statistics = fleet.util.all_gather(decoder[1].running_mean)
+    return caught, torch.equal(statistics[0], statistics[1])
+
+
+def test_a_second_model_with_statistics_under_one_optimizer_is_told_and_a_module_list_keeps_them_equal() -> None:
+    (told, loose), equal = run_ranks(_two_models, 2)[0]
+    assert "BatchNorm2d with buffers" in told and "torch.nn.ModuleList([model, other])" in told
+    assert loose == "" and equal
+
+
+def _due_misread(rank: int) -> str:
+    model, optimizer = _pair(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+
+    def train() -> None:
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            if optimizer.due:
+                optimizer.step()
+
+    return raised(train)
+
+
+def test_a_bare_loop_that_steps_only_when_due_is_told_to_step_always() -> None:
+    for message in run_ranks(_due_misread, 2):
+        assert message.startswith("ConfigError: optimizer.due was False after loss.backward()"), message
+
+
+def _failed_backward(rank: int) -> Tensor:
+    """A batch that fails in backward on every rank, is skipped, and leaves nothing behind."""
+    model, optimizer = _pair()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            raise RuntimeError("out of memory, say")
+
+    for step in range(STEPS):
+        if step == 3:
+            x, y = rows(rank, 99)
+            with pytest.raises(RuntimeError, match="out of memory, say"):
+                F.cross_entropy(model[2:](Fails.apply(model[:2](x))), y).backward()
+            model.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_a_backward_that_failed_leaves_nothing_behind_once_gradients_are_zeroed() -> None:
+    mine, reference = run_ranks(_failed_backward, 2), run_ranks(ddp, 2, _plain)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], reference[0][0], rtol=1e-12, atol=1e-12)
+
+
+def _twice_compressed(rank: int) -> tuple[str, Tensor]:
+    settings = {"begin_step": 0, "rank": 1, "min_compression": 1.0}
+    model, optimizer = _pair(powersgd=True, powersgd_configs=settings)
+    with fleet.no_sync():
+        loss_of(model, rank, 0).backward()
+    loss_of(model, rank, 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, rank, 2).backward()
+    return raised(loss_of(model, rank, 3).backward), weights(model)
+
+
+def test_a_second_backward_under_a_compressor_is_refused_with_no_sync_as_the_way_out() -> None:
+    ranks = run_ranks(_twice_compressed, 2)
+    torch.testing.assert_close(ranks[0][1], ranks[1][1], rtol=0, atol=0)
+    for message, _ in ranks:
+        assert message.startswith("ConfigError: a second backward before optimizer.step() under strategy.powersgd"), message
+        assert "with fleet.no_sync():" in message
