@@ -24,7 +24,7 @@ EPOCHS = 3
 # --- accumulation by hand -----------------------------------------------------------------------------------------------
 
 
-@loop("amp recompute dense")
+@loop("merge amp recompute dense")
 def accumulation(api: Api, rank: int) -> Outcome:
     """Windows of three over four batches: the last one is short."""
     notes, window = Notes(), 3
@@ -42,7 +42,7 @@ def accumulation(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop("amp recompute powersgd")
+@loop("merge amp recompute powersgd")
 def accumulation_without_sync(api: Api, rank: int) -> Outcome:
     """The habit under DDP: gradients stay local but in the last backward of a window."""
     notes, window = Notes(), 2
@@ -85,7 +85,7 @@ def no_sync_until_step(api: Api, rank: int) -> Outcome:
 # --- between the steps --------------------------------------------------------------------------------------------------
 
 
-@loop("recompute", no_ddp="a forward on one rank waits for the others, to share BatchNorm's statistics")
+@loop("merge recompute", no_ddp="a forward on one rank waits for the others, to share BatchNorm's statistics")
 def evaluation_on_rank_0(api: Api, rank: int) -> Outcome:
     notes = Notes()
     model = nets.conv_net()
@@ -105,7 +105,7 @@ def evaluation_on_rank_0(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop("recompute")
+@loop("merge recompute")
 def best_weights_restored(api: Api, rank: int) -> Outcome:
     """Each second epoch turns out to be worse than the one before, and is taken back."""
     notes = Notes()
@@ -218,13 +218,13 @@ Zero = Callable[[nn.Module, Optimizer], None]
 @loop("merge", name="zero_to_zeros", zero=lambda _, optimizer: optimizer.zero_grad(set_to_none=False), first=True)
 @loop("merge", name="zero_model_first", zero=lambda model, _: model.zero_grad(), first=True)
 @loop("merge", name="zero_model_last", zero=lambda model, _: model.zero_grad(), first=False)
-@loop(name="zero_model_to_zeros_first", zero=lambda model, _: model.zero_grad(set_to_none=False), first=True)
-@loop(name="zero_model_to_zeros_last", zero=lambda model, _: model.zero_grad(set_to_none=False), first=False)
-@loop(name="zero_by_hand_first", zero=_to_zeros_by_hand, first=True)
-@loop(name="zero_by_hand_last", zero=_to_zeros_by_hand, first=False)
+@loop("merge", name="zero_model_to_zeros_first", zero=lambda model, _: model.zero_grad(set_to_none=False), first=True)
+@loop("merge", name="zero_model_to_zeros_last", zero=lambda model, _: model.zero_grad(set_to_none=False), first=False)
+@loop("merge", name="zero_by_hand_first", zero=_to_zeros_by_hand, first=True)
+@loop("merge", name="zero_by_hand_last", zero=_to_zeros_by_hand, first=False)
 @loop(name="zero_by_hand_detached", zero=_detached_and_to_zeros, first=True)
-@loop(name="none_by_hand_first", zero=_to_none_by_hand, first=True)
-@loop(name="none_by_hand_last", zero=_to_none_by_hand, first=False)
+@loop("merge", name="none_by_hand_first", zero=_to_none_by_hand, first=True)
+@loop("merge", name="none_by_hand_last", zero=_to_none_by_hand, first=False)
 @loop(name="zero_never", zero=lambda model, optimizer: None, first=False)
 def zeroing(api: Api, rank: int, zero: Zero, first: bool) -> Outcome:
     notes = Notes()

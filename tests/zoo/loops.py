@@ -34,7 +34,7 @@ EPOCHS = 3
 # --- the transformers ---------------------------------------------------------------------------------------------------
 
 
-@loop("amp recompute dense")
+@loop("merge amp recompute dense")
 def nanogpt(api: Api, rank: int) -> Outcome:
     """Accumulation by hand, two groups, a rate set by hand, clipping."""
     notes, accumulation, steps = Notes(), 2, 6
@@ -61,7 +61,7 @@ def nanogpt(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop("amp recompute powersgd")
+@loop("merge amp recompute powersgd")
 def mingpt(api: Api, rank: int) -> Outcome:
     """One backward, clipping, gradients zeroed through the model."""
     notes = Notes()
@@ -254,7 +254,7 @@ def loss_method(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop()
+@loop("merge")
 def maml(api: Api, rank: int) -> Outcome:
     """A step of an inner loop, and a backward through it."""
     notes = Notes()
@@ -274,7 +274,7 @@ def maml(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop("recompute", find_unused=True)
+@loop("merge recompute", find_unused=True)
 def tasks_in_turn(api: Api, rank: int) -> Outcome:
     """One head has no gradient in one step, the other in the next."""
     notes = Notes()
@@ -325,7 +325,7 @@ def word_language_model(api: Api, rank: int, dropped: bool) -> Outcome:
     return notes.outcome(model)
 
 
-@loop("recompute")
+@loop("merge recompute")
 def word_language_model_with_optimizer(api: Api, rank: int) -> Outcome:
     notes = Notes()
     net = nets.LanguageModel()
@@ -370,7 +370,7 @@ def actor_critic(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop("recompute", no_ddp="its second backward follows no forward, and each leaves one head without a gradient")
+@loop("merge recompute", no_ddp="its second backward follows no forward, and each leaves one head without a gradient")
 def actor_critic_two_backwards(api: Api, rank: int) -> Outcome:
     notes = Notes()
     model = nets.ActorCritic()
@@ -501,7 +501,7 @@ def gradient_surgery(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop(no_ddp="it reduces in the first backward after a forward, and not in those that follow")
+@loop("merge", no_ddp="it reduces in the first backward after a forward, and not in those that follow")
 def per_sample(api: Api, rank: int) -> Outcome:
     """A backward for each row of one forward."""
     notes = Notes()
@@ -521,7 +521,7 @@ def per_sample(api: Api, rank: int) -> Outcome:
 # --- averages of weights ------------------------------------------------------------------------------------------------
 
 
-@loop("amp recompute powersgd")
+@loop("merge amp recompute powersgd")
 def ema(api: Api, rank: int) -> Outcome:
     """torch's AveragedModel follows the weights."""
     notes = Notes()
@@ -539,7 +539,7 @@ def ema(api: Api, rank: int) -> Outcome:
     return notes.outcome(model, averaged)
 
 
-@loop("recompute")
+@loop("merge recompute")
 def ema_by_deepcopy(api: Api, rank: int) -> Outcome:
     """A momentum encoder: a copy without gradients gives the targets."""
     notes = Notes()
@@ -562,7 +562,7 @@ def ema_by_deepcopy(api: Api, rank: int) -> Outcome:
     return notes.outcome(model, teacher)
 
 
-@loop("recompute")
+@loop("merge recompute")
 def swa(api: Api, rank: int) -> Outcome:
     """Stochastic weight averaging with its own schedule; BatchNorm statistics are then computed over the same data everywhere."""
     notes = Notes()

@@ -73,15 +73,17 @@ class Ddp:
 class Mean:
     """The mean over ranks of every gradient, after each backward: of what was averaged before, it changes nothing.
 
-    With a `period`, only every so manieth backward is one that counts: the gradients of those before are put aside, so that
-    `step()` does nothing, and are part of its mean.
+    With a `period`, so many calls of step() make one update. Before the last of them gradients are put aside, so that step()
+    finds none; then they come back, and what the update gets is the sum of all backwards, divided by the period.
     """
 
     def __init__(self, *, period: int = 1, autocast: bool = False) -> None:
         self._period, self._autocast = period, autocast
         self._params: dict[Tensor, None] = {}
         self._aside: dict[Tensor, Tensor] = {}
-        self._backwards = self._depth = 0
+        self._reduced: dict[Tensor, Tensor] = {}
+        """What the backwards before this one have left, in the last micro-step of a window."""
+        self._micro_step, self._depth = 1, 0
         self._local = self._pending = False
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
@@ -90,6 +92,8 @@ class Mean:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         for tensor in [*model.parameters(), *model.buffers(), *trained]:
             dist.broadcast(tensor.detach(), 0)
+        if not self._params:  # two optimizers step one after the other, with no backward between them
+            optimizer.register_step_post_hook(lambda *_: self._after_step())
         self._params |= {p: None for p in [*model.parameters(), *trained] if p.requires_grad}
         optimizer.register_step_pre_hook(lambda *_: self._average() if self._pending else None)
         return model, optimizer
@@ -118,24 +122,33 @@ class Mean:
         self._pending = True
         if self._local:
             return
-        self._backwards += 1
-        if self._backwards % self._period:
+        if self._micro_step < self._period:
             self._put_aside()
         else:
             self._take_back()
             self._average()
+            self._reduced = {p: p.grad.clone() for p in self._params if p.grad is not None}
+
+    def _after_step(self) -> None:
+        self._micro_step = self._micro_step % self._period + 1
+        self._reduced = {}
 
     def _put_aside(self) -> None:
         for p in self._params:
             if p.grad is not None:
                 self._aside[p] = self._aside[p] + p.grad if p in self._aside else p.grad
                 p.grad = None
+        self._pending = False
 
     def _take_back(self) -> None:
+        if self._period == 1:
+            return
+        nothing = torch.zeros(())
         for p in self._params:
-            if p.grad is not None:
-                p.grad.add_(self._aside.pop(p, 0.0)).div_(self._period)
-        assert not self._aside, "a parameter had a gradient in one backward of a window and not in its last"
+            if p.grad is not None or p in self._aside:
+                before = self._reduced.get(p, nothing)
+                fresh = nothing if p.grad is None else p.grad - before
+                p.grad = before + (self._aside.pop(p, nothing) + fresh) / self._period
 
     def _average(self) -> None:
         for p in self._params:
