@@ -4,13 +4,15 @@
     python bench/overhead.py --nccl     one NCCL rank on a GPU
 
 Rows: step time of ours over DDP's for a ResNet-18 at 32x32 and an MLP of 200 tensors; the same with gradient_merge against
-DDP + no_sync; and microseconds that the optimizer face adds to one micro-step of a one-layer model without communication.
+DDP + no_sync; both by minimize and by the bare loop (loss.backward(), step(), zero_grad()); and microseconds that ours adds to
+one micro-step of a one-layer model without communication.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import socket
 import statistics
@@ -69,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
-def our_block(make: Callable[[], nn.Module], data: Any, merge: int, device: torch.device) -> Callable[[], None]:
+def our_block(make: Callable[[], nn.Module], data: Any, merge: int, device: torch.device, *, bare: bool) -> Callable[[], None]:
     torch.manual_seed(0)
     model = make().to(device)
     strategy = fleet.DistributedStrategy()
@@ -84,7 +86,13 @@ def our_block(make: Callable[[], nn.Module], data: Any, merge: int, device: torc
         for _ in range(merge):
             optimizer.minimize(F.cross_entropy(model(x), y))
 
-    return step
+    def bare_step() -> None:
+        for _ in range(merge):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return bare_step if bare else step
 
 
 def ddp_block(make: Callable[[], nn.Module], data: Any, merge: int, device: torch.device) -> Callable[[], None]:
@@ -156,12 +164,17 @@ def added_microseconds(device: torch.device) -> dict[str, float]:
         def our_step() -> None:
             ours.minimize(F.cross_entropy(ours_model(x), y))
 
-        differences, base = [], []
-        for _ in range(60):
-            t, o = _loop(torch_step, 50, device), _loop(our_step, 50, device)
-            differences.append((o - t) * 1e6)
-            base.append(t * 1e6)
-        return {"added_us": round(statistics.median(differences), 1), "plain_us": round(statistics.median(base), 1)}
+        def bare_step() -> None:
+            F.cross_entropy(ours_model(x), y).backward()
+            ours.step()
+            ours.zero_grad()
+
+        rounds = [[_loop(step, 50, device) * 1e6 for step in (torch_step, our_step, bare_step)] for _ in range(60)]
+        return {
+            "added_us": round(statistics.median(ours - plain for plain, ours, _ in rounds), 1),
+            "bare_added_us": round(statistics.median(bare - plain for plain, _, bare in rounds), 1),
+            "plain_us": round(statistics.median(plain for plain, _, _ in rounds), 1),
+        }
     finally:
         world._current = here
 
@@ -204,17 +217,17 @@ def worker(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
         make, shape, rows = CASES[name]
         torch.manual_seed(rank)
         data = torch.randn(rows, *shape, device=device), torch.randint(0, 10, (rows,), device=device)
-        for merge in (1, MERGE):
-            row = f"{name}_merge{merge}" if merge > 1 else name
-            ours, theirs = our_block(make, data, merge, device), ddp_block(make, data, merge, device)
+        for bare, merge in itertools.product((False, True), (1, MERGE)):
+            row = name + ("_bare" if bare else "") + (f"_merge{merge}" if merge > 1 else "")
+            ours, theirs = our_block(make, data, merge, device, bare=bare), ddp_block(make, data, merge, device)
             steps = max(1, (args.steps if name == "resnet18" else args.steps * 4) // merge)
             figures[row] = paired(ours, theirs, blocks=args.blocks, steps=steps, device=device)
             if rank == 0:
-                print(f"{row:16} {figures[row]}", flush=True)
+                print(f"{row:20} {figures[row]}", flush=True)
             del ours, theirs
     if rank == 0:
         figures["one_layer"] = added_microseconds(device)
-        print(f"{'one_layer':16} {figures['one_layer']}", flush=True)
+        print(f"{'one_layer':20} {figures['one_layer']}", flush=True)
         publish(args.name, figures)
     dist.barrier()
     dist.destroy_process_group()

@@ -46,7 +46,7 @@ def main() -> None:
     found = fleet.load_checkpoint(args.checkpoints, **everything)
     step = found.step if found else 0
     if fleet.is_first_worker():
-        print(f"continuing after {step} batches" if found else "starting anew", flush=True)
+        print(f"continuing after {step} of {args.epochs * len(loader)} batches" if found else "starting anew", flush=True)
     for epoch in range(sampler.epoch, args.epochs):
         model.train()
         for images, labels in loader:

@@ -27,6 +27,7 @@ from .placement import (
     warn_of_other_modules,
 )
 from .rehearsal import Rehearsal, Sample, own_loss
+from .routing import stop_routing
 from .slots import Site
 from .strategy import DistributedStrategy
 from .takeover import give_back, mark_state
@@ -157,6 +158,8 @@ def give_up(model: nn.Module, face: FleetOptimizer) -> None:
         face.given.state = face.update.state  # what was put back was put back into the one that stood in its place
         mark_state(face.given, face.update)
     give_back(face.given)
+    stop_routing(face.given)
+    face.end("this pair was given up, and trains nothing any more. Call fleet.distribute(...) again.")
 
 
 def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
@@ -185,7 +188,7 @@ def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedS
     if not old.buckets.touched() and not old.bare.was_reached:
         old.buckets.release()  # the last update's gradients; those of a backward that is just over stay
     give_up(model, face)
-    face.update = face.given
+    face.update, face.ended = face.given, ""
     bind(model, face, strategy, is_placed=True)
     new = face.pipeline
     here = world.current()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from . import rehearsing
 from .comm import Comm
 from .errors import ConfigError, FleetWarning
+from .shuffled_loaders import advice_on, shuffled_loaders
 
 COMPILE_FIRST = (
     "the model was compiled after fleet.distribute(...). Compile first: "
@@ -81,17 +82,21 @@ class FirstLook:
         if comm.size == 1:
             return
         seen = self._digest or (None if loss is None else float(loss.detach()).hex())
-        ranks = comm.gather_json({"batch": seen, "weighted": weighted})
+        loaders = shuffled_loaders(comm.size)
+        ranks = comm.gather_json({"batch": seen, "weighted": weighted} | ({"loaders": loaders} if loaders else {}))
         if len({rank["weighted"] for rank in ranks}) > 1:
             having = [i for i, rank in enumerate(ranks) if rank["weighted"]]
             raise ConfigError(f"only ranks {having} pass weight= to minimize/backward; every rank must, or none.")
-        if comm.rank == 0 and seen is not None and len({rank["batch"] for rank in ranks}) == 1:
-            warnings.warn(
+        if comm.rank != 0:
+            return
+        advice = advice_on([rank.get("loaders", []) for rank in ranks])
+        if seen is not None and len({rank["batch"] for rank in ranks}) == 1:
+            advice = (
                 f"all {comm.size} ranks saw the same first batch, so they do the same work. "
-                "Give each its share: DataLoader(data, batch_size, sampler=fleet.sampler(data)).",
-                FleetWarning,
-                stacklevel=2,
+                "Give each its share: DataLoader(data, batch_size, sampler=fleet.sampler(data))."
             )
+        if advice is not None:
+            warnings.warn(advice, FleetWarning, stacklevel=2)
 
 
 @functools.cache

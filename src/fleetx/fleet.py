@@ -162,10 +162,15 @@ def should_stop() -> bool:
     return bool(request > 0)
 
 
-def sampler(dataset: Sized | int, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> FleetSampler:
-    """This rank's share of a dataset: equal counts for training (shuffle), every sample once for evaluation (no shuffle)."""
+def sampler(
+    dataset: Sized | int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, pad: bool | None = None
+) -> FleetSampler:
+    """Make this rank's share of a dataset: equal counts for training (shuffle), every sample once for evaluation (no shuffle).
+
+    `pad=True` gives equal counts also without shuffling, by reading a few samples twice, fewer than there are ranks; `pad=False`
+    reads every sample once also with it; None is as `shuffle` is."""
     comm = world.current().comm
-    return FleetSampler(dataset, rank=comm.rank, size=comm.size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    return FleetSampler(dataset, rank=comm.rank, size=comm.size, shuffle=shuffle, seed=seed, drop_last=drop_last, pad=pad)
 
 
 def autocast() -> AbstractContextManager[None]:

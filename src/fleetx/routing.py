@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict")
+BEFORE = "_fleetx_before"
+"""On a method of ours: the one of the instance that it has taken the place of, or None."""
 
 
 class Target(Protocol):
@@ -32,6 +34,17 @@ def route(given: Optimizer, target: Target) -> None:
         given.__dict__[name] = MethodType(_routed(name, given.__dict__.get(name), target), given)
 
 
+def stop_routing(given: Optimizer) -> None:
+    """Give the optimizer its own methods back; under a scheduler's wrapper ours stay, and pass every call on."""
+    for name in METHODS:
+        method = given.__dict__.get(name)
+        if hasattr(method, BEFORE):
+            before = getattr(method, BEFORE)
+            del given.__dict__[name]
+            if before is not None:
+                given.__dict__[name] = before
+
+
 def _routed(name: str, before: Callable[..., Any] | None, target: Target) -> Callable[..., Any]:
     def call(self: Optimizer, *args: Any, **settings: Any) -> Any:
         if target.takes_calls():
@@ -39,6 +52,7 @@ def _routed(name: str, before: Callable[..., Any] | None, target: Target) -> Cal
         own = before if before is not None else getattr(type(self), name).__get__(self)
         return own(*args, **settings)
 
+    setattr(call, BEFORE, before)
     if hasattr(before, "_wrapped_by_lr_sched"):
         call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else the scheduler warns that step() was replaced
     return call

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from fleetx.errors import CheckpointError, ConfigError, DataError, FleetWarning
@@ -85,10 +86,12 @@ class _Pass:
 class FleetSampler(Sampler[int]):
     """This rank's share of a dataset, with a position that can be saved and resumed on another number of ranks.
 
-    `shuffle=True` (training): every rank yields equally many. The last row is padded by wrapping to the epoch's start, or cut
-    with `drop_last=True`. The order for different numbers of ranks differs in that last row only.
-    `shuffle=False` (evaluation): every sample exactly once, so that shards may differ by one in length; with `drop_last=True`
-    the last row is cut here too.
+    `pad=True` (training; the default with `shuffle=True`): every rank yields equally many. The last row is padded by wrapping to
+    the epoch's start. The order for different numbers of ranks differs in that last row only.
+    `pad=False` (evaluation; the default with `shuffle=False`): every sample exactly once, so that shards may differ by one in
+    length. In training the rank with one batch more would wait for the others for ever: a pass that begins while gradients are on
+    and a distributed model is in training mode warns once.
+    `drop_last=True` cuts the last row: equal counts, and up to size - 1 samples of an epoch are not read.
 
     **Epochs.** `set_epoch` is as in torch's DistributedSampler. If nobody calls it, the epoch advances by itself after each
     complete pass (complete: its last index was drawn). A pass left by `break` starts again where it started.
@@ -98,7 +101,8 @@ class FleetSampler(Sampler[int]):
     `num_workers=0`, which draws one batch at a time. DataLoader workers draw ahead, and a sampler cannot see how far the loop
     has come: without `seen`, a state taken in mid-pass then skips the batches still in flight on resume. Call
     `sampler.seen(len(batch))` in each step. In training the position is the same on all ranks between two steps; in
-    evaluation save that of rank 0, whose shard is never the shorter one.
+    evaluation save that of rank 0, whose shard is never the shorter one. A resumed pass yields the rest of its epoch,
+    `sampler.remaining` samples; `len(sampler)`, and with it `len(loader)`, is always the whole epoch's.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class FleetSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        pad: bool | None = None,
     ) -> None:
         super().__init__()
         self.length = _length_of(dataset_or_length)
@@ -118,6 +123,11 @@ class FleetSampler(Sampler[int]):
         self.seed = _whole("seed", seed, at_least=0)
         self.shuffle = _flag("shuffle", shuffle)
         self.drop_last = _flag("drop_last", drop_last)
+        if pad is not None and self.drop_last:
+            raise ConfigError(
+                f"sampler: pad = {pad!r} with drop_last=True: both say what becomes of the last, incomplete row. Leave one out."
+            )
+        self.pad = self.shuffle and not self.drop_last if pad is None else _flag("pad", pad)
         if self.rank >= self.size:
             raise ConfigError(f"sampler: rank={rank} with size={size}: a rank is between 0 and size - 1 = {size - 1}.")
         if self.drop_last and self.length < self.size:
@@ -127,6 +137,7 @@ class FleetSampler(Sampler[int]):
             )
         self._pass = self._pass_from(epoch=0, start=0)
         self._when_resumed: Callable[[], None] | None = None
+        self._has_warned = False
 
     @property
     def epoch(self) -> int:
@@ -197,12 +208,19 @@ class FleetSampler(Sampler[int]):
         self._when_resumed = action if self._pass.loaded and self._pass.start > 0 else None
 
     def __len__(self) -> int:
-        """What this rank will yield in the coming pass: after `load_state_dict`, the rest of the epoch."""
-        return self._coming().count
+        """Count this rank's samples of a whole epoch, also after a resume in mid-epoch: `step // len(loader)` is the epoch."""
+        return self._count_from(0)
+
+    @property
+    def remaining(self) -> int:
+        """This rank's samples of the epoch that are not used yet: `len(sampler)` at its start, fewer after a resume."""
+        now = self._pass
+        return len(self) if now.used_up else now.count - now.used
 
     def __iter__(self) -> Iterator[int]:
         # Not a generator itself: the pass begins at iter(), before the first index is asked for.
         current, action = self._begin()
+        self._warn_of_unequal_training(current)
         return self._draw(current, action)
 
     def take_pass(self) -> tuple[int, Indices]:
@@ -236,11 +254,31 @@ class FleetSampler(Sampler[int]):
     def _tail(self) -> Tail:
         if self.drop_last:
             return "cut"
-        return "pad" if self.shuffle else "ragged"
+        return "pad" if self.pad else "ragged"
 
     def _pass_from(self, *, epoch: int, start: int) -> _Pass:
-        count = shard_length(self.length, rank=self.rank, size=self.size, start=start, tail=self._tail)
-        return _Pass(epoch=epoch, start=start, count=count)
+        return _Pass(epoch=epoch, start=start, count=self._count_from(start))
+
+    def _count_from(self, start: int) -> int:
+        return shard_length(self.length, rank=self.rank, size=self.size, start=start, tail=self._tail)
+
+    def _warn_of_unequal_training(self, current: _Pass) -> None:
+        """Warn before the first batch: at the end of the epoch a rank would wait in a collective that the others never join."""
+        samples = max(self.length - current.start, 0)
+        unequal = self._tail == "ragged" and samples % self.size > 0
+        if self.rank != 0 or self._has_warned or not unequal or not _is_training():
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"sampler: {samples} samples cannot be shared out equally to {self.size} ranks, and without padding some ranks read "
+            "one more than others, as evaluation needs it. In training the rank with one batch more waits for the others for "
+            f"ever. To train write {self._padded_line()}; to evaluate call model.eval() before the loop.",
+            FleetWarning,
+            stacklevel=3,
+        )
+
+    def _padded_line(self) -> str:
+        return f"fleet.sampler(data{'' if self.shuffle else ', shuffle=False'}, pad=True)"
 
     def _coming(self) -> _Pass:
         now = self._pass
@@ -253,6 +291,14 @@ class FleetSampler(Sampler[int]):
         if now.used_up:
             return now.epoch + 1, 0
         return now.epoch, now.start + now.used * self.size
+
+
+def _is_training() -> bool:
+    """Whether a loop that begins here looks like training: gradients are on, and a distributed model is in training mode."""
+    from fleetx import running  # here, not above: it stands above the sampler
+
+    models = (pair.model() for pair in running.pairs())
+    return torch.is_grad_enabled() and any(model is not None and model.training for model in models)
 
 
 def _length_of(dataset_or_length: object) -> int:

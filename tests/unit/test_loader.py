@@ -87,7 +87,8 @@ def test_a_resume_in_mid_epoch_reads_the_same_rest_with_other_workers_and_ranks(
     after = [make(48, 8 // size_after, rank=r, size=size_after, workers=workers_after) for r in range(size_after)]
     for loader in after:
         loader.load_state_dict(states[0])
-    assert [len(loader) for loader in after] == [3] * size_after
+    assert [len(loader) for loader in after] == [6] * size_after  # the epoch's
+    assert [loader.sampler.remaining for loader in after] == [24 // size_after] * size_after
     assert read + [s for row in rows(after) for s in row] == whole
 
 

@@ -211,6 +211,17 @@ def test_one_mpi_process_on_each_node_is_a_node() -> None:
     assert find_nodes(Asked(), openmpi(size=1), unasked()) == Nodes()
 
 
+def test_one_process_of_mpich_on_each_node_is_a_node() -> None:
+    env = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "PBS_JOBID": "9"}
+    found = find_nodes(Asked(), {**env, "MASTER_ADDR": "node0"}, machine("10.0.0.2"))
+    assert found == Nodes(2, 1, "10.0.0.2", "10.0.0.1", job_port("9"))
+    with pytest.raises(ConfigError, match="write --master HOST"):
+        find_nodes(Asked(), env, machine("10.0.0.2"))
+    with pytest.raises(ConfigError, match=r"2 processes on this node.*-ppn 1"):
+        find_nodes(Asked(), {**env, "MPI_LOCALNRANKS": "2"}, unasked())
+    assert find_nodes(Asked(), {**slurm(1), "PMI_RANK": "1", "PMI_SIZE": "2"}, machine("10.0.0.2")).master == "10.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

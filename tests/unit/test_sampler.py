@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from fleetx.errors import CheckpointError, ConfigError, DataError, FleetWarning
 from fleetx.sampler import FleetSampler, epoch_order, shard, shard_length
@@ -142,6 +142,35 @@ def test_the_global_order_is_the_same_for_any_number_of_ranks_up_to_the_pad(leng
         assert len(read) - length < size
 
 
+@properties
+@given(length=lengths, size=sizes)
+def test_padding_without_shuffling_gives_equal_counts_in_the_datas_own_order(length: int, size: int) -> None:
+    samplers = fleet_of(length, size, shuffle=False, pad=True)
+    assert {len(sampler) for sampler in samplers} == {-(-length // size)}
+    read = global_order(samplers)
+    assert read[:length] == list(range(length))
+    assert read[length:] == [index % length for index in range(len(read) - length)]
+    assert len(read) == -(-length // size) * size
+
+
+@properties
+@given(length=lengths, size=sizes, seed=seeds)
+def test_shuffling_without_padding_reads_every_sample_exactly_once(length: int, size: int, seed: int) -> None:
+    samplers = fleet_of(length, size, pad=False, seed=seed)
+    assert global_order(samplers) == epoch_order(length, seed=seed, epoch=0, shuffle=True).tolist()
+
+
+def test_a_state_says_nothing_of_padding_and_loads_whatever_it_is() -> None:
+    """So that checkpoints from before `pad` load, and a run may begin to pad."""
+    before = fleet_of(10, 2, shuffle=False)
+    draw_rows(before, 2)
+    state = saved_state(before)
+    assert set(state) == {"seed", "epoch", "consumed", "length", "shuffle"}
+    after = resumed(state, 10, 4, shuffle=False, pad=True)
+    assert global_order(after) == [4, 5, 6, 7, 8, 9, 0, 1]
+    assert saved_state(resumed(state, 10, 3, shuffle=False, pad=True)) == state
+
+
 def test_fewer_samples_than_ranks_wrap_more_than_once() -> None:
     order = epoch_order(2, seed=0, epoch=0, shuffle=True).tolist()
     assert global_order(fleet_of(2, 5)) == [*order, *order, order[0]]
@@ -206,7 +235,7 @@ def test_resume_reads_exactly_the_rest_also_with_other_sizes_and_twice(
         state = saved_state(samplers)
         assert state == {"seed": seed, "epoch": 0, "consumed": total, "length": length, "shuffle": shuffle}
         samplers = resumed(state, length, data.draw(sizes), **options)
-    promised = [len(sampler) for sampler in samplers]
+    promised = [sampler.remaining for sampler in samplers]
     rest = global_order(samplers)
     order = epoch_order(length, seed=seed, epoch=0, shuffle=shuffle).tolist()
     assert len(rest) == sum(promised)
@@ -229,11 +258,40 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
     assert sampler.state_dict() == {"seed": 0, "epoch": 1, "consumed": 0, "length": 10, "shuffle": True}
 
 
-def test_length_is_the_rest_after_loading_and_whole_afterwards() -> None:
+def test_length_is_the_epochs_and_remaining_is_the_rest_after_loading() -> None:
     (sampler,) = resumed({"seed": 0, "epoch": 3, "consumed": 6, "length": 10, "shuffle": True}, 10, 1)
-    assert len(sampler) == 4
+    assert (len(sampler), sampler.remaining) == (10, 4)
     assert list(sampler) == epoch_order(10, seed=0, epoch=3, shuffle=True)[6:].tolist()
-    assert len(sampler) == 10
+    assert (len(sampler), sampler.remaining) == (10, 10)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_resumed_step_count_gives_the_right_epoch_with_a_loader(workers: int) -> None:
+    """As loops count: `epoch = step // len(loader)`, and a total of `epochs * len(loader)` steps."""
+    sampler = FleetSampler(50, rank=1, size=2)
+    state = {"seed": 0, "epoch": 1, "consumed": 16, "length": 50, "shuffle": True}
+    sampler.load_state_dict(state)
+    loader: DataLoader[int] = DataLoader(range(50), batch_size=4, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+    step = 7 + 2  # one epoch of 7 batches, and 2 of the next
+    assert (len(loader), step // len(loader)) == (7, sampler.epoch)
+    for _ in range(sampler.epoch, 3):
+        step += sum(1 for _ in loader)
+    assert (step, len(loader)) == (3 * len(loader), 7)
+
+
+def test_a_batch_sampler_over_a_resumed_sampler_has_the_epochs_length_and_yields_the_rest() -> None:
+    (sampler,) = resumed({"seed": 0, "epoch": 0, "consumed": 6, "length": 10, "shuffle": False}, 10, 1, shuffle=False)
+    batches = BatchSampler(sampler, 3, drop_last=False)
+    loader: DataLoader[int] = DataLoader(range(10), batch_sampler=batches)  # type: ignore[arg-type]
+    assert len(loader) == 4
+    assert [batch.tolist() for batch in loader] == [[6, 7, 8], [9]]
+
+
+def test_remaining_falls_as_the_loop_reads() -> None:
+    sampler = FleetSampler(10, rank=0, size=2)
+    left = [sampler.remaining] + [sampler.remaining for _ in sampler]
+    assert left == [5, 4, 3, 2, 1, 5]  # the last one is the next epoch's: so is the position
 
 
 def test_peeking_at_a_batch_keeps_the_loaded_position() -> None:
@@ -374,6 +432,9 @@ def test_an_empty_dataset_is_refused(empty: object) -> None:
         ({"rank": 0, "size": 1, "seed": 0.5}, "seed = 0.5"),
         ({"rank": 0, "size": 1, "shuffle": "no"}, "shuffle = 'no'"),
         ({"rank": 0, "size": 1, "drop_last": 1}, "drop_last = 1"),
+        ({"rank": 0, "size": 1, "pad": "yes"}, "pad = 'yes'"),
+        ({"rank": 0, "size": 1, "pad": True, "drop_last": True}, "pad = True with drop_last=True"),
+        ({"rank": 0, "size": 1, "pad": False, "drop_last": True}, "pad = False with drop_last=True"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(wrong: dict[str, object], named: str) -> None:

@@ -88,7 +88,7 @@ class Loader:
         return self._device
 
     def __len__(self) -> int:
-        """Batches of the coming pass on this rank: after a resume in mid-epoch, what is left of it."""
+        """Count this rank's batches of a whole epoch; the pass after a resume has fewer (`loader.sampler.remaining` samples)."""
         return count_batches(len(self.sampler), self.batch_size, drop_last=self.drop_last)
 
     def __call__(self) -> Iterator[Any]:

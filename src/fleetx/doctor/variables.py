@@ -136,7 +136,8 @@ def _left_over(facts: Facts) -> Iterable[Finding]:
         why = "a script started with `python` would wait for other ranks"
         yield problem(TOPIC, f"{told}: left over from another run, it seems; {why}", f"unset {' '.join(there)}")
     else:
-        yield note(TOPIC, f"{told}: srun and mpirun would take it for this job's", f"unset {' '.join(there)}")
+        why = "srun and mpirun would take it for this job's, and a script started with `python` would refuse to train alone"
+        yield note(TOPIC, f"{told}: {why}", f"unset {' '.join(there)}")
 
 
 def _changes(facts: Facts) -> Iterable[Finding]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from fleetx.errors import ConfigError
 from fleetx.launch.topology import Nodes
-from fleetx.roles import first_host, is_slurm_shell, job_port
+from fleetx.roles import first_host, is_pmi_of_slurm, is_slurm_shell, job_port, pmi_job
 
 Env = Mapping[str, str]
 Source = Literal["local", "slurm", "mpi"]
@@ -151,7 +151,7 @@ def _own_entry(asked: Asked, addresses: list[str], machine: Machine) -> int:
 
 
 def read_variables(env: Env, source: Source | None) -> Told:
-    """Of Open MPI, else of Slurm; one node when neither started us. `source` says whom to believe."""
+    """Of MPI, else of Slurm; one node when neither started us. `source` says whom to believe."""
     readers = {"mpi": _from_mpi, "slurm": _from_slurm}
     if source == "local":
         return Told(1)
@@ -185,16 +185,23 @@ def _from_slurm(env: Env) -> Told | None:
 
 def _from_mpi(env: Env) -> Told | None:
     prefix = "OMPI_COMM_WORLD_"
-    if f"{prefix}SIZE" not in env:
-        return None
-    count, local_count = _number(env, f"{prefix}SIZE"), _number(env, f"{prefix}LOCAL_SIZE", default=1)
+    if f"{prefix}SIZE" in env:
+        _refuse_ranks_of_mpi(_number(env, f"{prefix}LOCAL_SIZE", default=1))
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+        return Told(_number(env, f"{prefix}SIZE"), _number(env, f"{prefix}RANK"), env.get("MASTER_ADDR"), _told_port(env, job))
+    if "PMI_SIZE" in env and not is_pmi_of_slurm(env):
+        _refuse_ranks_of_mpi(_number(env, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", default=1))
+        return Told(_number(env, "PMI_SIZE"), _number(env, "PMI_RANK"), env.get("MASTER_ADDR"), _told_port(env, pmi_job(env)))
+    return None
+
+
+def _refuse_ranks_of_mpi(local_count: int) -> None:
     if local_count > 1:
         raise ConfigError(
             f"mpirun started {local_count} processes on this node, each of which would start ranks of its own. Write "
-            "`mpirun --npernode 1 fleetrun x.py` to let fleetrun start the ranks, or `mpirun python x.py` to let mpirun."
+            "`mpirun --npernode 1 fleetrun x.py` (MPICH, Intel MPI: `-ppn 1`) to let fleetrun start the ranks, or `mpirun python "
+            "x.py` to let mpirun."
         )
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
-    return Told(count, _number(env, f"{prefix}RANK"), env.get("MASTER_ADDR"), _told_port(env, job))
 
 
 def _told_port(env: Env, job: str) -> int:
