@@ -160,11 +160,8 @@ class Buckets:
         for pending in self._pending:
             pending.wait()
         self._start, self._pending, self._reduced = None, [], True
-        if self.tail is not None:
-            if self.alone:
-                self.tail.warn_of_changed_tables()
-            else:
-                self.tail.unpack(self._tail_tensor)
+        if self.tail is not None and not self.alone:
+            self.tail.unpack(self._tail_tensor)
 
     def on_complete(self, bucket: Bucket) -> None:
         """The last gradient of a bucket came."""

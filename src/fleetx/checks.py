@@ -56,12 +56,13 @@ class Checks:
 
         `norm`: of the gradients, where somebody looks at it; without it the alarms are read when that is free."""
         finite = True
-        if norm is not None or self.alarms.is_free() or first:
+        if norm is not None or self.alarms.is_free() or first or self.ranks.tables_change:
             alarms, value = self.alarms.read(norm)
             finite = value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
             self._heed(alarms)
         else:
             self.alarms.send()
+            self.ranks.hears_later()
         return finite
 
     def judge_alone(self, norm: Tensor | None) -> bool:
@@ -112,6 +113,7 @@ class Checks:
         """Every rank has the same sums, and does the same."""
         stopping.heed(agreed=bool(alarms.stops > 0))
         self.unused.heed(alarms)
+        self.ranks.heed(alarms)
 
     def _losses_are_bad(self, alarms: Alarms) -> bool:
         return self.finite.mode != "off" and not alarms.bad_losses == 0
