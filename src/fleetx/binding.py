@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import world
+from .buffer_kinds import refuse_unknown_buffers
 from .compile import check_parts, compile_strategy
 from .errors import ConfigError, FleetWarning
 from .optimizer import FleetOptimizer
@@ -67,6 +68,7 @@ def bind(
     params = named_trainable(model, optimizer)
     refuse_unsuited(model, params)
     agree_on_model(params, whole, optimizer, strategy.to_json(), here.comm)
+    refuse_unknown_buffers(model, strategy.local_buffers)  # by all ranks: they have the same buffers, and the same strategy
     if wrapper is not None:
         refuse_unfit(wrapper, params, strategy.parts(), here.comm, here.device)
     site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)

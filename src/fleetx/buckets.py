@@ -216,11 +216,8 @@ class Buckets:
         self._start, self._pending = None, []
         for bucket in self._buckets:
             bucket.touched = False
-        if self.tail is not None:
-            if self.alone:
-                self.tail.warn_of_changed_tables()
-            else:
-                self.tail.unpack(self._tail_tensor)
+        if self.tail is not None and not self.alone:
+            self.tail.unpack(self._tail_tensor)
 
     def on_complete(self, bucket: Bucket) -> None:
         """The last gradient of a bucket came."""

@@ -98,17 +98,13 @@ class Checks:
         `norm`: of the gradients, where it is looked at; without it the alarms are read when that is free. `defer`: missing
         gradients are no error before step()."""
         finite = True
-        if norm is not None or self.alarms.is_free() or first:
+        if norm is not None or self.alarms.is_free() or first or self.ranks.tables_change:
             alarms, value = self.alarms.read(norm)
             finite = value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
-            self._require_one_place(alarms)
-            stopping.heed(agreed=bool(alarms.stops > 0))
-            if defer:
-                self.deferred = alarms
-            else:
-                self.unused.heed(alarms)
+            self._heed(alarms, defer=defer)
         else:
             self.alarms.send()
+            self.ranks.hears_later()
         return finite
 
     def judge_alone(self, norm: Tensor | None, *, defer: bool = False) -> bool:
@@ -158,11 +154,15 @@ class Checks:
         self.ranks.forget()
         self.unheard.forget()
 
-    def _heed(self, alarms: Alarms) -> None:
+    def _heed(self, alarms: Alarms, *, defer: bool = False) -> None:
         """Every rank has the same sums, and does the same."""
         self._require_one_place(alarms)
         stopping.heed(agreed=bool(alarms.stops > 0))
-        self.unused.heed(alarms)
+        if defer:
+            self.deferred = alarms
+        else:
+            self.unused.heed(alarms)
+        self.ranks.heed(alarms)
 
     def _require_one_place(self, alarms: Alarms) -> None:
         """Ranks that reduce different updates together train wrong numbers, and hang at the end: all of them see it here."""

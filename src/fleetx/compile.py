@@ -88,7 +88,8 @@ def compile_strategy(
     """`wrapper`: of the model, where it reduces."""
     parts = strategy.parts()
     check_parts(parts, by_ddp=wrapper is not None)
-    site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device)
+    local = strategy.local_buffers
+    site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device, local_buffers=local)
     filled: dict[Slot, Any] = {}
     merge = next((part.build(site)[Slot.MERGE] for part in parts if Slot.MERGE in part.claims()), Merge())
     # Before a part changes anything.
@@ -104,7 +105,8 @@ def compile_strategy(
         average=filled.get(Slot.AVERAGE),
     )
     allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
-    tail = Tail(model, rank=comm.rank, size=comm.size, flags=len(params) if allowed else 0) if comm.size > 1 else None
+    flags = len(params) if allowed else 0
+    tail = Tail(model, rank=comm.rank, size=comm.size, flags=flags, local=local) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
     carries_tail, whole = stages.reduce.carries_tail, wrapper is not None
     buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=carries_tail, comm=comm, whole=whole)
@@ -116,7 +118,7 @@ def compile_strategy(
     checks = Checks(
         unused=UnusedCheck(buckets, comm, allowed=allowed),
         first_look=FirstLook(model),
-        finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip),
+        finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps),
         alarms=AlarmReader(buckets),
         unheard=Unheard(),

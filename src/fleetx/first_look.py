@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from . import rehearsing
 from .comm import Comm
 from .errors import ConfigError, FleetWarning
+from .plain_copy import keep_copies_plain, left_out
 from .shuffled_loaders import advice_on, shuffled_loaders
 
 COMPILE_FIRST = (
@@ -58,10 +59,12 @@ class FirstLook:
         if "torch._dynamo" in sys.modules:  # a model that is compiled has loaded it; to load it here would take seconds
             _hide_from_compiler()
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        keep_copies_plain(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _look_at_nothing, ()  # a copy of the model carries the hook along; there it has nothing to say
+        return _look_at_nothing, ()  # a copy that a class's own `__deepcopy__` makes has the hook; there it says nothing
 
+    @left_out
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is not self._model or rehearsing.is_on():  # in a copy of the model it is another one
             return

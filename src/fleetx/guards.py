@@ -7,17 +7,18 @@ RankCheck        every so many updates a fingerprint of the model is compared; a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NoReturn, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from .buckets import Buckets
+from .buffer_kinds import buffer_of, sort_buffers
 from .comm import Comm
 from .digest import fingerprint
 from .errors import FleetError, FleetWarning
-from .tail import Tail, buffer_of, sort_buffers
+from .tail import Alarms, Tail
 
 OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
 
@@ -26,10 +27,13 @@ OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
 class NonFiniteGuard:
     """What happens when a loss or the reduced gradients hold a NaN or an infinity. Every rank has seen the same sums."""
 
-    def __init__(self, mode: OnNanInf, model: nn.Module, buckets: Buckets, comm: Comm, *, may_skip: bool) -> None:
+    def __init__(
+        self, mode: OnNanInf, model: nn.Module, buckets: Buckets, comm: Comm, *, may_skip: bool, local: Collection[str] = ()
+    ) -> None:
+        """`local`: names or patterns of buffers that belong to each rank, and are left to it."""
         self.mode, self._buckets, self._comm = mode, buckets, comm
         self._warned = False
-        self._owners = sort_buffers(model).floats if may_skip else {}
+        self._owners = sort_buffers(model, local).floats if may_skip else {}
         self._good = [buffer.clone() for buffer in self._present()]
         """Floating buffers after the last update: a NaN that passed a BatchNorm is in its statistics, update or not."""
 
@@ -80,7 +84,7 @@ class NonFiniteGuard:
                 if buffer.shape == good.shape and not bool(buffer.isfinite().all()):
                     buffer.copy_(good)
             if self._buckets.tail is not None and not alone:
-                self._buckets.tail.resume(None)
+                self._buckets.tail.renew()
         self.remember()
 
     @torch.no_grad()
@@ -101,7 +105,7 @@ class NonFiniteGuard:
     def resume(self, good: Mapping[str, Tensor] | None) -> None:
         """Continue from these; None: from what the buffers hold now."""
         named = zip(self._owners, self._present(), strict=True)
-        self._good = [buffer.clone() if good is None else good[name].to(buffer).clone() for name, buffer in named]
+        self._good = [(good or {}).get(name, buffer).to(buffer).clone() for name, buffer in named]
 
 
 EARLY_LOOKS = (1, 10)
@@ -115,9 +119,15 @@ class RankCheck:
     def __init__(self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int) -> None:
         self._comm, self._every = comm, every
         self._model = model
-        self._left_out = tail.watched() if tail is not None else set()
+        self._tail = tail
+        self._tables_are_settled = True
+        """Alarms of the last update were read: a table that was changed in it has been made equal."""
+        self.tables_change = False
+        """Some rank has changed one in this run, as all of them know."""
         self._pending: tuple[int, Tensor, Any] | None = None
         self._last_round = 0
+        self._left_some_out = False
+        """When the last comparison began, this rank left out buffers that others may not have."""
 
     def forget(self) -> None:
         """A checkpoint was loaded: what was under way is of the weights before."""
@@ -126,6 +136,17 @@ class RankCheck:
     def _looks_until(self, index: int) -> int:
         """How many looks are due up to this update: early ones, since what drives ranks apart mostly does so from the start."""
         return sum(index >= early for early in EARLY_LOOKS) + index // self._every
+
+    def heed(self, alarms: Alarms) -> None:
+        """Every rank has the same sums, and does the same."""
+        if self._tail is not None:
+            self._tables_are_settled = True
+            self.tables_change = self.tables_change or bool(alarms.changed_tables > 0)
+            self._tail.heed(alarms, self._comm)
+
+    def hears_later(self) -> None:
+        """The alarms of this update are read with the next one."""
+        self._tables_are_settled = False
 
     def after_update(self, index: int) -> None:
         if self._comm.size == 1 or self._every == 0:
@@ -146,10 +167,15 @@ class RankCheck:
         self._last_round = index
 
     def _tensors(self) -> dict[str, Tensor]:
+        """Ranks may leave out different buffers: where that makes their marks differ, they are compared name by name."""
+        left_out: set[str] = set() if self._tail is None else self._tail.local | self._tail.tables.let_go | self._tail.written()
+        if self._tail is not None and not self._tables_are_settled:
+            left_out |= self._tail.tables.names()
         named: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        return {name: t.detach() for name, t in named.items() if name not in self._left_out and t.numel()}
+        return {name: t.detach() for name, t in named.items() if name not in left_out and t.numel()}
 
     def _begin(self, index: int) -> None:
+        self._left_some_out = self._tail is not None and bool(self._tail.written())
         mark = fingerprint(list(self._tensors().values()))
         extremes = torch.stack([mark, ~mark])  # one collective: the largest, and of the complement the largest: the smallest
         self._comm.all_reduce(extremes, "max").wait()
@@ -170,19 +196,22 @@ class RankCheck:
             arrived.synchronize()
         largest, complement = extremes.tolist()
         if largest != ~complement:
-            self._raise(index)
+            self._compare_by_name(index)
 
-    def _raise(self, index: int) -> NoReturn:
-        """Every rank is here: the extremes are the same for all."""
+    def _compare_by_name(self, index: int) -> None:
+        """Every rank is here: the extremes are the same for all. Ranks that hold the same after all leave in peace, together."""
         marks = {name: f"{int(fingerprint([t])):x}" for name, t in self._tensors().items()}
-        ranks = self._comm.gather_json(marks)
+        ranks = self._comm.gather_json([marks, self._left_some_out])
+        common = {name: mark for theirs, _ in reversed(ranks) for name, mark in theirs.items()}
         told = []
-        for rank, theirs in enumerate(ranks):
-            names = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]
+        for rank, (theirs, _) in enumerate(ranks):
+            names = [name for name, mark in theirs.items() if mark != common[name]]
             if names:
                 told.append(f"rank {rank} in {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+        if not told and any(left_some_out for _, left_some_out in ranks):
+            return
         raise FleetError(
             f"after update {index} the ranks no longer hold the same model. Unlike rank 0: {'; '.join(told) or 'none by now'}. "
-            "Something changed weights or buffers on some ranks only: "
-            "load the last checkpoint, or set strategy.desync_check_steps = 0 if this is meant."
+            "Something changed weights or buffers on some ranks only: load the last checkpoint, name buffers that belong to "
+            "each rank in strategy.local_buffers, or set strategy.desync_check_steps = 0 if this is meant."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -10,18 +11,24 @@ from typing import Any, final
 
 from torch import nn
 
+from .plain_copy import ABSENT, StandIn, keep_copies_plain
+
 Forward = Callable[..., Any]
 
 
 @final
-class PatchedForward:
-    """Stands in `module.__dict__["forward"]`. A copy of the module (deepcopy, pickle) gets the original forward, its own."""
+class PatchedForward(StandIn):
+    """Stands in `module.__dict__["forward"]`. A copy of the module (deepcopy, pickle) has what stood there before."""
+
+    place = "forward"
 
     def __init__(
         self, module: nn.Module, around: Callable[..., Any], *, only_outermost: bool, is_of_the_whole: bool = False
     ) -> None:
         self.module = module
         self.inner: Forward = module.forward
+        before = module.__dict__.get("forward", ABSENT)
+        self._replaced = before.replaced() if isinstance(before, PatchedForward) else before
         self.around = around
         self._only_outermost, self._is_of_the_whole = only_outermost, is_of_the_whole
         functools.update_wrapper(self, self.inner, updated=())  # the signature stays readable: Hugging Face asks for it
@@ -48,21 +55,21 @@ class PatchedForward:
             inner = inner.inner
         return inner
 
+    def replaced(self) -> Any:
+        """The forward that the user had set on this very module, or ABSENT: then the class's serves."""
+        return self._replaced
+
+    # One that someone has put elsewhere (`model.old_forward = model.forward`) is copied as the original: bound to the copy, so
+    # that an EMA does not compute with these weights, and without a name of fleetx in the pickle.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original(), memo)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # An instance attribute bound to this module would make an EMA copy compute with these weights.
-        # deepcopy maps `self.module` to the copy being made, and so binds the class's own function to it.
         original = self.original()
-        if isinstance(original, types.MethodType) and original.__self__ is self.module:
-            return _bound, (original.__func__, self.module)
-        return _same, (original,)
-
-
-def _bound(function: Callable[..., Any], module: nn.Module) -> Forward:
-    return types.MethodType(function, module)
-
-
-def _same(value: Forward) -> Forward:
-    return value
+        if isinstance(original, types.MethodType):
+            return getattr, (original.__self__, original.__func__.__name__)  # as a method pickles itself
+        return functools.partial, (original,)
 
 
 def restore_forwards(model: nn.Module) -> None:
@@ -70,10 +77,9 @@ def restore_forwards(model: nn.Module) -> None:
     for module in model.modules():
         patched = module.__dict__.get("forward")
         if isinstance(patched, PatchedForward):
-            original = patched.original()
             del module.__dict__["forward"]
-            if not (isinstance(original, types.MethodType) and original.__self__ is module):
-                module.forward = original
+            if patched.replaced() is not ABSENT:
+                module.forward = patched.replaced()
 
 
 def patch_forward(
@@ -81,6 +87,7 @@ def patch_forward(
 ) -> None:
     """Call `around(forward, *args, **kwargs)` wherever the module's forward was called."""
     module.forward = PatchedForward(module, around, only_outermost=only_outermost, is_of_the_whole=is_of_the_whole)
+    keep_copies_plain(module)
 
 
 def patch_innermost(module: nn.Module, around: Callable[..., Any]) -> None:

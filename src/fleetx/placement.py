@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .comm import Comm, sharding_of
 from .errors import ConfigError, FleetWarning
 from .pairs import owner_of
+from .plain_copy import keep_copies_plain, left_out
 
 OUTSIDE = "(outside the model"
 """How the name of a trained parameter begins that no module has."""
@@ -27,23 +28,26 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+@left_out
+def _strip(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in list(state):
+        value = state.pop(key)
+        state[prefix + key[len(prefix) :].removeprefix("_orig_mod.") if key.startswith(prefix) else key] = value
+
+
+@left_out
+def _restore(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [k for k in state if k.startswith(prefix) and not k.startswith(f"{prefix}_orig_mod.")]:
+        state[f"{prefix}_orig_mod.{key[len(prefix) :]}"] = state.pop(key)
+
+
 def strip_compiled_prefix(model: nn.Module) -> None:
     """A compiled model's state dict gets the keys of the model inside it; loading takes both spellings."""
-    if type(model).__name__ != "OptimizedModule" or getattr(model, "_fleetx_plain_keys", False):
+    if type(model).__name__ != "OptimizedModule" or _strip in model._state_dict_hooks.values():
         return
-
-    def strip(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for key in list(state):
-            value = state.pop(key)
-            state[prefix + key[len(prefix) :].removeprefix("_orig_mod.") if key.startswith(prefix) else key] = value
-
-    def restore(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key in [k for k in state if k.startswith(prefix) and not k.startswith(f"{prefix}_orig_mod.")]:
-            state[f"{prefix}_orig_mod.{key[len(prefix) :]}"] = state.pop(key)
-
-    model.register_state_dict_post_hook(strip)
-    model.register_load_state_dict_pre_hook(restore)
-    object.__setattr__(model, "_fleetx_plain_keys", True)
+    model.register_state_dict_post_hook(_strip)
+    model.register_load_state_dict_pre_hook(_restore)
+    keep_copies_plain(model)
 
 
 def named_trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

@@ -4,6 +4,7 @@ inner       the torch optimizer's own state dict, and the name of each parameter
 outside     trained parameters that no module has
 window      the micro-steps of a half-filled window: gradients summed so far, losses, weights
 stages      what each part of the strategy remembers (loss scale, residuals, ...)
+buffers     large ones that this rank has written to since the ranks last had the same, and names of those that are its own
 common      the floating buffers after the last update, from which the ranks' changes are averaged; a skip goes back to them
 noise_scale the running means of the gradient noise scale
 """
@@ -20,7 +21,7 @@ from .errors import CheckpointError
 from .optimizer import FleetOptimizer
 from .optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
 from .pipeline import Pipeline
-from .placement import OUTSIDE
+from .placement import OUTSIDE, plain_name
 from .window import Window
 
 STAGES = ("backward", "reduce", "average")
@@ -49,6 +50,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
         },
         "stages": {name: _stage_state(pipeline, name) for name in STAGES},
         "common": pipeline.common_buffers(),
+        **_buffers_state(pipeline),
         "good": pipeline.good_buffers(),
         "outside": {name: param.detach() for name, param in _outside(pipeline).items()},
         "noise_scale": pipeline.meter.state_dict(),
@@ -72,6 +74,7 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
             f"the checkpoint was saved with {done} micro-batches in a merge window; this run merges {merge.micro_steps}. "
             'Resume with the old gradient_merge_configs["k_steps"], or save after an update.'
         )
+    _check_buffers(optimizer.pipeline, state)
     for name in STAGES:
         theirs, ours = state["stages"].get(name) or {}, _stage_state(optimizer.pipeline, name)
         if theirs and name == "average":
@@ -106,6 +109,22 @@ def _check_average(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:
     pipeline.stages.average.check_state_dict(saved)
 
 
+def _buffers_state(pipeline: Pipeline) -> dict[str, list[str]]:
+    tail = pipeline.buckets.tail
+    return {"changed_tables": tail.tables.changed(), "local_buffers": sorted(tail.local)} if tail is not None else {}
+
+
+def _check_buffers(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:
+    """A buffer that was each rank's own has no common value, from which changes could be averaged."""
+    tail = pipeline.buckets.tail
+    lost = sorted(set(saved.get("local_buffers", [])) - tail.local) if tail is not None else []
+    if lost:
+        raise CheckpointError(
+            f"buffer `{plain_name(lost[0])}` was each rank's own in the run that saved it, and this strategy would average it. "
+            f'Resume with strategy.local_buffers = ["{plain_name(lost[0])}"{", ..." if len(lost) > 1 else ""}].'
+        )
+
+
 def _outside(pipeline: Pipeline) -> dict[str, Tensor]:
     """Trained parameters that belong to no module, and are in no model's state dict."""
     named = {name: param for bucket in pipeline.buckets for name, param in zip(bucket.names, bucket.params, strict=True)}
@@ -136,6 +155,8 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         elif stage is pipeline.stages.average and pipeline.stages.average is not None:
             pipeline.stages.average.forget()
     pipeline.load_common_buffers(state["common"], state.get("good"))
+    if pipeline.buckets.tail is not None:
+        pipeline.buckets.tail.tables.resume(state.get("changed_tables", []))
     for name, param in _outside(pipeline).items():
         if name in state.get("outside", {}):
             param.copy_(state["outside"][name])

@@ -79,6 +79,8 @@ class Site:
     device: torch.device
     has_sample: bool = False
     """fleet.distribute(...) was given a batch, so that steps can be rehearsed."""
+    local_buffers: Sequence[str] = ()
+    """Names or patterns of buffers that belong to each rank."""
 
 
 class Backward(Protocol):

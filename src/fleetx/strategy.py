@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from .errors import ConfigError, StrategyConflict, did_you_mean
-from .keys import Kind, boolean, choice, integer, number, once
+from .keys import Kind, boolean, choice, integer, names, number, once
 from .overview import overview, slot_table
 from .slots import Part
 from .strategies import catalogue
@@ -42,6 +42,11 @@ COMMUNICATION = {
     "find_unused_parameters": Scalar(
         False, boolean(), "parameters may stay without a gradient; otherwise that is an error which names them"
     ),
+    "local_buffers": Scalar(
+        [],
+        names("memory.*", "hidden"),
+        "names or patterns of buffers that belong to each worker: never averaged; all others are kept equal",
+    ),
 }
 GUARDS = {
     "on_nan_inf": Scalar(
@@ -69,7 +74,10 @@ class FrozenList(list[Any]):
     """A setting that is a list, as it reads back. Changing it in place would be a write that nobody checks: refused, not lost."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise ConfigError('a list in a *_configs is not changed in place. Assign a new one: strategy.x_configs["key"] = [...]')
+        raise ConfigError(
+            "a list in a strategy is not changed in place. Assign a new one: strategy.x = [...], or "
+            'strategy.x_configs["key"] = [...]'
+        )
 
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
@@ -160,7 +168,7 @@ class DistributedStrategy:
             values[name] = False
             if dataclasses.fields(part):
                 values[f"{name}_configs"] = Settings(part)
-        values.update({name: scalar.default for name, scalar in SCALARS.items()})
+        values.update({name: copy.copy(scalar.default) for name, scalar in SCALARS.items()})
         object.__setattr__(self, "_values", values)
         for name, value in settings.items():
             setattr(self, name, value)
@@ -169,7 +177,8 @@ class DistributedStrategy:
         # Python asks for names of its own, `__setstate__` among them, before `_values` is there.
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._values[self._known(name)]
+        value = self._values[self._known(name)]
+        return FrozenList(value) if isinstance(value, list) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         current = self._values[self._known(name)]
@@ -252,7 +261,7 @@ class DistributedStrategy:
                 plain[name] = True
             if settings is not None and (self._values[name] or settings.changed()):
                 plain[f"{name}_configs"] = settings.plain()
-        return plain | {name: self._values[name] for name in SCALARS}
+        return plain | {name: copy.copy(self._values[name]) for name in SCALARS}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:

@@ -3,21 +3,21 @@
 Layout, in floats: [alarms][one flag per parameter, if asked][floating buffers][integer buffers, a byte each].
 Alarms are counts that all ranks must act on together: see `Alarms`.
 Floating buffers (BatchNorm statistics) are averaged; integers come from rank 0, since all others send zeros.
+Large tables have no place here, the layout being fixed: an alarm brings the ranks together once one has changed (tables.py).
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias, final
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, FleetWarning
-
-LARGE_NUMEL = 16384
-"""A larger buffer outside a norm layer is a table (positions, masks), and so is a complex one: sent once, then watched."""
+from .buffer_kinds import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
+from .comm import Comm
+from .tables import Tables
+from .unequal_buffers import UnequalBuffers, is_unequal, warn_of_unequal
 
 
 class Alarms(NamedTuple):
@@ -32,73 +32,30 @@ class Alarms(NamedTuple):
     place: float | Tensor = 0.0
     """A number of the update and the backward under way; with the sum of squares it tells whether all ranks have the same."""
     place_squared: float | Tensor = 0.0
+    changed_tables: float | Tensor = 0.0
+    """Large buffers that were written to since the ranks last had the same."""
+    unequal_buffers: float | Tensor = 0.0
+    """Buffers outside norm layers whose common value, after the last update, was not this rank's own. Not reported yet."""
 
 
 ALARMS = len(Alarms._fields)
 NO_ALARMS = Alarms()
 
 
-def average_of_change(now: Tensor, last: Tensor, size: int) -> Tensor:
-    """This rank's share of the mean change since the last update.
-
-    The change, not the value: a constant then stays the same to the bit. The mean of three equal floats need not be that float.
-    From an infinity or a NaN there is no change to speak of: there the value itself is averaged.
-    """
-    return torch.where(last.isfinite(), now - last, now).div_(size)
-
-
-def apply_change(last: Tensor, change: Tensor) -> Tensor:
-    """The common value after an update; the inverse of `average_of_change`, summed over ranks."""
-    return torch.where(last.isfinite(), last + change, change)
-
-
-Owner: TypeAlias = tuple[nn.Module, str]
-"""A module and the name of its buffer: looked up each time, since a module may put a new tensor in its place."""
-
-
-def buffer_of(owner: Owner) -> Tensor:
-    buffer = owner[0]._buffers[owner[1]]
-    assert buffer is not None
-    return buffer
-
-
-def reshaped(name: str, now: Sequence[int], before: Sequence[int]) -> ConfigError:
-    return ConfigError(
-        f"buffer `{name}` has the shape {tuple(now)}, and had {tuple(before)} in fleet.distribute(...): buffers travel with "
-        "gradients and weights, at a fixed place. Keep its shape, or make it a plain attribute of its module."
-    )
-
-
-class SortedBuffers(NamedTuple):
-    floats: dict[str, Owner]
-    integers: dict[str, Owner]
-    tables: dict[str, Owner]
-
-
-def sort_buffers(model: nn.Module) -> SortedBuffers:
-    found = SortedBuffers({}, {}, {})
-    for prefix, module in model.named_modules():
-        is_norm = "num_batches_tracked" in module._buffers
-        for key, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            is_table = (buffer.numel() > LARGE_NUMEL and not is_norm) or buffer.is_complex()
-            kind = found.tables if is_table else found.floats if buffer.is_floating_point() else found.integers
-            kind[f"{prefix}.{key}".lstrip(".")] = (module, key)
-    return found
-
-
 @final
 class Tail:
-    def __init__(self, model: nn.Module, *, rank: int, size: int, flags: int) -> None:
+    def __init__(self, model: nn.Module, *, rank: int, size: int, flags: int, local: Collection[str] = ()) -> None:
+        """`local`: names or patterns of buffers that belong to each rank."""
         self.rank, self.size, self.flags = rank, size, flags
-        buffers = sort_buffers(model)
+        buffers = sort_buffers(model, local)
+        self.local = set(buffers.local)
         self._names, self._owners = list(buffers.floats), list(buffers.floats.values())
-        self._integers = list(buffers.integers.values())
-        self._watched = {name: (*owner, _mark(buffer_of(owner))) for name, owner in buffers.tables.items()}
+        self._integer_names, self._integers = list(buffers.integers), list(buffers.integers.values())
         floats = [buffer_of(o) for o in self._owners]
         self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in floats) else torch.float32
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.tables = Tables(buffers, device)
+        self._unequal = UnequalBuffers(buffers)
         self._last, self._last_views = _flat_views(floats, self.dtype, device)
         self._now, self._now_views = _flat_views(floats, self.dtype, device)
         self._bytes, self._byte_views = _byte_views([buffer_of(o) for o in self._integers], device)
@@ -109,8 +66,8 @@ class Tail:
     @torch.no_grad()
     def pack(self, out: Tensor, *, alarms: Alarms, used: list[bool] | None) -> None:
         """Write this rank's share; `out` is then summed over ranks."""
-        self.warn_of_changed_tables()
-        _write_alarms(out, alarms)
+        own = alarms._replace(changed_tables=len(self.tables.changed()), unequal_buffers=self._unequal.count())
+        _write_alarms(out, own)
         start = ALARMS + self.flags
         if used is not None:
             out[ALARMS:start] = torch.tensor(used, dtype=out.dtype)
@@ -139,49 +96,63 @@ class Tail:
     def unpack(self, out: Tensor) -> None:
         """Give every rank the same buffers; `out` is the sum over ranks."""
         start = ALARMS + self.flags
+        written = self._unequal.candidates()
         if self._owners:
             buffers = [buffer_of(o) for o in self._owners]
-            self._last.copy_(apply_change(self._last, out[start : start + self._last.numel()]))
+            common = apply_change(self._last, out[start : start + self._last.numel()])
+            self._note_unequal_floats(common, written)
+            self._last.copy_(common)
             torch._foreach_copy_(buffers, self._last_views)
             if any(b.dtype != self.dtype for b in buffers):
                 torch._foreach_copy_(self._last_views, buffers)  # a 16-bit buffer rounds: remember what it really holds
         if self._integers:
+            integers = [buffer_of(o) for o in self._integers]
             self._bytes.copy_(out[start + self._now.numel() :])
-            torch._foreach_copy_([buffer_of(o) for o in self._integers], self._byte_views)
+            for name, buffer, first in zip(self._integer_names, integers, self._byte_views, strict=True):
+                if name in written:
+                    self._unequal.note(name, (buffer != first).any())
+            torch._foreach_copy_(integers, self._byte_views)
+        self._unequal.renew_marks()
 
-    def watched(self) -> set[str]:
-        """Buffers that may differ between ranks."""
-        return set(self._watched)
+    def _note_unequal_floats(self, common: Tensor, written: Collection[str]) -> None:
+        if not written:
+            return
+        commons = common.split([view.numel() for view in self._now_views])
+        for name, now, last, new in zip(self._names, self._now_views, self._last_views, commons, strict=True):
+            if name in written:
+                self._unequal.note(name, is_unequal(now, last, new.view(now.shape), self.size))
+
+    def heed(self, alarms: Alarms, comm: Comm) -> None:
+        """Every rank has the same sums, and does the same."""
+        unequal = self.tables.make_equal(comm) if alarms.changed_tables > 0 else set()
+        unequal |= self._unequal.gather(comm) if alarms.unequal_buffers > 0 else set()
+        if comm.rank == 0:  # after the last collective: a warning may have been made an error
+            warn_of_unequal(unequal)
+            self.tables.warn_of_let_go()
+
+    def written(self) -> set[str]:
+        """Buffers that this rank has written to since they were made equal: by the next update they are again."""
+        return self._unequal.written() | set(self.tables.changed())
 
     def common(self) -> dict[str, Tensor]:
         """The floating buffers as they were, on every rank, after the last update."""
         return dict(zip(self._names, self._last_views, strict=True))
 
     @torch.no_grad()
+    def renew(self) -> None:
+        """Continue from what the buffers hold now, the same on all ranks."""
+        if self._owners:
+            torch._foreach_copy_(self._last_views, [buffer_of(o) for o in self._owners])
+        self._unequal.renew_marks()
+
+    @torch.no_grad()
     def resume(self, common: Mapping[str, Tensor] | None) -> None:
-        """Continue from these; None: from what the buffers hold now."""
-        for name, view, owner in zip(self._names, self._last_views, self._owners, strict=True):
-            view.copy_(buffer_of(owner) if common is None else common[name])
-        for name, (module, key, _) in self._watched.items():  # loading a checkpoint is no change by the training
-            self._watched[name] = (module, key, _mark(buffer_of((module, key))))
-
-    def warn_of_changed_tables(self) -> None:
-        for name, (module, key, seen) in list(self._watched.items()):
-            buffer = module._buffers[key]
-            if buffer is not None and _mark(buffer) != seen:
-                del self._watched[name]
-                warnings.warn(
-                    f"buffer `{name}` ({buffer.numel()} elements, {buffer.dtype}) changed during training. Complex buffers, "
-                    f"and those above {LARGE_NUMEL} elements outside norm layers, are made equal once, in distribute(); this one "
-                    "may now differ between ranks. Split it, or make it equal yourself with fleet.util.all_reduce.",
-                    FleetWarning,
-                    stacklevel=2,
-                )
-
-
-def _mark(buffer: Tensor) -> tuple[int, int]:
-    """Changes when the buffer is written to or replaced."""
-    return id(buffer), buffer._version
+        """A checkpoint was loaded, which is no change by the training. None: it holds no `common`."""
+        self.renew()
+        for name, view in zip(self._names, self._last_views, strict=True):
+            if common is not None and name in common:
+                view.copy_(common[name])
+        self.tables.resume(())
 
 
 def _write_alarms(out: Tensor, alarms: Alarms) -> None:

@@ -24,6 +24,7 @@ from .buckets import Buckets
 from .comm import Comm, Pending
 from .digest import fingerprint
 from .errors import ConfigError, FleetError
+from .plain_copy import keep_copies_plain, left_out
 from .slots import Part, Slot, Step
 
 UNWRAPPED = (
@@ -110,6 +111,7 @@ class ReducedByDDP(KeepsNothing):
         self._broadcast_before = bool(wrapper.broadcast_buffers)
         wrapper.broadcast_buffers = False
         self._handle = wrapper.register_forward_hook(_noting_hook(weakref.ref(self), weakref.ref(wrapper)))
+        keep_copies_plain(wrapper)
 
     def attach(self, buckets: Buckets) -> None:
         self._buckets = buckets
@@ -177,8 +179,9 @@ def _more(names: Sequence[str]) -> str:
 
 
 def _noting_hook(stage: Callable[[], ReducedByDDP | None], wrapper: Callable[[], nn.Module | None]) -> Callable[..., None]:
-    """Weak: the hook outlives a discarded optimizer, and a copy of the model carries it along; there it does nothing."""
+    """Weak: the hook outlives a discarded optimizer."""
 
+    @left_out
     def hook(module: nn.Module, args: Any, out: Any) -> None:
         found = stage()
         if found is not None and module is wrapper():

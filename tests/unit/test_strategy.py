@@ -350,7 +350,9 @@ def legal_values(kind: Kind) -> st.SearchStrategy[Any]:
 @st.composite
 def strategies(draw: st.DrawFn) -> DistributedStrategy:
     strategy = DistributedStrategy(
-        fuse_grad_size_in_MB=draw(st.one_of(st.integers(1, 512), st.floats(0.1, 512))), find_unused_parameters=draw(st.booleans())
+        fuse_grad_size_in_MB=draw(st.one_of(st.integers(1, 512), st.floats(0.1, 512))),
+        find_unused_parameters=draw(st.booleans()),
+        local_buffers=draw(st.lists(st.text(TRICKY, min_size=1), max_size=3)),
     )
     for name in draw(st.lists(st.sampled_from(PARTS), unique=True, max_size=4)):
         setattr(strategy, name, draw(st.booleans()))
@@ -381,10 +383,21 @@ def test_a_dict_holds_what_is_on_with_all_its_settings_and_the_scalars() -> None
         "gradient_merge_configs": {"k_steps": 4, "avg": True},
         "fuse_grad_size_in_MB": 32,
         "find_unused_parameters": False,
+        "local_buffers": [],
         "on_nan_inf": "stop",
         "desync_check_steps": 100,
         "noise_scale_steps": 0,
     }
+
+
+def test_a_list_that_is_a_setting_of_its_own_is_replaced_and_never_changed_in_place() -> None:
+    strategy = DistributedStrategy(local_buffers=["hidden"])
+    with pytest.raises(ConfigError, match=r"not changed in place. Assign a new one: strategy.x = \[...\]"):
+        strategy.local_buffers.append("memory.*")
+    strategy.to_dict()["local_buffers"].append("memory.*")
+    assert strategy.local_buffers == ["hidden"] and DistributedStrategy().local_buffers == []
+    with pytest.raises(ConfigError, match=r"local_buffers is 'hidden'; it must be a list of non-empty strings"):
+        strategy.local_buffers = "hidden"
 
 
 def test_changing_the_dict_does_not_change_the_strategy() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx.errors import ConfigError, FleetWarning
-from fleetx.tail import LARGE_NUMEL, Alarms, Tail, apply_change, average_of_change
+from fleetx.buffer_kinds import LARGE_NUMEL, apply_change, average_of_change, sort_buffers
+from fleetx.errors import ConfigError
+from fleetx.tail import Alarms, Tail
 
 
 class Net(nn.Module):
@@ -79,13 +80,55 @@ def test_infinities_and_nans_are_averaged_by_value_and_can_be_left_again() -> No
     assert apply_change(last, change).tolist() == now.tolist()
 
 
-def test_large_tables_are_not_sent_and_a_change_of_one_is_warned_of_once() -> None:
+def _alarms_sent(net: Net) -> Alarms:
+    out = torch.empty(net.tail.numel)  # type: ignore[arg-type]
+    net.tail.pack(out, alarms=Alarms(), used=None)  # type: ignore[operator]
+    return Alarms(*out[: len(Alarms._fields)].tolist())
+
+
+def test_a_large_table_is_not_sent_and_a_change_of_one_is_an_alarm() -> None:
     (net,) = _nets(1)
     assert net.tail.numel < LARGE_NUMEL  # type: ignore[operator]
+    assert _alarms_sent(net).changed_tables == 0
     net.table.add_(1)
-    with pytest.warns(FleetWarning, match="buffer `table` .* changed during training"):
-        _exchange([net])
-    _exchange([net])
+    assert _alarms_sent(net).changed_tables == 1
+    net.tail.tables.resume(())  # type: ignore[union-attr]
+    assert _alarms_sent(net).changed_tables == 0
+    net.table = torch.ones_like(net.table)
+    assert _alarms_sent(net).changed_tables == 1
+
+
+def test_a_buffer_that_ranks_change_alike_is_no_alarm_and_one_that_they_change_differently_is() -> None:
+    nets = _nets(3)
+    for rank, net in enumerate(nets):
+        net.constant.mul_(1.1)
+        net.norm.running_mean.add_(rank)
+    _exchange(nets)
+    assert [_alarms_sent(net).unequal_buffers for net in nets] == [0, 0, 0]
+    for rank, net in enumerate(nets):
+        net.constant.mul_(1 + 0.1 * rank)
+        net.count.fill_(7 + rank // 2)
+    _exchange(nets)
+    assert [_alarms_sent(net).unequal_buffers for net in nets] == [1, 0, 2]  # the mean is what rank 1 has
+
+
+def test_a_reset_to_zero_is_alike_whatever_the_mean_rounds_to() -> None:
+    nets = _nets(3)
+    for net in nets:
+        net.constant.zero_()
+    _exchange(nets)
+    assert [_alarms_sent(net).unequal_buffers for net in nets] == [0, 0, 0]
+
+
+def test_buffers_are_sorted_by_norm_layers_names_and_size() -> None:
+    net = Net()
+    net.wide = nn.BatchNorm1d(LARGE_NUMEL + 1)
+    net.alias = nn.Module()
+    net.alias.register_buffer("other_name", net.count)
+    found = sort_buffers(net, ["cou*", "table"])
+    assert set(found.local) == {"count", "table", "alias.other_name"} and not found.tables
+    assert "wide.running_mean" in found.floats and "wide.running_mean" in found.statistics
+    assert set(found.outside_norm_layers()) == {"constant", "flag"}
 
 
 def test_a_16_bit_buffer_is_remembered_as_it_was_rounded() -> None:
@@ -97,4 +140,4 @@ def test_a_16_bit_buffer_is_remembered_as_it_was_rounded() -> None:
     tail.pack(out, alarms=Alarms(), used=None)
     tail.unpack(out)
     tail.pack(out, alarms=Alarms(), used=None)
-    assert out[1] == 0
+    assert out[len(Alarms._fields)] == 0

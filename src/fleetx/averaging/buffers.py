@@ -1,26 +1,33 @@
 """Buffers at an averaging: floating ones (BatchNorm statistics) are averaged, integers (its counter) come from rank 0.
 
-Always in full precision, and never by the outer optimizer: a statistic is not a weight. Tables, which training does not
-change, stay out: see tail.py, whose rules these are.
+Always in full precision, and never by the outer optimizer: a statistic is not a weight. Large tables follow, once the round is
+settled, if a rank has changed one; those that belong to each rank stay out. See buffer_kinds.py, whose rules these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from ..buffer_kinds import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
 from ..comm import Comm, Pending
-from ..tail import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
+from ..tables import Tables
+from ..unequal_buffers import UnequalBuffers, is_unequal, warn_of_unequal
+from .told import Row
 
 
 @final
 class Buffers:
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        found = sort_buffers(model)
+    def __init__(self, model: nn.Module, device: torch.device, local: Collection[str] = ()) -> None:
+        """`local`: names or patterns of buffers that belong to each rank."""
+        found = sort_buffers(model, local)
         self._floats, self._integers = found.floats, list(found.integers.values())
+        self._integer_names = list(found.integers)
+        self.tables = Tables(found, device)
+        self._unequal = UnequalBuffers(found)
         present = [buffer_of(owner) for owner in self._floats.values()]
         self._shapes = [buffer.shape for buffer in present]
         wide = any(buffer.dtype == torch.float64 for buffer in present)
@@ -37,6 +44,8 @@ class Buffers:
     def begin(self) -> None:
         """All ranks have the same now."""
         self._read(self.common)
+        self._unequal.renew_marks()
+        self.tables.resume(())
 
     def _present(self) -> list[Tensor]:
         return [buffer_of(owner) for owner in self._floats.values()]
@@ -73,56 +82,92 @@ class Buffers:
             pending.append(comm.broadcast(self._of_first))
         return pending
 
-    def settle(self, *, inside: bool = False) -> None:
-        """`inside`: of this node alone, so that what all ranks have in common stays."""
+    def settle(self, *, size: int = 1, inside: bool = False) -> None:
+        """`size`: how many ranks were averaged. `inside`: of this node alone, so that what all ranks have in common stays."""
         average = apply_change(self.common, self._change)
+        written = set() if inside else self._unequal.candidates()
         if not inside:
+            self._note_unequal_floats(average, written, size)
             self.common.copy_(average)
         if self._sent is not None:
             now, change = torch.empty_like(average), average - self._sent
             self._read(now)
             average = torch.where(change.isfinite(), now + change, average)  # from an infinity there is no change to speak of
         self._write(average)
-        self._settle_integers()
+        self._settle_integers(written)
         self._sent = None
+        if not inside:
+            self._unequal.renew_marks()
 
-    def _settle_integers(self) -> None:
+    def _note_unequal_floats(self, average: Tensor, written: set[str], size: int) -> None:
+        if not written.intersection(self._floats):
+            return
+        now = torch.empty_like(average) if self._sent is None else self._sent
+        if self._sent is None:
+            self._read(now)
+        for name, mine, last, mean in zip(
+            self._floats, self._views(now), self._views(self.common), self._views(average), strict=True
+        ):
+            if name in written:
+                self._unequal.note(name, is_unequal(mine, last, mean, size))
+
+    def _settle_integers(self, written: Collection[str]) -> None:
         if self._of_first is None:
             return
         buffers = [buffer_of(owner) for owner in self._integers]
         first = _from_bytes(self._of_first, buffers)
         mine = first if self._sent_integers is None else _from_bytes(self._sent_integers, buffers)
-        for buffer, theirs, own in zip(buffers, first, mine, strict=True):
+        for name, buffer, theirs, own in zip(self._integer_names, buffers, first, mine, strict=True):
+            if name in written:
+                self._unequal.note(name, ((buffer if self._sent_integers is None else own) != theirs).any())
             if self._sent_integers is None or buffer.dtype == torch.bool:
                 buffer.copy_(theirs)
             else:
                 buffer.add_(theirs - own)  # what was counted since is kept
         self._of_first = self._sent_integers = None
 
+    # --- what the ranks tell each other -------------------------------------------------------------------------
+
+    def news(self) -> dict[str, float]:
+        """Fields of this rank's row."""
+        return {"changed_tables": float(len(self.tables.changed())), "unequal_buffers": float(self._unequal.count())}
+
+    def heed(self, rows: Sequence[Row], comm: Comm) -> None:
+        """A round among all is settled. Every rank is here with the same rows, and does the same."""
+        unequal = self.tables.make_equal(comm) if any(row.changed_tables for row in rows) else set()
+        unequal |= self._unequal.gather(comm) if any(row.unequal_buffers for row in rows) else set()
+        if comm.rank == 0:  # after the last collective: a warning may have been made an error
+            warn_of_unequal(unequal)
+            self.tables.warn_of_let_go()
+
     # --- averaged() ---------------------------------------------------------------------------------------------
 
-    def own(self) -> list[Tensor]:
+    def own(self, rows: Sequence[Row]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Copies of them all, to be put back to the bit: a forward in training mode counts too."""
-        return [buffer.clone() for buffer in self._all()]
+        changed = any(row.changed_tables for row in rows)
+        return [buffer.clone() for buffer in self._all()], self.tables.own() if changed else {}
 
-    def put_back(self, own: list[Tensor]) -> None:
-        if own:
-            torch._foreach_copy_(self._all(), own)
+    def put_back(self, own: tuple[list[Tensor], dict[str, Tensor]]) -> None:
+        if own[0]:
+            torch._foreach_copy_(self._all(), own[0])
+        self.tables.put_back(own[1])
 
     def _all(self) -> list[Tensor]:
         return [*self._present(), *(buffer_of(owner) for owner in self._integers)]
 
-    def show_mean(self, comm: Comm) -> None:
+    def show_mean(self, rows: Sequence[Row], comm: Comm) -> None:
         if self._floats:
             now = torch.empty_like(self.common)
             self._read(now)
             change = average_of_change(now, self.common, comm.size)
             comm.all_reduce(change).wait()
             self._write(apply_change(self.common, change))
+        if any(row.changed_tables for row in rows):
+            self.tables.make_equal(comm, reports=False)
 
     # --- resume -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor | None]:
+    def state_dict(self) -> dict[str, Any]:
         """What is under way must have arrived."""
         return {
             "common": self.common,
@@ -130,6 +175,7 @@ class Buffers:
             "sent": self._sent,
             "sent_integers": self._sent_integers,
             "of_first": self._of_first,
+            "changed_tables": self.tables.changed(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,6 +184,7 @@ class Buffers:
         held = {name: state[name] for name in ("sent", "sent_integers", "of_first")}
         moved = {name: None if value is None else value.to(self.common.device) for name, value in held.items()}
         self._sent, self._sent_integers, self._of_first = moved["sent"], moved["sent_integers"], moved["of_first"]
+        self.tables.resume(state.get("changed_tables", []))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

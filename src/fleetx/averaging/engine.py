@@ -175,11 +175,13 @@ class Averaging:
         self._hear(flying)
         self._flying, among_all = None, flying.comm is self._comm
         self.keeps_ranks_equal = not flying.trains_on
-        self._values.settle(flying.pending, among_all=among_all, with_state=flying.with_state)
+        self._values.settle(flying.pending, flying.comm.size, among_all=among_all, with_state=flying.with_state)
         if not on_demand:
             if among_all:
                 self._renew_period(flying)
             self._advance(index, launched_at=flying.launched_at)
+        if among_all:
+            self._values.heed(flying.rows(), self._comm)
         if among_all and self._values.has_state and not flying.with_state:
             self._warn_of_layouts(flying)  # after the last collective: a warning may have been made an error
         return among_all
@@ -222,6 +224,7 @@ class Averaging:
             lr=0.0 if step.lr is None or not self.needs_loss else float(step.lr),
             waited=self._waited,
             layout=self._values.layout(),
+            **self._values.news(),
         )
 
     def _warn_of_layouts(self, flying: Round) -> None:
@@ -252,15 +255,16 @@ class Averaging:
         """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards. Every rank enters it."""
         self.refuse_inside()
         # Asked in the dense phase too: a call that one rank alone makes should not wait for a long run's end to be found.
-        gathered, pending = tell(Row(at=float(index), call=SHOWN), self._comm)
+        gathered, pending = tell(Row(at=float(index), call=SHOWN, **self._values.news()), self._comm)
         pending.wait()
-        require_together(rows_of(gathered))
+        rows = rows_of(gathered)
+        require_together(rows)
         if not self._begun or self._comm.size == 1:
             yield
             return
         with torch.no_grad():
-            own = self._values.own()
-            self._values.show_mean(self._comm)
+            own = self._values.own(rows)
+            self._values.show_mean(rows, self._comm)
         self._showing_mean = True
         try:
             yield

@@ -40,6 +40,10 @@ class Row(NamedTuple):
     """Seconds in which it waited for the others in the round before; below 0: there was none."""
     layout: float = 0.0
     """A mark of the optimizer state's layout, where that is averaged."""
+    changed_tables: float = 0.0
+    """Large buffers that it has written to since the ranks last had the same."""
+    unequal_buffers: float = 0.0
+    """Buffers outside norm layers whose mean, in the round before, was not its own. Not reported yet."""
 
 
 def tell(row: Row, comm: Comm) -> tuple[Tensor, Pending]:

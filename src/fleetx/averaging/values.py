@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from .buffers import Buffers
 from .moments import MASTER, Moments
 from .outer import OuterRule
 from .pieces import Piece, pieces_of
+from .told import Row
+
+Own: TypeAlias = tuple[list[list[Tensor]], tuple[list[Tensor], dict[str, Tensor]]]
+"""Copies of weights, by piece; and of buffers, small and large."""
 
 
 @final
@@ -23,7 +27,7 @@ class Values:
         alone = site.comm.size == 1
         # Alone and without an outer optimizer there is nothing to average, and a delta added back would round.
         self._pieces = [] if alone and rule.is_plain else pieces_of(site.params, rule, wire_dtype)
-        self._buffers = None if alone else Buffers(site.model, site.device)
+        self._buffers = None if alone else Buffers(site.model, site.device, site.local_buffers)
         self._moments = Moments(site.params, site.optimizer) if average_state and not alone else None
         self._optimizer = site.optimizer
         self._has_momentum = rule.momentum > 0
@@ -67,7 +71,7 @@ class Values:
             pending += self._moments.launch(share, comm)
         return pending
 
-    def settle(self, pending: list[Pending], *, among_all: bool, with_state: bool) -> None:
+    def settle(self, pending: list[Pending], size: int, *, among_all: bool, with_state: bool) -> None:
         """A piece is settled as soon as it is here, while the next may still be on its way."""
         for number, piece in enumerate(self._pieces):
             pending[number].wait()
@@ -75,24 +79,33 @@ class Values:
         for one in pending[len(self._pieces) :]:
             one.wait()
         if self._buffers is not None:
-            self._buffers.settle(inside=not among_all)
+            self._buffers.settle(size=size, inside=not among_all)
         if with_state and self._moments is not None:
             self._moments.settle()
 
+    def news(self) -> dict[str, float]:
+        """Of buffers: fields of this rank's row."""
+        return {} if self._buffers is None else self._buffers.news()
+
+    def heed(self, rows: Sequence[Row], comm: Comm) -> None:
+        """A round among all is settled, and every rank is here."""
+        if self._buffers is not None:
+            self._buffers.heed(rows, comm)
+
     # --- averaged() ---------------------------------------------------------------------------------------------
 
-    def own(self) -> tuple[list[list[Tensor]], list[Tensor]]:
+    def own(self, rows: Sequence[Row]) -> Own:
         """Copies of this rank's weights and buffers, to be put back to the bit."""
         weights = [[param.clone() for param in piece.params] for piece in self._pieces]
-        return weights, self._buffers.own() if self._buffers is not None else []
+        return weights, self._buffers.own(rows) if self._buffers is not None else ([], {})
 
-    def put_back(self, own: tuple[list[list[Tensor]], list[Tensor]]) -> None:
+    def put_back(self, own: Own) -> None:
         for piece, kept in zip(self._pieces, own[0], strict=True):
             torch._foreach_copy_(piece.params, kept)
         if self._buffers is not None:
             self._buffers.put_back(own[1])
 
-    def show_mean(self, comm: Comm) -> None:
+    def show_mean(self, rows: Sequence[Row], comm: Comm) -> None:
         """Every rank is here. What a round has under way is not touched."""
         means = [torch.empty_like(piece.anchor) for piece in self._pieces]
         pending = []
@@ -103,7 +116,7 @@ class Values:
             one.wait()
             torch._foreach_copy_(piece.params, piece.views(mean.add_(piece.anchor)))
         if self._buffers is not None:
-            self._buffers.show_mean(comm)
+            self._buffers.show_mean(rows, comm)
 
     # --- resume -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import progress
+from ..plain_copy import keep_copies_plain, left_out
 from ..progress import Phase
 
 OUTSIDE = (Phase.SCRIPT, Phase.FORWARD, Phase.EVALUATE)
@@ -22,6 +23,7 @@ _evaluating: nn.Module | None = None
 """The outermost module of an evaluation under way."""
 
 
+@left_out
 def begins(module: nn.Module, *_: Any) -> None:
     global _evaluating
     if torch.compiler.is_compiling():
@@ -36,6 +38,7 @@ def begins(module: nn.Module, *_: Any) -> None:
     progress.enter(Phase.FORWARD if trains else Phase.EVALUATE)
 
 
+@left_out
 def ends(module: nn.Module, *_: Any) -> None:
     global _evaluating
     if torch.compiler.is_compiling():
@@ -56,6 +59,7 @@ def watch(model: nn.Module) -> list[RemovableHandle]:
     """The model and its children: a method such as `model.loss(batch)` may call only those."""
     handles = []
     for module in unique([model, *model.children()]):
+        keep_copies_plain(module)
         handles += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, always_call=True)]
     return handles
 
