@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class KeepsNothing(abc.ABC):
     """What all reducers share that send whole gradients."""
 
+    is_linear = True
+
     def is_local(self) -> bool:
         return False
 

@@ -49,11 +49,13 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def view_like(piece: Tensor, param: Tensor) -> Tensor:
-    """A view with the parameter's own strides (channels_last stays so), or contiguous where those leave gaps."""
-    if torch.ops.aten.is_non_overlapping_and_dense(param):
-        strided: Tensor = torch.as_strided(piece, param.shape, param.stride(), int(piece.storage_offset()))
-        return strided
-    return piece.view(param.shape)
+    """The same memory with the parameter's own strides (channels_last stays so), or contiguous where those leave gaps.
+
+    No view in autograd's sense, which refuses `param.grad.detach_()`: a way to zero gradients that older scripts have."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+    stride = param.stride() if dense else torch.empty(param.shape, device="meta").stride()
+    shared: Tensor = torch.empty(0, dtype=piece.dtype, device=piece.device)
+    return shared.set_(piece.untyped_storage(), int(piece.storage_offset()), param.shape, stride)
 
 
 @final
@@ -106,7 +108,7 @@ class Bucket:
         """What makes true gradients of the sums in the views."""
         self._true_already: set[int] = set()
         self._version = 0
-        """Of the flat buffer at the end of the last micro-step: whoever writes to it in between changes the count."""
+        """How often the buffer was written to when the last micro-step ended: a write in between changes the count."""
         self.touched = False
         """A gradient came that is local to this rank, since the last micro-step ended."""
         self.task: int | None = None
@@ -247,7 +249,7 @@ class Bucket:
             self.factor = 1.0
         if self.keeps:
             strays = [p.grad for p, view in zip(self.params, self.views, strict=True) if p.grad is not view]
-            changed = self.flat._version != self._version and not self.touched
+            changed = self.version() != self._version and not self.touched
             if changed or any(grad is not None for grad in strays):
                 raise FleetError(CHANGED_IN_WINDOW)
             self.sure = not strays and not self.touched
@@ -266,7 +268,11 @@ class Bucket:
         self.wake_hooks()
         self.keeps, self.touched, self.expecting = True, False, False
         self._shown = list(self.views)
-        self._version = self.flat._version
+        self._version = self.version()
+
+    def version(self) -> int:
+        """How often the buffer was written to, as a whole or through `param.grad`: each counts for itself."""
+        return int(self.flat._version) + sum(view._version for view in self.views)
 
     def gradients(self) -> dict[str, Tensor]:
         """What finished micro-steps of this window have left, by parameter."""

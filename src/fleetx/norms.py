@@ -54,12 +54,12 @@ class GradientNorms:
         if not getattr(self._update, "wants_gradient_norms", False):
             return global_norm(self._buckets.flats)
         self._by_bucket = [norms_of(bucket.views) for bucket in self._buckets]
-        self._versions = [flat._version for flat in self._buckets.flats]
+        self._versions = [bucket.version() for bucket in self._buckets]
         return joined([norm for norms in self._by_bucket for norm in norms])
 
     def hold(self) -> bool:
         """Whether the norms of each tensor are known, and the gradients are what they were: not written to, not replaced."""
-        if self._by_bucket is None or [flat._version for flat in self._buckets.flats] != self._versions:
+        if self._by_bucket is None or [bucket.version() for bucket in self._buckets] != self._versions:
             return False
         if may_change_gradients(self._update._optimizer_step_pre_hooks) or optimizer_module._global_optimizer_pre_hooks:
             return False  # they run inside step(), and may change gradients

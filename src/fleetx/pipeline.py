@@ -138,6 +138,7 @@ class Pipeline:
                 + self._checks.unused.hint()
             )
         self.window.entered = self.window.asked_due = False
+        self.stages.update._opt_called = True  # type: ignore[attr-defined]  # a scheduler may follow every step()
         return self._report(due=False, updated=False)
 
     def flush(self) -> Report:
@@ -197,7 +198,6 @@ class Pipeline:
         """Begin a micro-step, or go on with it: all bare backwards before one step() are of one micro-step."""
         window = self.window
         if window.closed:
-            self.stages.reduce.refuse_again()
             self.buckets.reopen()
         elif not window.entered:
             window.enter(None, None)
@@ -261,6 +261,7 @@ class Pipeline:
     def close(self, *, bare: bool = False) -> None:
         """Wait for the reduce, and judge it. `bare`: another backward may follow; what is missing is told in step()."""
         self.buckets.close()
+        self._add_set_aside()
         self.window.closed = True
         if self.stages.ddp is not None:
             self.stages.ddp.compare(self.buckets)
@@ -276,17 +277,24 @@ class Pipeline:
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
-        self.window.is_sum = False
-        if self.stages.merge.micro_steps > 1 and self.stages.merge.mean:
-            self.buckets.before_more(_weak_method(self._make_sum))
+        if self.stages.merge.micro_steps > 1 or not self.stages.reduce.is_linear:
+            self.buckets.before_more(_weak_method(self._set_aside))
 
     @torch.no_grad()
-    def _make_sum(self) -> None:
-        """Another backward adds to a merged mean: make it the sum again that it is the mean of."""
-        if self.window.closed and not self.window.is_sum:
-            self.window.is_sum = True
-            grads = [p.grad for bucket in self.buckets for p in bucket.params if p.grad is not None]
-            torch._foreach_mul_(grads, float(self.window.micro_steps))
+    def _set_aside(self) -> None:
+        """Let another backward begin from zero: a merged mean is of another scale than its gradients, and what was compressed
+        must not be compressed again. What was reduced is added when that is reduced too."""
+        if self.window.closed and self.window.set_aside is None:
+            self.stages.reduce.refuse_again()  # here, where no gradient was added yet: what was reduced may still be applied
+            self.buckets.adopt_replaced()
+            self.window.set_aside = [flat.clone() for flat in self.buckets.flats]
+            torch._foreach_zero_(self.buckets.flats)
+
+    @torch.no_grad()
+    def _add_set_aside(self) -> None:
+        if self.window.set_aside is not None:
+            torch._foreach_add_(self.buckets.flats, self.window.set_aside)
+            self.window.set_aside = None
 
     def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
         """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""

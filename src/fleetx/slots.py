@@ -120,6 +120,8 @@ class Kept:
 class Reduce(Protocol):
     """How one bucket of true gradients becomes the same mean on all ranks."""
 
+    is_linear: bool
+    """Reducing what was reduced once more, with new gradients added, gives the same as reducing these alone and adding."""
     carries_tail: bool
     """The last bucket's own collective also moves the tail (buffers, flags), in the bucket's own type."""
 

@@ -40,8 +40,8 @@ class Window:
     """How often it was reduced: once for each bare backward, and else once."""
     shared: bool = False
     """The backward that closed it has reached other pairs too."""
-    is_sum: bool = False
-    """What was reduced is a sum of micro-steps again, to which another backward adds."""
+    set_aside: list[Tensor] | None = None
+    """What was reduced, bucket by bucket, while another backward makes more that is reduced by itself; else None."""
     asked_due: bool = False
     """`optimizer.due` was read in the micro-step under way."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import raised, run_ranks
+from harness import run_ranks
 from zoo import habits, loops
 from zoo.oracles import Api, Ddp, Fleetx, Mean
 from zoo.register import LOOPS, Outcome
@@ -138,7 +138,7 @@ def test_a_loop_under_recompute_has_the_bits_of_the_one_without(name: str) -> No
     assert_close(run(name, recompute=True), run(name), 0.0)
 
 
-@pytest.mark.parametrize("name", under("powersgd", "dense"))
+@pytest.mark.parametrize("name", under("powersgd"))
 def test_a_loop_under_powersgd_trains_as_its_oracle_while_updates_are_dense(name: str) -> None:
     ours = run(name, **DENSE)
     assert_same_bits(ours)
@@ -153,13 +153,3 @@ def test_a_loop_under_powersgd_learns_with_equal_ranks(name: str) -> None:
     losses = [statistics.mean(pair) for pair in zip(*(outcome.losses for outcome in ours), strict=True)]
     third = len(losses) // 3
     assert statistics.mean(losses[-third:]) < 0.95 * statistics.mean(losses[:third])
-
-
-def _refused(rank: int, name: str) -> str:
-    return raised(lambda: _run(rank, name, "fleetx", COMPRESSED, torch.float64))
-
-
-@pytest.mark.parametrize("name", under("dense"))
-def test_several_reduces_for_one_update_are_refused_once_powersgd_compresses(name: str) -> None:
-    for said in run_ranks(_refused, 2, name):
-        assert said.startswith("ConfigError: a second backward before optimizer.step() under strategy.powersgd")

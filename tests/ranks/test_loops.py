@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fleetx import fleet
 from fleetx.report import Report
+from fleetx.tail import ALARMS
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state, mlp
 
@@ -830,7 +831,7 @@ def _gan_bytes(rank: int) -> list[tuple[int, int]]:
 
 def test_each_pair_reports_the_bytes_it_sent_itself() -> None:
     generator, discriminator = _gan_nets()
-    expected = tuple(sum(p.nbytes for p in net.parameters()) + 20 for net in (discriminator, generator))  # +20: the alarms
+    expected = tuple(sum(p.nbytes for p in net.parameters()) + 4 * ALARMS for net in (discriminator, generator))
     for sent in run_ranks(_gan_bytes, 2):
         assert sent[1:] == [expected, expected]  # the first step also compares the ranks' batches
 
@@ -1227,9 +1228,9 @@ def test_a_report_says_what_the_micro_step_did(size: int) -> None:
         assert reports[1].loss == pytest.approx((losses[0] + losses[1]) / 2, abs=1e-12)
         assert reports[3].loss == pytest.approx((losses[2] + losses[3]) / 2, abs=1e-12)
         # Nothing travels inside a window. In the second (the first also compares the ranks' batches) the gradients do,
-        # and with them five float32: gradients missing, losses not finite, requests to stop, place and its square.
+        # and with them one float32 for each alarm.
         assert reports[0].bytes_sent == reports[2].bytes_sent == 0
-        assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 20))
+        assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 4 * ALARMS))
 
 
 def _due(rank: int) -> list[tuple[bool, bool, bool]]:

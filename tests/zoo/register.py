@@ -56,7 +56,7 @@ class Loop:
     no_ddp: str
     """Why DDP cannot run it; empty where it can."""
     under: frozenset[str]
-    """The parts of a strategy that it is run under as well; `dense` is powersgd before it compresses."""
+    """The parts of a strategy that it is run under as well."""
     find_unused: bool
 
 

@@ -96,6 +96,14 @@ class SparseReduce(Compressor):
     def _numbers_sent(self) -> int:
         return self._sent
 
+    def refuse_again(self) -> None:
+        """From the first update on, and not only once it compresses: a run should not end in the middle for this."""
+        if self._pieces:
+            raise ConfigError(
+                "a second backward before optimizer.step() under strategy.dgc, which applies momentum to each gradient that it "
+                "sends. Write `with fleet.no_sync():` around all backwards of an update but the last, or add the losses."
+            )
+
     def _residuals(self) -> list[Tensor]:
         return [row.v for row in self._rows]
 

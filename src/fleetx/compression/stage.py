@@ -22,7 +22,7 @@ from torch import Tensor
 from ..allreduce import DenseAllReduce
 from ..bucket import Bucket
 from ..comm import Comm, Pending
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..nodes import between_nodes
 from ..norms import joined, norms_of
 from ..slots import Kept, Site, Step
@@ -52,6 +52,7 @@ def sum_together(tensors: Sequence[Tensor], comm: Comm) -> None:
 class Compressor(abc.ABC):
     """One final subclass for each way to compress."""
 
+    is_linear = False
     carries_tail = True
     name: ClassVar[str]
     threshold: ClassVar[str]
@@ -139,11 +140,7 @@ class Compressor(abc.ABC):
         return bool(self._residuals())
 
     def refuse_again(self) -> None:
-        if self._compressed_last:
-            raise ConfigError(
-                f"a second backward before optimizer.step() under strategy.{self.name}, which compresses one gradient an update. "
-                "Write `with fleet.no_sync():` around all backwards of an update but the last, or add the losses."
-            )
+        return None
 
     @torch.no_grad()
     def _reduce(self, step: Step) -> None:
