@@ -26,6 +26,7 @@ from .keys import integer
 from .keys import size as size_in_bytes
 from .memory.random_states import NUMPY, PYTHON, torch_sources
 from .optimizer import FleetOptimizer
+from .overview import without_effect
 from .placement import agree_on_model, named_trainable
 from .sampler import FleetSampler
 from .strategies.auto import Auto
@@ -334,6 +335,6 @@ def _bind(
     current_autocast.use(face)
     running.enlist(model, face, strategy)
     if is_first_worker():
-        print(strategy, flush=True)
+        print("\n".join([str(strategy), *without_effect(strategy.parts())]), flush=True)
     if sample is not None:
         rehearse(model, face, strategy, rehearsal_of(model, face, sample, loss_fn))

@@ -75,7 +75,12 @@ def slot_table(parts: Sequence[Part]) -> str:
     rows += [("no slot", _described(part)) for part in parts if not part.claims()]
     lines = [f"{slot:<10}{filled_by}" for slot, filled_by in [("slot", "filled by"), *rows]]
     notes = [f"{part.name}: {note}" for part in parts for note in part.notes()]
-    return "\n".join(lines + notes + conflict_lines(parts) + _not_available(parts))
+    return "\n".join(lines + notes + without_effect(parts) + conflict_lines(parts) + _not_available(parts))
+
+
+def without_effect(parts: Sequence[Part]) -> list[str]:
+    """One sentence for each part whose settings leave training as it is without it."""
+    return [said for part in parts if (said := part.no_effect()) is not None]
 
 
 def conflict_lines(parts: Sequence[Part]) -> list[str]:
