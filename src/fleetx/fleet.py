@@ -26,8 +26,10 @@ from .keys import integer
 from .keys import size as size_in_bytes
 from .memory.random_states import NUMPY, PYTHON, torch_sources
 from .optimizer import FleetOptimizer
+from .overview import without_effect
 from .placement import agree_on_model, named_trainable
 from .sampler import FleetSampler
+from .slots import Part
 from .strategies.auto import Auto
 from .strategy import SCALARS, DistributedStrategy
 from .wrapped import bare, refuse_steps_of_a_sample
@@ -319,14 +321,16 @@ def _planned(
 ) -> tuple[DistributedStrategy, Any]:
     """The strategy that `auto` chooses, by steps that leave no trace, and a batch for it; worker 0 shows why."""
     from .auto.choose import chosen_plan
+    from .auto.fixed import Fixed
     from .auto.subject import Subject
 
     require_module(model)
     here = world.current()
     # First of all: a rank that wants something else would be in other collectives than the rest.
     agree_on_model(named_trainable(model, face.given), model, face.given, strategy.to_json(), here.comm)
+    check_parts(strategy.parts())  # a conflict among the parts that are set is no plan's fault
     scalars = {name: value for name, value in strategy.to_dict().items() if name in SCALARS}
-    subject = Subject(model, face.given, sample, loss_fn, here.comm, here.device, scalars)
+    subject = Subject(model, face.given, sample, loss_fn, here.comm, here.device, scalars, Fixed.of(strategy.parts()))
     random = [(source, source.get()) for source in [*torch_sources(here.device), PYTHON, NUMPY]]
     try:  # a function that makes samples may draw, as often as there was time for
         face.plan = plan = chosen_plan(subject, auto)
@@ -340,9 +344,9 @@ def _planned(
     return plan.strategy, sample
 
 
-def _warnings_of(auto: Auto | None) -> AbstractContextManager[None]:
-    """Auto has measured what a part would warn of."""
-    if auto is None:
+def _warnings_of(parts: list[Part]) -> AbstractContextManager[None]:
+    """Auto has measured what a part would warn of, if it has chosen it. Parts that the user has set are heard."""
+    if not (len(parts) == 1 and isinstance(parts[0], Auto)):
         return contextlib.nullcontext()
     from .auto.subject import silence
 
@@ -354,7 +358,8 @@ def _bind(
 ) -> None:
     """Worker 0 shows the strategy before steps of the sample are run: what they settle is told below it."""
     require_loss_fn(loss_fn)
-    auto = next((part for part in strategy.parts() if isinstance(part, Auto)), None)
+    parts = strategy.parts()
+    auto = next((part for part in parts if isinstance(part, Auto)), None)
     if auto is not None or sample is not None:
         refuse_steps_of_a_sample(model)
     _end_earlier_pair(model, face, strategy)
@@ -362,11 +367,11 @@ def _bind(
         strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
     elif callable(sample):
         raise ConfigError("sample is a function, which only strategy.auto takes. Give one batch, as the loop gives it.")
-    with _warnings_of(auto):
+    with _warnings_of(parts):
         bind(model, face, strategy, has_sample=sample is not None)
     current_autocast.use(face)
     running.enlist(model, face, strategy)
     if is_first_worker():
-        print(strategy, flush=True)
+        print("\n".join([str(strategy), *without_effect(strategy.parts())]), flush=True)
     if sample is not None:
         rehearse(model, face, strategy, rehearsal_of(model, face, sample, loss_fn))

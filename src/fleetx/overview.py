@@ -70,12 +70,17 @@ def _chunks(value: Any) -> list[str]:
 def slot_table(parts: Sequence[Part]) -> str:
     """One row per slot in the order of a step, then what stands in the way of running it."""
     rows = [
-        (slot.value, ", ".join(_described(part) for part in parts if slot in part.claims()) or UNCLAIMED[slot]) for slot in Slot
+        (slot.value, ", ".join(described(part) for part in parts if slot in part.claims()) or UNCLAIMED[slot]) for slot in Slot
     ]
-    rows += [("no slot", _described(part)) for part in parts if not part.claims()]
+    rows += [("no slot", described(part)) for part in parts if not part.claims()]
     lines = [f"{slot:<10}{filled_by}" for slot, filled_by in [("slot", "filled by"), *rows]]
     notes = [f"{part.name}: {note}" for part in parts for note in part.notes()]
-    return "\n".join(lines + notes + conflict_lines(parts) + _not_available(parts))
+    return "\n".join(lines + notes + without_effect(parts) + conflict_lines(parts) + _not_available(parts))
+
+
+def without_effect(parts: Sequence[Part]) -> list[str]:
+    """One sentence for each part whose settings leave training as it is without it."""
+    return [said for part in parts if (said := part.no_effect()) is not None]
 
 
 def conflict_lines(parts: Sequence[Part]) -> list[str]:
@@ -101,7 +106,7 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _described(part: Part) -> str:
+def described(part: Part) -> str:
     """The part's name with the settings that differ from its defaults."""
     default = type(part)()
     pairs = [(field.name, getattr(part, field.name), getattr(default, field.name)) for field in dataclasses.fields(part)]

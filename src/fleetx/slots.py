@@ -241,6 +241,11 @@ class Part(abc.ABC):
         """Sentences for `strategy.explain()`: what these settings cost and gain, with the numbers filled in."""
         return []
 
+    def no_effect(self) -> str | None:
+        """A sentence where these settings leave training as it is without the part, with the line to write; None elsewhere.
+        Shown by `strategy.explain()` and, when training begins, by worker 0."""
+        return None
+
     @classmethod
     def neutral(cls) -> dict[str, Any] | None:
         """The settings at which this part must equal plain synchronous training, if there are any."""

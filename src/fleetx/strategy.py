@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from .errors import ConfigError, StrategyConflict, did_you_mean
+from .errors import ConfigError, did_you_mean
 from .keys import Kind, boolean, choice, integer, names, number, once
 from .overview import overview, slot_table
 from .slots import Part
@@ -212,32 +212,23 @@ class DistributedStrategy:
             if settings is not None and settings.changed() and not self._values[name]:
                 raise ConfigError(f"{name}_configs is set, but `{name}` is off. Write `strategy.{name} = True` to use it.")
         enabled = [name for name in catalogue() if self._values[name]]
-        if "auto" not in enabled:
-            return [self._part(name) for name in enabled]
-        others = [name for name in enabled if name != "auto"]
-        if "localsgd" in others and "adaptive_localsgd" not in others:
-            return [self._adaptive_by_its_older_spelling() if name == "localsgd" else self._part(name) for name in others]
-        if others:
-            raise StrategyConflict(
-                f"`auto` chooses the strategy itself, but {', '.join(f'`{name}`' for name in others)} "
-                "would be fixed by hand. Remove `auto=True`, or the others."
-            )
-        return [self._part("auto")]
+        if set(enabled) == {"auto", "localsgd"} and not self._values["auto_configs"].changed():
+            return [self._adaptive_by_its_older_spelling()]
+        return [self._part(name) for name in enabled]
 
     def _adaptive_by_its_older_spelling(self) -> Part:
-        settings, auto = self._settings("localsgd"), self._settings("auto")
-        if auto is not None and auto.changed():
-            raise ConfigError(
-                "auto_configs is set, but with `localsgd=True` the switch `auto` is the older spelling of `adaptive_localsgd` "
-                "and has no settings. Write `strategy.adaptive_localsgd = True` alone, or remove auto_configs."
-            )
+        """`localsgd` and `auto` alone. With settings of `auto`, or beside another part, `auto` plans around `localsgd`."""
+        settings = self._settings("localsgd")
         carried = settings.plain() if settings is not None else {}
         carried["init_k_steps"] = carried.pop("k_steps")
         return catalogue()["adaptive_localsgd"](**carried)
 
     def explain(self) -> str:
         """Which part fills which slot of a step, where parts collide, and what is not built yet."""
-        return slot_table(self.parts())
+        parts = self.parts()
+        kept = [part.name for part in parts if part.name != "auto"]
+        plans = [f"auto: keeps {', '.join(kept)} as set, and plans the rest."] if kept and len(kept) < len(parts) else []
+        return "\n".join([slot_table(parts), *plans])
 
     def copy(self) -> Self:
         return copy.deepcopy(self)

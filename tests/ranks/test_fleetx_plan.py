@@ -114,6 +114,16 @@ def test_a_plan_file_answers_what_if_without_its_model(plan_file: Path, tmp_path
     assert "chart written to time.svg" in ended.stdout and (tmp_path / "time.svg").stat().st_size > 1000
 
 
+def test_parts_of_a_strategy_file_are_kept_in_the_plan_and_in_its_answers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "clipped.yaml").write_text("clip_norm: true\nclip_norm_configs: {max_norm: 0.5}\n")
+    assert main(["plan", "own:make", "--strategy", "clipped.yaml", "--risk", "exact", "--trials", "1", "--out", "kept.json"]) == 0
+    assert capsys.readouterr().out.count("  kept: clip_norm (max_norm=0.5)\n") == 1
+    assert main(["plan", "kept.json", "--risk", "lossy", "--what-if", "bandwidth=100Mbit,world=8"]) == 0
+    text = capsys.readouterr().out
+    assert "  kept: clip_norm (max_norm=0.5)\n" in text and "clip_norm=True, clip_norm_configs={'max_norm': 0.5}" in text
+    assert "powersgd" in text.split("what if:")[1] and "dgc" not in text.split("what if:")[1].split("the wire is")[0]
+
+
 def test_wrong_input_ends_a_real_process_with_2_and_one_line(tmp_path: Path) -> None:
     ended = fleetx(tmp_path, "plan", "Resnet21")
     assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.count("\n") == 1
@@ -158,6 +168,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("plan Resnet20 --out plan.txt", "a file that ends in .json"),
         ("plan Resnet20 --out nowhere/plan.json", "in a folder that is there"),
         ("plan Resnet20 --chart time.pdf", "ends in .png or .svg"),
+        ("plan Resnet20 --strategy nowhere.yaml", "a file that is there and ends in .json or .yaml or .yml"),
         ("plan Resnet20 --what-if world", "takes NAME=VALUE,NAME=VALUE"),
         ("plan Resnet20 --what-if bandwith=1Gbit", "and not 'bandwith'. Did you mean `bandwidth`?"),
         ("plan Resnet20 --what-if world=2,world=4", "says world= twice"),
@@ -201,8 +212,15 @@ def test_targets_that_cannot_be_used(target: str, says: str, here: Path, capsys:
     assert says in told(capsys, "plan", *target.split())
 
 
+def test_localsgd_alone_in_a_strategy_file_is_told_to_mean_something_else(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "alone.yaml").write_text("localsgd: true\n")
+    said = told(capsys, "plan", "own:make", "--strategy", "alone.yaml")
+    assert "alone.yaml sets `localsgd` alone" in said and "such as --trials 2." in said
+
+
 def test_a_plan_file_is_not_measured_again(here: Path, plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, value in (("--trials", "2"), ("--batch", "4"), ("--out", "other.json")):
+    (here / "alone.yaml").write_text("localsgd: true\n")
+    for flag, value in (("--trials", "2"), ("--batch", "4"), ("--out", "other.json"), ("--strategy", "alone.yaml")):
         assert f"{flag} is for a plan that is measured" in told(capsys, "plan", "plan.json", flag, value)
     assert "as bandwidth=10Gbit" in told(capsys, "plan", "plan.json", "--what-if", "world=64")
     assert "cannot be shared equally" in told(

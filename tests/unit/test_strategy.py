@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetx.errors import ConfigError, StrategyConflict
+from fleetx.errors import ConfigError
 from fleetx.keys import Kind
 from fleetx.slots import Part, Slot
 from fleetx.strategies import catalogue
@@ -249,25 +249,22 @@ def test_localsgd_with_auto_is_the_older_spelling_of_adaptive_localsgd() -> None
     assert strategy.parts() == [expected]
 
 
-def test_the_older_spelling_leaves_other_parts_in_place() -> None:
-    strategy = DistributedStrategy(localsgd=True, auto=True, gradient_merge=True)
-    assert {part.name for part in strategy.parts()} == {"adaptive_localsgd", "gradient_merge"}
+@pytest.mark.parametrize("more", [{"gradient_merge": True}, {"auto_configs": {"trials": 9}}])
+def test_localsgd_with_auto_and_more_is_kept_and_planned_around(more: dict[str, Any]) -> None:
+    strategy = DistributedStrategy(localsgd=True, auto=True, localsgd_configs={"k_steps": 4}, **more)
+    assert {"auto", "localsgd"} <= {part.name for part in strategy.parts()}
+    assert "adaptive_localsgd" not in {part.name for part in strategy.parts()}
 
 
-def test_the_older_spelling_has_no_use_for_settings_of_auto() -> None:
-    strategy = DistributedStrategy(localsgd=True, auto=True, auto_configs={"trials": 9})
-    assert "auto_configs is set, but with `localsgd=True` the switch `auto` is the older spelling" in message(strategy.parts)
-
-
-def test_auto_beside_other_parts_names_them() -> None:
-    strategy = DistributedStrategy(auto=True, lars=True, gradient_merge=True)
-    text = message(strategy.parts, StrategyConflict)
-    assert "`gradient_merge`, `lars` would be fixed by hand. Remove `auto=True`, or the others." in text
+def test_auto_keeps_other_parts_with_their_settings() -> None:
+    strategy = DistributedStrategy(auto=True, clip_norm=True, clip_norm_configs={"max_norm": 0.5})
+    assert strategy.parts() == [catalogue()["auto"](), catalogue()["clip_norm"](max_norm=0.5)]  # type: ignore[call-arg]
+    assert strategy.explain().endswith("\nauto: keeps clip_norm as set, and plans the rest.")
 
 
 def test_auto_beside_both_spellings_of_localsgd_is_a_conflict() -> None:
     strategy = DistributedStrategy(auto=True, localsgd=True, adaptive_localsgd=True)
-    assert "`adaptive_localsgd`, `localsgd`" in message(strategy.parts, StrategyConflict)
+    assert "adaptive_localsgd and localsgd both claim `reduce`" in strategy.explain()
 
 
 @pytest.mark.parametrize("name", DECLARED)

@@ -227,6 +227,7 @@ def compressing_in_vain(name: str) -> None:
 
 
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}, "noise_scale_steps": 10}
+SAMPLE = {"sample": torch.randn(4, 3, 16), "loss_fn": lambda model, batch: model(batch).square().mean()}
 SGD, AdamW, Adam = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam
 REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("amp", lambda: distribute("amp", {"custom_black_list": ["LayerNrom"]})),
@@ -257,14 +258,25 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("localsgd", inside_averaged),
     ("adaptive_localsgd", lambda: bare("adaptive_localsgd")),
     ("adaptive_localsgd", lambda: distribute("adaptive_localsgd", {"overlap_steps": 20})),
-    ("adaptive_localsgd", lambda: strategy("localsgd", auto=True, auto_configs={"trials": 2}).explain()),
     ("dgc", lambda: distribute("dgc", kind=AdamW)),
     ("dgc", lambda: distribute("dgc", dampening=0.1)),
     ("dgc", lambda: strategy("dgc", {"sparsity": [0.999, 0.75]})),
     ("dgc", lambda: compressing_in_vain("dgc")),
     ("powersgd", lambda: distribute("powersgd", others=MERGED)),
     ("powersgd", lambda: compressing_in_vain("powersgd")),
-    ("auto", lambda: distribute("auto", others={"lars": True})),
+    (
+        "auto",
+        lambda: distribute(
+            "auto", {"global_batch": 10}, others={"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4}}, **SAMPLE
+        ),
+    ),
+    (
+        "auto",
+        lambda: distribute(
+            "auto", {"memory": "20MB"}, others={"recompute": True, "recompute_configs": {"budget": "24MB"}}, **SAMPLE
+        ),
+    ),
+    ("auto", lambda: distribute("auto", others={"localsgd": True, "clip_norm": True})),
     ("auto", lambda: distribute("auto")),
     ("auto", lambda: fleet.distributed_optimizer(*_waiting_for_auto())),
 ]

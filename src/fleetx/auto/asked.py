@@ -29,9 +29,13 @@ class Asked:
     memory: int | None
     share: int | None
     """Rows of one rank in one update; None: as the sample."""
+    merge_steps: int | None = None
+    """Micro-batches of one update, where the user has set them."""
 
     def batches(self, rows: int) -> list[tuple[int, int]]:
         """Micro-batches and how many of them make one update, for a sample of so many rows."""
+        if self.merge_steps is not None:
+            return [(rows if self.share is None else self.share // self.merge_steps, self.merge_steps)]
         if self.share is not None:
             return batches_of(self.share, near=rows)
         return [(rows, steps) for steps in (candidate.MERGES if allows(self.auto.risk, Risk.SCHEDULE) else (1,))]
@@ -44,8 +48,15 @@ def require_sample(subject: Subject) -> None:
         raise ConfigError(
             f"strategy.auto chooses by running steps, and fleet.distribute(...) was {given}. Write model, optimizer = "
             "fleet.distribute(model, optimizer, strategy, sample=batch), with loss_fn=lambda model, batch: ... where the model "
-            "has no method loss(batch)."
+            f"has no method loss(batch).{_older_spelling(subject)}"
         )
+
+
+def _older_spelling(subject: Subject) -> str:
+    """`localsgd` and `auto` alone mean something else: the user may have that in mind."""
+    if "localsgd" not in subject.fixed.names:
+        return ""
+    return " For a period that adapts itself, write strategy.adaptive_localsgd = True without auto."
 
 
 def asked_for(subject: Subject, auto: Auto) -> Asked:
@@ -70,9 +81,30 @@ def asked_for(subject: Subject, auto: Auto) -> Asked:
                 "Give every rank a batch of at least 2 rows, or a function of the number of rows: sample=lambda rows: ..."
             )
         share = auto.global_batch // ranks
-    here = _memory_here(subject)
-    memory = here if auto.memory is None else auto.memory if here is None else min(auto.memory, here)
-    return Asked(auto, memory, share)
+        _require_whole_micro_batches(share, subject.fixed.merge_steps or 1, auto.global_batch, ranks)
+    limits = [limit for limit in (auto.memory, _own_budget(subject, auto), _memory_here(subject)) if limit is not None]
+    return Asked(auto, min(limits, default=None), share, subject.fixed.merge_steps)
+
+
+def _require_whole_micro_batches(share: int, merge_steps: int, global_batch: int, ranks: int) -> None:
+    if share % merge_steps:
+        near = max(1, share // merge_steps) * merge_steps * ranks
+        raise ConfigError(
+            f'auto_configs["global_batch"] is {global_batch}: the {share} rows of each rank cannot be made up of {merge_steps} '
+            f'equal micro-batches, as gradient_merge_configs["k_steps"], which you set, wants them. Write {near}.'
+        )
+
+
+def _own_budget(subject: Subject, auto: Auto) -> int | None:
+    """Of the user's own recompute, which leads to the same plans as a limit for all."""
+    recompute = subject.fixed.recompute
+    budget = None if recompute is None else recompute.budget
+    if budget is not None and auto.memory is not None and budget > auto.memory:
+        raise ConfigError(
+            f'recompute_configs["budget"], which you set, is {budget}, and auto_configs["memory"] is {auto.memory}, less. '
+            f"Write a budget of at most {auto.memory}."
+        )
+    return budget
 
 
 def _memory_here(subject: Subject) -> int | None:

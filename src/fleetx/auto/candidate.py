@@ -33,6 +33,7 @@ RISK_OF = {
     "powersgd": Risk.LOSSY,
     "dgc": Risk.LOSSY,
     "localsgd": Risk.SCHEDULE,
+    "adaptive_localsgd": Risk.SCHEDULE,
 }
 
 
@@ -53,11 +54,14 @@ class Candidate:
     """Modules that are computed again; empty: those that a budget comes to."""
     grows_batch: bool = False
     """Its update takes more samples than the user's own would."""
+    kept: tuple[str, ...] = ()
+    """Parts that the user has set, by name."""
 
     @property
     def risk(self) -> Risk:
-        found = [RISK_OF[self.reducer.kind]]
-        found += [Risk.ROUNDING] if self.precision != "float32" else []
+        """Of what is added to the parts that the user has set."""
+        found = [RISK_OF["dense" if self.reducer.kind in self.kept else self.reducer.kind]]
+        found += [Risk.ROUNDING] if self.precision != "float32" and "amp" not in self.kept else []
         found += [Risk.SCHEDULE] if self.grows_batch else []
         return max(found, key=RISKS.index)
 
@@ -99,6 +103,7 @@ def reducer_settings(reducer: Reducer) -> dict[str, Any]:
         "dgc": {"sparsity": [reducer.setting]},
         "powersgd": {"rank": int(reducer.setting)},
         "localsgd": {"k_steps": int(reducer.setting)},
+        "adaptive_localsgd": {"init_k_steps": int(reducer.setting)},
     }
     if reducer.kind == "dense":
         return {}
@@ -123,13 +128,20 @@ def batches_of(share: int, *, near: int) -> list[tuple[int, int]]:
 
 
 def every(
-    precisions: Sequence[str], batches: Sequence[tuple[int, int]], reducers: Sequence[Reducer], *, own_batch: bool, risk: str
+    precisions: Sequence[str],
+    batches: Sequence[tuple[int, int]],
+    reducers: Sequence[Reducer],
+    *,
+    own_batch: bool,
+    risk: str,
+    kept: tuple[str, ...] = (),
 ) -> Iterator[Candidate]:
     """All that the risk allows, without recompute. `batches`: micro-batches and merge steps; `own_batch`: the update is as large
-    as the user's own only without merging."""
+    as the user's own only without merging; `kept`: parts that the user has set."""
+    grows = own_batch and "gradient_merge" not in kept
     for precision in precisions:
         for batch, steps in batches:
             for reducer in reducers:
-                found = Candidate(precision, batch, steps, reducer, grows_batch=own_batch and steps > 1)
+                found = Candidate(precision, batch, steps, reducer, grows_batch=grows and steps > 1, kept=kept)
                 if allows(risk, found.risk):
                     yield found

@@ -52,7 +52,7 @@ def chosen_plan(subject: Subject, auto: Auto) -> Plan:
 @final
 class _Planning:
     def __init__(self, subject: Subject, asked: Asked) -> None:
-        self._subject, self._asked, self._auto = subject, asked, asked.auto
+        self._subject, self._asked, self._auto, self._fixed = subject, asked, asked.auto, subject.fixed
         self._measuring, self._batches = Measuring(subject, asked), asked.batches(subject.rows)
         self._notes: list[str] = []
         self._trials: dict[Candidate, Trial] = {}
@@ -74,17 +74,22 @@ class _Planning:
 
     def _forecasts(self, measured: Measured) -> tuple[dict[Candidate, Forecast], dict[str, str]]:
         names = list(dict.fromkeys(one.precision for one in measured.passes))
-        reducers = [one for one in candidates.REDUCERS if measured.reduced_of(one) is not None]
+        of_user = self._fixed.reducer
+        reducers = [one for one in ([of_user] if of_user else candidates.REDUCERS) if measured.reduced_of(one) is not None]
         found: dict[Candidate, Forecast] = {}
         refused: dict[str, str] = {}
         own = self._asked.share is None
-        for candidate in every(names, self._batches, reducers, own_batch=own, risk=self._auto.risk):
-            told = forecast(measured, candidate, memory=self._asked.memory)
+        kept = self._fixed.names
+        for candidate in every(names, self._batches, reducers, own_batch=own, risk=self._auto.risk, kept=kept):
+            told = self._forecast(measured, candidate)
             if isinstance(told, str):
                 refused[candidate.name] = told
             else:
                 found[told.candidate] = told
         return found, refused
+
+    def _forecast(self, measured: Measured, candidate: Candidate) -> Forecast | str:
+        return forecast(measured, candidate, memory=self._asked.memory)
 
     def _nothing_fits(self, refused: dict[str, str]) -> str:
         told = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-4:])
@@ -96,12 +101,15 @@ class _Planning:
     # --- running ----------------------------------------------------------------------------------------------------------
 
     def _baseline(self, measured: Measured) -> Forecast:
-        """What the user would have without any strategy: float32, the largest batch that fits, else the cheapest that does."""
+        """What the user would have without `auto`: float32 and dense but for the parts that are set, the largest batch that fits,
+        else the cheapest that does."""
+        fixed, own_steps = self._fixed, self._fixed.merge_steps or 1
+        plain_of = Candidate(fixed.precision or "float32", reducer=fixed.reducer or candidates.DENSE, kept=fixed.names)
         forecasts = [
             told
             for batch, steps in self._batches
-            if not isinstance(told := forecast(measured, Candidate("float32", batch, steps), memory=self._asked.memory), str)
-            and (self._asked.share is not None or steps == 1)
+            if (self._asked.share is not None or steps == own_steps)
+            and not isinstance(told := self._forecast(measured, replace(plain_of, batch=batch, merge_steps=steps)), str)
         ]
         plain = [one for one in forecasts if not one.candidate.recomputes]
         if not forecasts:
@@ -117,7 +125,7 @@ class _Planning:
         candidate, budget = one.candidate, self._asked.memory
         trial = self._run(candidate, budget, one, measured)
         for _ in range(CORRECTIONS):
-            if budget is None or not candidate.recomputes or not trial.lacked_memory:
+            if budget is None or not candidate.recomputes or not trial.lacked_memory or self._fixed.recompute is not None:
                 break
             over = max(0, trial.held_bytes - budget)
             candidate, budget = replace(candidate, recomputed=()), budget - int(max(1.5 * over, STEP_DOWN * budget))
@@ -192,6 +200,7 @@ class _Planning:
             memory=self._asked.memory,
             asked_batch=self._asked.share is not None,
             rules=self._measuring.rules,
+            fixed=self._fixed,
             ran={candidate: trial.seconds for candidate, trial in self._trials.items() if not trial.failed},
         )
         chosen = best.candidate

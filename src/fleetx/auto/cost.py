@@ -33,7 +33,7 @@ class Gradients:
 @final
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """How ranks come together. `setting` is the sparsity of DGC, the rank of PowerSGD, the period of Local SGD."""
+    """How ranks come together. `setting` is the sparsity of DGC, the rank of PowerSGD, the (first) period of Local SGD."""
 
     kind: str = "dense"
     setting: float = 0.0
@@ -50,7 +50,16 @@ class Reducer:
     @property
     def period(self) -> int:
         """Updates from one exchange to the next."""
-        return int(self.setting) if self.kind == "localsgd" else 1
+        return int(self.setting) if self.averages else 1
+
+    @property
+    def averages(self) -> bool:
+        """Whether weights are averaged every few updates, and gradients not reduced."""
+        return self.kind in AVERAGES
+
+    def every_update(self) -> Reducer:
+        """Local SGD with an averaging in every update, as it is measured: its period only says how many share one."""
+        return Reducer(self.kind, 1) if self.averages else self
 
 
 def _sparse(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
@@ -74,8 +83,10 @@ COSTS: Mapping[str, Callable[[Reducer, Gradients, Link], Cost]] = {
     "dgc": _sparse,
     "powersgd": _low_rank,
     "localsgd": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link),
+    "adaptive_localsgd": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link),
 }
 """Of one exchange."""
+AVERAGES = ("localsgd", "adaptive_localsgd")
 HIDDEN = ("dense", "bf16_allreduce", "fp16_allreduce")
 
 

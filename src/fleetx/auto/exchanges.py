@@ -30,10 +30,13 @@ MOST_KEPT_BYTES = 12
 """Of a parameter, by any reducer, what it gathers included."""
 
 
-def gradients_of(params: Iterable[Tensor]) -> Gradients:
+def gradients_of(
+    params: Iterable[Tensor], *, large_from: int = DGC_LARGE, rank: int = 4, min_compression: float = 2.0
+) -> Gradients:
+    """`large_from`: elements from which DGC makes a tensor sparse; `rank` and `min_compression` are PowerSGD's."""
     found = list(params)
-    matrices = [matrix_shape(p) for p in found if is_worth_it(p, rank=4, min_compression=2.0)]
-    return Gradients(sum(p.numel() for p in found), sum(p.numel() for p in found if p.numel() >= DGC_LARGE), tuple(matrices))
+    matrices = [matrix_shape(p) for p in found if is_worth_it(p, rank=rank, min_compression=min_compression)]
+    return Gradients(sum(p.numel() for p in found), sum(p.numel() for p in found if p.numel() >= large_from), tuple(matrices))
 
 
 def reduced_by(

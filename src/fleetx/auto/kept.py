@@ -45,6 +45,7 @@ def key_of(subject: Subject, auto: Auto) -> dict[str, Any]:
         "torch": torch.__version__,
         "fleetx": __version__,
         "scalars": dict(subject.scalars),
+        "fixed": subject.fixed.settings,
         "asked": {"risk": auto.risk, "trials": auto.trials, "memory": auto.memory, "global_batch": auto.global_batch},
     }
     agreed: dict[str, Any] = subject.comm.gather_json(key)[0]

@@ -68,8 +68,7 @@ class Measured:
         return next((one for one in self.passes if (one.precision, one.batch) == (precision, batch)), None)
 
     def reduced_of(self, reducer: Reducer) -> Reduced | None:
-        """Local SGD was measured with an averaging in every update; its period only says how many share one."""
-        wanted = Reducer("localsgd", 1) if reducer.kind == "localsgd" else reducer
+        wanted = reducer.every_update()
         return next((one for one in self.reduced if one.reducer == wanted), None)
 
     def exchange(self, reducer: Reducer, link: Link | None = None) -> Exchange | None:

@@ -31,7 +31,7 @@ class Measuring:
     """Collective throughout; what it comes to is the same on all ranks."""
 
     def __init__(self, subject: Subject, asked: Asked) -> None:
-        self._subject, self._asked, self._auto = subject, asked, asked.auto
+        self._subject, self._asked, self._auto, self._fixed = subject, asked, asked.auto, subject.fixed
         self._batches = asked.batches(subject.rows)
         self._missing: dict[str, str] = {}
         self.notes: list[str] = []
@@ -45,7 +45,7 @@ class Measuring:
         subject.comm.barrier()
         link = measured_link(subject.comm, subject.device)
         trained = {id(p): p for group in subject.optimizer.param_groups for p in group["params"]}
-        gradients = gradients_of(trained.values())
+        gradients = gradients_of(trained.values(), **self._fixed.compressed())
         probes = self._probes(memory)
         units, update_s = probes[0].units, probes[0].update_s
         self.kept_bytes = probes[0].state_bytes
@@ -60,7 +60,8 @@ class Measuring:
         limits = [] if memory is None else sorted({memory - one.lasting_bytes for one in reduced}, reverse=True)
         passes = [probe.pass_of(batch, limits) for probe in probes for batch in dict.fromkeys(b for b, _ in self._batches)]
         scale = None
-        if subject.comm.size > 1 and reduced and reduced[0].seconds < 1 and subject.elapsed_s() < MEASURING_S:
+        is_quick = bool(reduced) and reduced[0].reducer.is_hidden and reduced[0].seconds < 1
+        if subject.comm.size > 1 and is_quick and subject.elapsed_s() < MEASURING_S:
             scale = self._noise_scale(units)
         name = torch.cuda.get_device_name(subject.device) if subject.device.type == "cuda" else "CPU"
         self._time_rules()
@@ -68,12 +69,12 @@ class Measuring:
         return Measured(name, link, gradients, update_s, tuple(passes), tuple(reduced), 1.0, scale, seconds, dict(self._missing))
 
     def _probes(self, memory: int | None) -> list[PrecisionProbe]:
-        """float32 must work; another precision that does not is left out, with what it said. One that is far slower than the
-        fastest is measured as it must be, and no more: other batches would not make it the best."""
+        """The first must work, float32 or the user's own; another precision that does not is left out, with what it said. One far
+        slower than the fastest is measured as it must be, and no more: other batches would not make it the best."""
         grows, batches = self._asked.share is not None, [batch for batch, _ in self._batches]
-        names = precisions(self._subject.device) if allows(self._auto.risk, RISKS[1]) else ["float32"]
+        names = self._precisions()
         probes = {name: PrecisionProbe(self._subject, name, memory=memory, grows=grows) for name in names}
-        looks = {name: self._look(probe) for name, probe in probes.items()}
+        looks = {name: self._look(probe, is_first=name == names[0]) for name, probe in probes.items()}
         fastest, best = min(((seconds, name) for name, seconds in looks.items() if seconds), default=(0.0, ""))
         found: list[PrecisionProbe] = []
         for name, probe in probes.items():
@@ -96,13 +97,18 @@ class Measuring:
                 self._missing[name] = f"does not run here ({first_line(error)})"
         return found
 
-    def _look(self, probe: PrecisionProbe) -> float:
+    def _precisions(self) -> list[str]:
+        if self._fixed.precision is not None:
+            return [self._fixed.precision]
+        return precisions(self._subject.device) if allows(self._auto.risk, RISKS[1]) else ["float32"]
+
+    def _look(self, probe: PrecisionProbe, *, is_first: bool) -> float:
         try:
             return probe.look()
         except Exception as error:  # `everywhere` has raised on all ranks, each what it knows
             if isinstance(error, FleetError):
                 raise_if_alone(error)
-            if probe.precision == "float32":
+            if is_first:
                 raise
             self._missing[probe.precision] = f"does not run here ({type(error).__name__}: {first_line(error)})"
             return 0.0
@@ -118,7 +124,9 @@ class Measuring:
     def _time_rules(self) -> None:
         """What LARS or LAMB would take, where they could take this optimizer's place. They are not chosen: told, no more."""
         for name in ("lars", "lamb"):
-            if type(self._subject.optimizer) not in catalogue()[name].inner or self._subject.elapsed_s() > MEASURING_S:
+            if type(self._subject.optimizer) not in catalogue()[name].inner or name in self._fixed.names:
+                continue
+            if self._fixed.refusal(name) is not None or self._subject.elapsed_s() > MEASURING_S:
                 continue
             try:
                 self.rules[name] = rule_seconds(self._subject, name)
@@ -128,10 +136,13 @@ class Measuring:
 
     def _reducers(self) -> list[Reducer]:
         """Local SGD once, with an averaging in every update: what a longer period costs follows."""
+        if self._fixed.reducer is not None:
+            return [self._fixed.reducer.every_update()]
         if self._subject.comm.size == 1:
             return [Reducer()]
         allowed = [one for one in candidate.REDUCERS if allows(self._auto.risk, candidate.Candidate(reducer=one).risk)]
-        return list(dict.fromkeys(Reducer("localsgd", 1) if one.kind == "localsgd" else one for one in allowed))
+        beside = [one for one in allowed if one == candidate.DENSE or self._fixed.refusal(one.kind) is None]
+        return list(dict.fromkeys(one.every_update() for one in beside))
 
     def _reduced(self, reducer: Reducer, before: Sequence[Reduced], **known: Any) -> tuple[Reduced, int] | None:
         if before and self._subject.elapsed_s() > MEASURING_S:

@@ -1,6 +1,6 @@
 """What `auto` came to: the strategy, the table of what was foretold and measured, and why the rest was not taken. A file.
 
-The file is JSON. It is used again where model, sample, device, ranks, versions and what was asked for are the same; "strategy"
+The file is JSON. It is used again where model, sample, device, ranks, versions, fixed parts and wishes are the same; "strategy"
 may be edited by hand, and is then taken as it stands.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, final
 from ..errors import ConfigError
 from ..keys import integer
 from ..strategy import DistributedStrategy
+from .fixed import Fixed
 from .measured import Measured, from_plain, to_plain
 
 FORMAT = 1
@@ -69,6 +70,11 @@ class Plan:
     is_edited: bool = field(default=False, compare=False)
     """The strategy in the file is another than the one that was chosen."""
 
+    @property
+    def fixed(self) -> Fixed:
+        """Parts that the user had set, and that were kept."""
+        return Fixed.from_settings(self.key.get("fixed", {}))
+
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
@@ -89,15 +95,18 @@ class Plan:
 
 
 def told(plan: Plan) -> str:
+    kept = plan.fixed.described()
     if plan.reused_from:
         edited = " Its strategy was edited, and is taken as it stands." if plan.is_edited else ""
-        return f"auto: {plan.chosen}, by the plan in {plan.reused_from}.{edited}"
+        also = f" Kept: {', '.join(kept)}." if kept else ""
+        return f"auto: {plan.chosen}, by the plan in {plan.reused_from}.{also}{edited}"
     head = f"auto: {plan.chosen} (planned in {plan.seconds:.0f} s on {plan.measured.device}, {_ranks(plan.measured.ranks)})"
     columns = ["", "plan", "ms, foretold", "measured", "samples/s", "MB, foretold", "measured", "MB sent", "risk"]
     table = [columns, *(_cells(row, is_chosen=row.name == plan.chosen) for row in plan.rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     lines = ["  ".join(_padded(cell, widths[i], left=i in (1, 8)) for i, cell in enumerate(line)).rstrip() for line in table]
     sentences = [f"  {name}: {why}" for name, why in plan.rejected.items()]
+    sentences = [*([f"  kept: {', '.join(kept)}"] if kept else []), *sentences]
     return "\n".join([head, *lines, *sentences, *(f"  {note}" for note in plan.notes)])
 
 
@@ -154,6 +163,7 @@ def from_json(text: str, *, source: str) -> Plan:
         if plain["fleetx_plan"] != FORMAT:
             raise ConfigError(f"this is a plan of format {plain['fleetx_plan']!r}; this version reads format {FORMAT}.")
         strategy = DistributedStrategy.from_dict(plain["strategy"])
+        Fixed.from_settings(plain["key"].get("fixed", {}))  # read again where it is wanted: wrong here is wrong now
         return Plan(
             strategy=strategy,
             chosen=plain["chosen"],

@@ -29,6 +29,7 @@ from .candidate import Candidate
 from .clock import clocked, typical, wait_for
 from .cost import Rung
 from .measured import Pass
+from .own_recompute import OwnRecompute
 from .subject import Subject
 
 TIMED, FEW_TIMED, TIMED_S = 6, 2, 2.0
@@ -58,6 +59,7 @@ class PrecisionProbe:
     def __init__(self, subject: Subject, precision: str, *, memory: int | None, grows: bool) -> None:
         """`grows`: other batches than the sample's will be asked for."""
         self._subject, self.precision, self._memory, self._grows = subject, precision, memory, grows
+        self._own = OwnRecompute(subject) if subject.fixed.recompute is not None else None
         self._growth: Growth | None = None
         self._profile: Profile | None = None
         self._times: dict[int, tuple[float, float]] = {}
@@ -94,11 +96,11 @@ class PrecisionProbe:
             subject = self._subject
 
             def planner_for(size: int, units: Units | None) -> Planner:
-                return Planner(subject.resized(rehearsal, size), units=units)
+                return self._planner(subject.resized(rehearsal, size), units)
 
             self._growth, planner = measured_growth(planner_for, self._subject.rows, who="auto")
             return planner
-        planner = Planner(rehearsal)
+        planner = self._planner(rehearsal)
         try:
             self._profile = planner.profile()
         except OutOfMemory as error:
@@ -108,6 +110,10 @@ class PrecisionProbe:
                     f"auto: a step of the sample does not fit even with every unit computed again. ({error})"
                 ) from None
         return planner
+
+    def _planner(self, rehearsal: Rehearsal, units: Units | None = None) -> Planner:
+        own = self._own
+        return Planner(rehearsal, units=units) if own is None else Planner(rehearsal, own.wanted, units=units, mover=own.mover)
 
     def _measure_times(self, rehearsal: Rehearsal, batches: Sequence[int]) -> None:
         """Of the sizes whose memory was measured; of those asked for the nearest that fit as they are, and the nearest that fit
@@ -125,15 +131,22 @@ class PrecisionProbe:
                 self._time(rehearsal, size)
 
     def _plan_for(self, batch: int) -> Solution | None:
-        """The cheapest that keeps to the memory."""
+        """The cheapest that keeps to the memory; or the user's own."""
+        own = self._own_plan(batch)
+        if own is not None:
+            return own
         if self._memory is None or peak_bytes(self.profile(batch), ()) <= self._memory * (1 - ALLOWANCE):
             return PLAIN
         return cheapest_that_fits(self.profile(batch), int(self._memory * (1 - ALLOWANCE)))
 
+    def _own_plan(self, batch: int) -> Solution | None:
+        """By the units that the user has named; None where there is something to choose."""
+        return self._own.plan(self.profile(batch)) if self._own is not None and self._own.is_settled else None
+
     def _time(self, rehearsal: Rehearsal, batch: int) -> None:
         """Forward and backward with nothing computed again; from a step with, where there is no room for that."""
         of_size = rehearsal if batch == self._subject.rows else self._subject.resized(rehearsal, batch)
-        planner, profile, longer = Planner(of_size, units=self.units), self.profile(batch), self._longer(batch)
+        planner, profile, longer = self._planner(of_size, self.units), self.profile(batch), self._longer(batch)
         solutions = [one for one in (self._plan_for(batch), least_peak(profile)) if one is not None]
         for solution in dict.fromkeys(solutions):
             with contextlib.suppress(OutOfMemory), planner.by(profile, solution):
@@ -168,6 +181,9 @@ class PrecisionProbe:
 
     def fits_somehow(self, batch: int) -> bool:
         """With so many rows, by some plan of recompute."""
+        own = self._own_plan(batch)
+        if own is not None:
+            return self._memory is None or own.peak_bytes <= self._memory
         return self._memory is None or cheapest_that_fits(self.profile(batch), self._memory) is not None
 
     def seconds(self, batch: int) -> float:
@@ -176,7 +192,11 @@ class PrecisionProbe:
     def pass_of(self, batch: int, limits: Sequence[int]) -> Pass:
         """For so many rows; with a plan of recompute for each limit, and some between."""
         forward_s, backward_s, is_foretold = self._times_at(batch)
-        ladder = ladder_of(self.profile(batch), limits, self._can_name())
+        own = self._own_plan(batch)
+        if own is None:
+            ladder = ladder_of(self.profile(batch), limits, self._can_name())
+        else:
+            ladder = (Rung(own.peak_bytes, own.seconds, len(own.again)),)
         return Pass(self.precision, batch, forward_s, backward_s, ladder, is_foretold)
 
     def _times_at(self, batch: int) -> tuple[float, float, bool]:

@@ -22,6 +22,7 @@ from ..memory.measured_growth import rows_in, rows_of
 from ..optimizer import FleetOptimizer
 from ..rehearsal import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, is_out_of_memory
 from ..strategy import DistributedStrategy
+from .fixed import Fixed
 
 
 @final
@@ -36,6 +37,8 @@ class Subject:
     device: torch.device
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the user's strategy that are no part, which every candidate keeps."""
+    fixed: Fixed = field(default_factory=Fixed)
+    """Parts of the user's strategy, which every candidate keeps."""
     is_placed: bool = False
     begun: float = field(default_factory=time.perf_counter)
 
@@ -76,17 +79,18 @@ class Subject:
         return float(max(self.comm.gather_json(time.perf_counter() - self.begun)))
 
     def strategy(self, settings: Mapping[str, Any]) -> DistributedStrategy:
-        return DistributedStrategy(**{**self.scalars, **settings})
+        return DistributedStrategy(**{**self.scalars, **settings, **self.fixed.settings})
 
-    def strategy_tried(self, settings: Mapping[str, Any]) -> DistributedStrategy:
+    def strategy_tried(self, settings: Mapping[str, Any], *, recomputes: bool) -> DistributedStrategy:
         """Without what would end or hinder updates that are only timed: one sample, over and over, may well diverge."""
         calm = {name: value for name, value in self.scalars.items() if name not in ("noise_scale_steps", "on_nan_inf")}
-        return DistributedStrategy(**{**calm, "on_nan_inf": "skip", **settings})
+        return DistributedStrategy(**{**calm, "on_nan_inf": "skip", **self.fixed.timed(settings, recomputes=recomputes)})
 
     @contextlib.contextmanager
     def bound(self, settings: Mapping[str, Any], *, rows: int | None = None, settles: bool = False) -> Iterator[Rehearsal]:
-        """A pair by these settings, for so many rows of the sample. `settles`: parts run the steps they need. Says nothing."""
-        strategy, face = self.strategy_tried(settings), FleetOptimizer(self.optimizer)
+        """A pair by these settings and the parts that are fixed, for so many rows of the sample. `settles`: the user's own
+        recompute is one of these, and parts run the steps they need. Says nothing."""
+        strategy, face = self.strategy_tried(settings, recomputes=settles), FleetOptimizer(self.optimizer)
         rehearsal = self._bind(face, strategy)
         with contextlib.ExitStack() as ends:
             ends.callback(give_up, self.model, face)

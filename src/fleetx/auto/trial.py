@@ -91,7 +91,7 @@ def tried(
 
 
 def _short(reducer: Reducer) -> Reducer:
-    return replace(reducer, setting=min(reducer.period, SHORT_PERIOD)) if reducer.kind == "localsgd" else reducer
+    return replace(reducer, setting=min(reducer.period, SHORT_PERIOD)) if reducer.averages else reducer
 
 
 def _settled(rehearsal: Rehearsal) -> Rung | None:

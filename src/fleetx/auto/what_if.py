@@ -16,6 +16,7 @@ from ..wire_cost import Link
 from .candidate import DENSE, MERGES, REDUCERS, RISK_OF, RISKS, Candidate, allows, every
 from .choose import ALIKE
 from .cost import Reducer, wire
+from .fixed import NOTHING, Fixed
 from .measured import Forecast, Measured, Reduced, forecast
 from .plan import Plan
 
@@ -64,12 +65,13 @@ class Outlook:
         return saved * self.chosen.samples * self.chosen.candidate.reducer.period if saved > 0 else None
 
 
-def what_if(measured: Measured, question: Question) -> Outlook:
+def what_if(measured: Measured, question: Question, fixed: Fixed = NOTHING) -> Outlook:
+    """`fixed`: parts that the user has set, which all candidates keep."""
     link = link_for(measured.link.link(), question)
-    whole, unmeasured = filled(measured, _reducers(question, link))
+    whole, unmeasured = filled(measured, _reducers(question, link, fixed))
     found: list[Forecast] = []
     refused: dict[str, str] = {}
-    for candidate in _candidates(whole, question, link):
+    for candidate in _candidates(whole, question, link, fixed):
         told = forecast(whole, candidate, memory=question.memory, link=_if_other(link, measured))
         if isinstance(told, str):
             refused[candidate.name] = told
@@ -83,14 +85,14 @@ def what_if(measured: Measured, question: Question) -> Outlook:
 
 def candidate_of(plan: Plan) -> Candidate:
     """The plan's choice, by its strategy: it may have been edited."""
-    settings = plan.strategy.to_dict()
-    precision = str(settings["amp_configs"]["dtype"]) if settings.get("amp") else "float32"
-    kind = next((kind for kind in RISK_OF if settings.get(kind)), "dense")
-    configs = settings.get(f"{kind}_configs", {})
-    setting = {"dgc": configs.get("sparsity", [0])[-1], "powersgd": configs.get("rank"), "localsgd": configs.get("k_steps")}
-    batch = plan.micro_batch or next((one.batch for one in plan.measured.passes), 0)
-    grows = plan.merge_steps > 1 and not plan.micro_batch
-    return Candidate(precision, batch, plan.merge_steps, Reducer(kind, setting.get(kind) or 0.0), grows_batch=grows)
+    parts, kept = Fixed.of(plan.strategy.parts()), plan.fixed.names
+    first = next(iter(plan.measured.passes), None)
+    precision = "float32"
+    if plan.strategy.amp:  # without a type it was that of the device where it was measured
+        precision = plan.strategy.amp_configs["dtype"] or (first.precision if first is not None else "bfloat16")
+    batch = plan.micro_batch or (first.batch if first is not None else 0)
+    grows = plan.merge_steps > 1 and not plan.micro_batch and "gradient_merge" not in kept
+    return Candidate(precision, batch, plan.merge_steps, parts.reducer or DENSE, grows_batch=grows, kept=kept)
 
 
 def same_plan(outlook: Outlook, candidate: Candidate) -> Forecast | str:
@@ -132,8 +134,16 @@ def _if_other(link: Link, measured: Measured) -> Link | None:
 # --- candidates -------------------------------------------------------------------------------------------------------------
 
 
-def _reducers(question: Question, link: Link) -> list[Reducer]:
-    return [one for one in REDUCERS if allows(question.risk, RISK_OF[one.kind])] if link.ranks > 1 else [DENSE]
+def _reducers(question: Question, link: Link, fixed: Fixed) -> list[Reducer]:
+    if fixed.reducer is not None:
+        return [fixed.reducer]
+    if link.ranks == 1:
+        return [DENSE]
+    return [one for one in _beside(fixed, REDUCERS) if allows(question.risk, RISK_OF[one.kind])]
+
+
+def _beside(fixed: Fixed, reducers: Sequence[Reducer]) -> list[Reducer]:
+    return [one for one in reducers if one == DENSE or fixed.refusal(one.kind) is None]
 
 
 def filled(measured: Measured, reducers: Sequence[Reducer]) -> tuple[Measured, frozenset[str]]:
@@ -147,7 +157,7 @@ def filled(measured: Measured, reducers: Sequence[Reducer]) -> tuple[Measured, f
     for reducer in reducers:
         if measured.reduced_of(reducer) is not None or measured.missing.get(reducer.kind, "").startswith("refused"):
             continue
-        own = Reducer("localsgd", 1) if reducer.kind == "localsgd" else reducer
+        own = reducer.every_update()
         cost = wire(own, measured.gradients, measured.link.link())
         seconds = measured.update_s + common_s + cost.seconds
         added[own] = Reduced(own, seconds, cost.bytes_sent, peak_bytes=dense.peak_bytes)
@@ -155,26 +165,31 @@ def filled(measured: Measured, reducers: Sequence[Reducer]) -> tuple[Measured, f
     return whole, frozenset(reducer.kind for reducer in added)
 
 
-def _candidates(measured: Measured, question: Question, link: Link) -> list[Candidate]:
+def _candidates(measured: Measured, question: Question, link: Link, fixed: Fixed) -> list[Candidate]:
     precisions = list(dict.fromkeys(one.precision for one in measured.passes))
-    batches = _batches(sorted({one.batch for one in measured.passes}, reverse=True), question, link.ranks)
-    own = question.global_batch is None
-    return list(every(precisions, batches, _reducers(question, link), own_batch=own, risk=question.risk))
+    batches = _batches(sorted({one.batch for one in measured.passes}, reverse=True), question, link.ranks, fixed.merge_steps)
+    own, reducers = question.global_batch is None, _reducers(question, link, fixed)
+    return list(every(precisions, batches, reducers, own_batch=own, risk=question.risk, kept=fixed.names))
 
 
-def _batches(measured: Sequence[int], question: Question, ranks: int) -> list[tuple[int, int]]:
-    """Micro-batches that were measured, and how many of them make an update."""
+def _batches(measured: Sequence[int], question: Question, ranks: int, own_steps: int | None) -> list[tuple[int, int]]:
+    """Micro-batches that were measured, and how many of them make an update; `own_steps`: as many as the user has set."""
     whole = question.global_batch
+    if whole is None and own_steps is not None:
+        return [(batch, own_steps) for batch in measured]
     if whole is None:
         return [(batch, steps) for batch in measured for steps in (MERGES if allows(question.risk, RISKS[-1]) else (1,))]
     if whole % ranks:
         raise ConfigError(f"a global batch of {whole} cannot be shared equally by {ranks} ranks.")
     share = whole // ranks
     found = [(batch, share // batch) for batch in measured if batch and share % batch == 0]
+    found = [one for one in found if own_steps in (None, one[1])]
     if not found:
+        merged = "" if own_steps is None else f" by {own_steps} micro-steps, as gradient_merge is set to"
         raise ConfigError(
             f"a global batch of {whole} on {ranks} ranks gives each {share} rows, and no micro-batch that was measured makes "
-            f"that up ({', '.join(map(str, sorted(measured)))} rows). Measure with another sample, or ask for another batch."
+            f"that up{merged} ({', '.join(map(str, sorted(measured)))} rows). Measure with another sample, or ask for another "
+            "batch."
         )
     return found
 
@@ -209,9 +224,13 @@ class Curve:
     """Else it has no work beyond that of a dense one."""
 
 
-def curves(measured: Measured, base: Candidate, question: Question, worlds: Sequence[int] = WORLDS) -> list[Curve]:
-    """One for each kind of reducer, at its strongest or as the plan has it. Risk is told, and leaves none out."""
-    kinds = {one.kind: one for one in sorted(REDUCERS, key=lambda one: one.setting)} | {base.reducer.kind: base.reducer}
+def curves(
+    measured: Measured, base: Candidate, question: Question, worlds: Sequence[int] = WORLDS, fixed: Fixed = NOTHING
+) -> list[Curve]:
+    """One for each kind of reducer that can stand beside the parts that are set, at its strongest or as the plan has it. Risk is
+    told, and leaves none out."""
+    others = _beside(fixed, sorted(REDUCERS, key=lambda one: one.setting)) if fixed.reducer is None else []
+    kinds = {one.kind: one for one in others} | {base.reducer.kind: base.reducer}
     whole, unmeasured = filled(measured, list(kinds.values()))
     found = []
     why = ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..memory.plan import shown
 from ..slots import Risk
 from . import candidate as candidates
 from .candidate import RISK_OF, SHORT, Candidate, allows
 from .cost import Micro, Reducer, update_cost, wire
+from .fixed import NOTHING, Fixed
 from .measured import Forecast, Measured, forecast
 
 STANDS_FOR = {
@@ -27,25 +29,26 @@ def rejected(
     asked_batch: bool,
     rules: Mapping[str, float | str],
     ran: Mapping[Candidate, float],
+    fixed: Fixed = NOTHING,
 ) -> dict[str, str]:
     """`asked_batch`: the user said how large an update is; `rules`: seconds of other optimizers, or why they cannot be;
-    `ran`: measured seconds of an update."""
+    `ran`: measured seconds of an update; `fixed`: parts that the user has set, which are no choice."""
     found: dict[str, str] = {}
-    for precision in ("bfloat16", "float16"):
+    for precision in ("bfloat16", "float16") if fixed.precision is None else ():
         is_known = precision in measured.missing or _has(measured, precision)
         if chosen.candidate.precision != precision and (
             is_known or (precision == "bfloat16" and not allows(risk, Risk.ROUNDING))
         ):
             found[f"amp {SHORT[precision]}"] = _precision(measured, chosen, precision, risk, memory, ran)
-    if not chosen.candidate.recomputes:
+    if not chosen.candidate.recomputes and fixed.recompute is None:
         found["recompute"] = _recompute(measured, chosen, memory)
-    if chosen.candidate.merge_steps == 1:
+    if chosen.candidate.merge_steps == 1 and fixed.merge_steps is None:
         found["gradient_merge"] = _merge(measured, chosen, risk=risk, asked_batch=asked_batch)
     for kind in dict.fromkeys(reducer.kind for reducer in candidates.REDUCERS if reducer.kind != "dense"):
         if measured.ranks > 1 and chosen.candidate.reducer.kind != kind:
-            found[kind] = _reducer(measured, chosen, kind, risk=risk, ran=ran)
+            found[kind] = fixed.refusal(kind) or _reducer(measured, chosen, kind, risk=risk, ran=ran)
     if measured.ranks > 1:
-        found |= STANDS_FOR
+        found |= {name: fixed.refusal(name) or said for name, said in STANDS_FOR.items() if name not in fixed.names}
     for name, took in rules.items():
         found[name] = f"{NEVER} Asked for by hand, {_sentence(took)}" if isinstance(took, str) else _rule(measured, took)
     if measured.ranks == 1:
@@ -75,12 +78,12 @@ def _precision(
         return f'changes results by rounding, and auto_configs["risk"] is "{risk}".'
     if precision in measured.missing:
         return _sentence(measured.missing[precision])
-    same = Candidate(precision, chosen.candidate.batch, chosen.candidate.merge_steps, chosen.candidate.reducer)
+    same = replace(chosen.candidate, precision=precision, recomputes=False, recomputed=())
     other = forecast(measured, same, memory=memory)
     if isinstance(other, str):
         return _sentence(other)
-    if same in ran and chosen.candidate in ran:
-        return f"run, an update took {_ms(ran[same])}, and {_ms(ran[chosen.candidate])} as chosen."
+    if other.candidate in ran and chosen.candidate in ran:
+        return f"run, an update took {_ms(ran[other.candidate])}, and {_ms(ran[chosen.candidate])} as chosen."
     return f"an update would take {_ms(other.cost.seconds)} in place of {_ms(chosen.cost.seconds)}, by the forecast."
 
 

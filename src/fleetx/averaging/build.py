@@ -56,6 +56,18 @@ def require_fit(part: Settings, *, longest_period: int, key: str) -> None:
         )
 
 
+def nothing_saved(part: Settings, *, longest_period: int, key: str, write: int) -> str | None:
+    """A sentence where every update is averaged among all ranks, and nothing else is asked for."""
+    is_plain = (part.outer_lr, part.outer_momentum, part.wire_dtype) == (1.0, 0.0, "float32")
+    if longest_period > 1 or not is_plain or part.across_nodes_every > 1 or part.overlap_steps:
+        return None
+    # Not "no effect": moments of Adam, which each rank keeps for itself, would come to other weights.
+    return (
+        f"{part.name} saves nothing with {key} = 1: weights are averaged after every update. "
+        f'Write strategy.{part.name}_configs = {{"{key}": {write}}}.'
+    )
+
+
 def averaging_stages(part: Settings, site: Site, period: Period) -> Mapping[Slot, Any]:
     averaging = Averaging(
         site,

@@ -79,6 +79,16 @@ def file(*endings: str) -> Kind:
     return Kind(f"a file that ends in {' or '.join(endings)}, in a folder that is there and can be written to", parse)
 
 
+def readable(*endings: str) -> Kind:
+    """A file of this kind that is there."""
+
+    def parse(text: Any) -> str:
+        require(Path(text).suffix in endings and Path(text).is_file())
+        return str(text)
+
+    return Kind(f"a file that is there and ends in {' or '.join(endings)}", parse)
+
+
 def settings(flag: str, text: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
     """Of NAME=VALUE,NAME=VALUE."""
     found: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fleetx.cli.flags import bandwidth, count, duration, file, memory, of, settings
+from fleetx.cli.flags import bandwidth, count, duration, file, memory, of, readable, settings
 from fleetx.errors import ConfigError, did_you_mean
 
 HELP = "measure a model on this machine, and say which strategy to train it with, and why"
@@ -47,6 +47,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     rows_help = "rows of an application's sample on each rank (default: 32, or 8 where they are large)"
     parser.add_argument("--batch", type=of(count(1, LARGEST)), metavar="N", help=rows_help)
     parser.add_argument("--out", type=of(file(".json")), metavar="plan.json", help="write the plan to this file")
+    strategy_help = "a strategy: what it switches on is kept as it is, and the rest is planned around it"
+    parser.add_argument("--strategy", type=of(readable(".json", ".yaml", ".yml")), metavar="strategy.yaml", help=strategy_help)
     parser.add_argument("--what-if", metavar="NAME=VALUE,...", help=f"any of {', '.join(CHANGES)}")
     parser.add_argument("--chart", type=of(file(".png", ".svg")), metavar="time.png", help="draw an update's time by ranks")
 

@@ -20,7 +20,7 @@ from ..wire_cost import Link
 from .target import target_of
 from .told import curves_text, curves_title, how_to_use, link_notes, outlook_text
 
-MEASURES = ("trials", "batch", "out")
+MEASURES = ("trials", "batch", "out", "strategy")
 """Flags that mean something only where something is measured."""
 NO_LINK = Link(1, math.inf)
 
@@ -41,7 +41,7 @@ def run_plan(options: argparse.Namespace, changes: Mapping[str, Any]) -> None:
     question = _question(options, changes, {**plan.key.get("asked", {}), "memory": plan.memory})
     here = _for_here(question, options, ranks=plan.measured.ranks)
     if _asks_more(options, here, changes):
-        print("\n" + outlook_text(plan, what_if(plan.measured, here)), flush=True)
+        print("\n" + outlook_text(plan, what_if(plan.measured, here, plan.fixed)), flush=True)
     if options.chart is not None or {"bandwidth", "latency", "world"} & set(changes):
         _tell_worlds(plan, question, options.chart)
 
@@ -61,7 +61,13 @@ def _plan_of_model(options: argparse.Namespace, changes: Mapping[str, Any]) -> P
     target = target_of(options.target, rows=options.batch, rank=fleet.worker_index())
     asked = {"risk": options.risk, "memory": options.memory, "global_batch": options.global_batch, "trials": options.trials}
     given = {name: value for name, value in asked.items() if value is not None}
-    strategy = fleet.DistributedStrategy(auto=True, auto_configs=given)
+    strategy = fleet.DistributedStrategy() if options.strategy is None else fleet.DistributedStrategy.load(options.strategy)
+    strategy.auto, strategy.auto_configs = True, given
+    if not any(part.name == "auto" for part in strategy.parts()):
+        raise ConfigError(
+            f"{options.strategy} sets `localsgd` alone, and that beside `auto` is the older spelling of `adaptive_localsgd`. To "
+            "plan around it, ask for something other than the default too, such as --trials 2."
+        )
     _, optimizer = fleet.distribute(target.model, target.optimizer, strategy, sample=target.sample, loss_fn=target.loss_fn)
     assert optimizer.plan is not None
     return optimizer.plan
@@ -115,7 +121,8 @@ def _asks_more(options: argparse.Namespace, question: Question, changes: Mapping
 def _tell_worlds(plan: Plan, question: Question, chart: str | None) -> None:
     several = replace(question, world=max(2, question.world or plan.measured.ranks))
     link = link_for(plan.measured.link.link(), several)
-    found, title = curves(plan.measured, candidate_of(plan), question), curves_title(plan, link)
+    found = curves(plan.measured, candidate_of(plan), question, fixed=plan.fixed)
+    title = curves_title(plan, link)
     print("\n".join(["", curves_text(title, found), *link_notes(plan.measured, question)]), flush=True)
     if chart is not None:
         draw(chart, found, title)

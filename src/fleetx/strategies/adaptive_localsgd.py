@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..averaging.build import averaging_stages, require_fit
+from ..averaging.build import averaging_stages, nothing_saved, require_fit
 from ..averaging.period import AdaptivePeriod
 from ..keys import boolean, choice, integer, key, number
 from ..slots import Part, Risk, Site, Slot
@@ -41,6 +41,9 @@ class AdaptiveLocalSGD(Part):
         speaks = site.comm.rank == 0
         period = AdaptivePeriod(self.init_k_steps, most=self.max_k_steps, formula=self.formula, speaks=speaks)
         return averaging_stages(self, site, period)
+
+    def no_effect(self) -> str | None:
+        return nothing_saved(self, longest_period=self.max_k_steps, key="max_k_steps", write=16)
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class DGC(Part):
     def notes(self) -> list[str]:
         last, first = self.sparsity[-1], next((one for one in self.sparsity if one), 0.0)
         if not last:
-            return ["a sparsity of 0 keeps nothing back: every update is dense."]
+            return []
         unclipped = ", and not clipped" if self.clip_norm is not None else ""
         dense = [f"updates 1 to {self.rampup_begin_step} are dense{unclipped}."] if self.rampup_begin_step else []
         who = "nodes" if self.two_level else "ranks"
@@ -77,6 +77,13 @@ class DGC(Part):
         )
         ramp = f"its first sparse updates, at {first:g}, send more than dense ones beyond {break_even_ranks(first):,.3g} {who}."
         return [*dense, sparse, *([ramp] if first != last else [])]
+
+    def no_effect(self) -> str | None:
+        if any(self.sparsity):
+            return None
+        return (
+            'dgc has no effect with a sparsity of 0: every update is dense. Write strategy.dgc_configs = {"sparsity": [0.999]}.'
+        )
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

@@ -25,6 +25,11 @@ class GradientMerge(Part):
     def build(self, site: Site) -> Mapping[Slot, Any]:
         return {Slot.MERGE: Merge(micro_steps=self.k_steps, mean=self.avg)}
 
+    def no_effect(self) -> str | None:
+        if self.k_steps > 1:
+            return None
+        return 'gradient_merge has no effect with k_steps = 1. Write strategy.gradient_merge_configs = {"k_steps": 4}.'
+
     @classmethod
     def neutral(cls) -> dict[str, Any]:
         return {"k_steps": 1}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..averaging.build import averaging_stages, require_fit
+from ..averaging.build import averaging_stages, nothing_saved, require_fit
 from ..averaging.period import FixedPeriod
 from ..keys import boolean, choice, integer, key, number
 from ..slots import Part, Risk, Site, Slot
@@ -42,6 +42,9 @@ class LocalSGD(Part):
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         return averaging_stages(self, site, FixedPeriod(self.k_steps))
+
+    def no_effect(self) -> str | None:
+        return nothing_saved(self, longest_period=self.k_steps, key="k_steps", write=4)
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:
