@@ -17,7 +17,7 @@ BATCH = 32  # of one micro-step on one rank
 def train(strategy: fleet.DistributedStrategy, lr: float, epochs: int, run: Path) -> None:
     train_set, test_set = load_data()
     loader = DataLoader(train_set, BATCH, sampler=fleet.sampler(train_set))
-    test_loader = DataLoader(test_set, 256, sampler=fleet.sampler(test_set, shuffle=False))
+    test_loader = DataLoader(test_set, 256)
     model, criterion, device = build_model(), nn.CrossEntropyLoss(), fleet.device()
     model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr, momentum=0.9), strategy)
     updates = math.ceil(epochs * len(loader) / strategy.gradient_merge_configs["k_steps"])

@@ -35,7 +35,7 @@ def evaluate(model, loader, device):
     for images, labels in loader:
         correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum().item()
         total += len(labels)
-    return fleet.util.all_reduce(correct) / fleet.util.all_reduce(total)
+    return correct / total
 
 
 def main():
@@ -46,25 +46,25 @@ def main():
 
     torch.manual_seed(0)
     fleet.init()
-    device = fleet.device()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train_set, test_set = load_data()
     train_loader = DataLoader(train_set, 32, sampler=fleet.sampler(train_set))
-    test_loader = DataLoader(test_set, 256, sampler=fleet.sampler(test_set, shuffle=False))
+    test_loader = DataLoader(test_set, 256)
 
     model = build_model().to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    strategy = fleet.DistributedStrategy(bf16_allreduce=True)
-    model, optimizer = fleet.distribute(model, optimizer, strategy)
+    model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy(bf16_allreduce=True))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(train_loader))
 
     for epoch in range(args.epochs):
         model.train()
         for images, labels in train_loader:
             loss = criterion(model(images.to(device)), labels.to(device))
-            report = optimizer.minimize(loss)
-            if report.due:
-                scheduler.step()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
         accuracy = evaluate(model, test_loader, device)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, test accuracy {accuracy:.2%}", flush=True)
 

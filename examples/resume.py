@@ -36,7 +36,7 @@ def main() -> None:
     train_set, test_set = load_data()
     sampler = fleet.sampler(train_set)
     loader = DataLoader(train_set, 32, sampler=sampler)
-    test_loader = DataLoader(test_set, 256, sampler=fleet.sampler(test_set, shuffle=False))
+    test_loader = DataLoader(test_set, 256)
     model, criterion, device = build_model(), nn.CrossEntropyLoss(), fleet.device()
     strategy = fleet.DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
     model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), strategy)
