@@ -239,9 +239,10 @@ def test_a_16_bit_wire_rounds_each_delta_once_and_each_sum_once_more(size: int, 
 @pytest.mark.parametrize(("size", "weighted"), [(2, True), (4, False)])
 def test_a_16_bit_wire_sends_half_the_bytes_of_the_deltas_and_local_updates_send_none(size: int, weighted: bool) -> None:
     loop: dict[str, Any] = {"dtype": torch.float32, "updates": 9, "weighted": weighted}
-    full = run_ranks(train, size, Case(strategy=local(k_steps=4), **loop))
+    unchecked = {"desync_check_steps": 0}  # or the ranks are compared after the first update
+    full = run_ranks(train, size, Case(strategy=local(k_steps=4) | unchecked, **loop))
     for wire_dtype in ("bfloat16", "float16"):
-        half = run_ranks(train, size, Case(strategy=local(k_steps=4, wire_dtype=wire_dtype), **loop))
+        half = run_ranks(train, size, Case(strategy=local(k_steps=4, wire_dtype=wire_dtype) | unchecked, **loop))
         deltas = 2 * (size - 1) / size * PARAMETERS
         for ours, theirs in zip(half, full, strict=True):
             for round_at in (5, 9):
