@@ -308,6 +308,8 @@ class Pipeline:
         self._checks.before_update()
         if scaling is not None:
             self._finite = scaling.unscale(self.buckets)
+        elif not self._finite and self.window.bare:
+            self._finite = self._is_finite_now()
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = self._norms.measure()
@@ -338,6 +340,14 @@ class Pipeline:
         if not self.buckets.alone:
             self._checks.ranks.after_update(self.index)
         return report
+
+    def _is_finite_now(self) -> bool:
+        """Judge again what a bare backward has reduced: the user may have replaced what was not finite (nan_to_num_).
+
+        Equal gradients give every rank the same answer, if every rank has done the same to them."""
+        self.buckets.adopt_replaced()
+        self._grad_norm = self._norms.measure()
+        return math.isfinite(self._grad_norm)
 
     def _average(self, news: News) -> bool:
         """AVERAGE, where there is such a stage. Whether the weights are a new average over all ranks."""

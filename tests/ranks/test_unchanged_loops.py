@@ -107,6 +107,27 @@ def test_gradients_looked_at_and_edited_between_backward_and_step_are_the_mean()
     assert_as_under_ddp(_looked_at_and_edited)
 
 
+def _repaired(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
+    norms = []
+    for step in range(STEPS):
+        loss = loss_of(model, rank, step)
+        (loss * float("nan") if step == 2 and rank == 1 else loss).backward()
+        for i, p in enumerate(model.parameters()):
+            if i % 2:
+                p.grad = torch.nan_to_num(p.grad)  # type: ignore[arg-type]
+            else:
+                torch.nan_to_num_(p.grad)  # type: ignore[arg-type]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def test_gradients_that_the_user_has_made_finite_again_are_applied() -> None:
+    mine = assert_as_under_ddp(_repaired)
+    assert mine[0][1][2] == 0.0, "or nothing was repaired"
+
+
 def _accumulated_by_hand(model: nn.Module, optimizer: Any, rank: int) -> None:
     for step in range(STEPS):
         (loss_of(model, rank, step) / 2).backward()
