@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fleetx import fleet
 from fleetx.report import Report
+from fleetx.tail import ALARMS
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state, mlp
 
@@ -829,7 +830,7 @@ def _gan_bytes(rank: int) -> list[tuple[int, int]]:
 
 def test_each_pair_reports_the_bytes_it_sent_itself() -> None:
     generator, discriminator = _gan_nets()
-    expected = tuple(sum(p.nbytes for p in net.parameters()) + 12 for net in (discriminator, generator))  # +12: the alarms
+    expected = tuple(sum(p.nbytes for p in net.parameters()) + 4 * ALARMS for net in (discriminator, generator))
     for sent in run_ranks(_gan_bytes, 2):
         assert sent[1:] == [expected, expected]  # the first step also compares the ranks' batches
 
@@ -1228,7 +1229,7 @@ def test_a_report_says_what_the_micro_step_did(size: int) -> None:
         # Nothing travels inside a window. In the second (the first also compares the ranks' batches) the gradients do,
         # and with them three float32: gradients missing, losses not finite, requests to stop.
         assert reports[0].bytes_sent == reports[2].bytes_sent == 0
-        assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 12))
+        assert reports[3].bytes_sent == round(2 * (size - 1) / size * (parameter_bytes + 4 * ALARMS))
 
 
 def _due(rank: int) -> list[tuple[bool, bool, bool]]:
