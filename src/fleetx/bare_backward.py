@@ -15,6 +15,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, final
 
+import torch
+
 from . import pairs, progress, reentrant, rehearsing
 from .bucket import Bucket
 from .errors import ConfigError, FleetError
@@ -29,6 +31,8 @@ class BareBackward:
         self._pipeline = weakref.ref(pipeline)
         self._task: int | None = None
         """Autograd's number of the one under way."""
+        self._thread: int | None = None
+        """The thread that trains, while autograd's own thread (of a GPU) says where this rank is."""
         self._counts = False
         """Buckets are reduced as they become complete; else all of them at the end."""
         self._is_stale = False
@@ -55,7 +59,7 @@ class BareBackward:
                 raise self._second_gradient(bucket.names[i])
             bucket.note_arrival(i)
             return False
-        self._refuse_graph(bucket, i)
+        self._refuse_graph(bucket.names[i])
         self._begin(pipeline, task)
         if not self._counts:
             bucket.note_arrival(i)
@@ -78,11 +82,16 @@ class BareBackward:
         self._is_stale = pipeline.layout_is_stale()
         if not self._is_stale:
             pipeline.enter_bare()
+        elif reopened:
+            raise ConfigError(
+                "parameters were added or unfrozen between two backwards of one update. Call optimizer.step() first, or do it "
+                "before the first of them."
+            )
         # With several pairs, or gradients that come twice, nothing may start before the end: see pairs.finish_backward and
         # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
         # collectives come in the same order either way.
         self._counts = pairs.is_only_one() and not reentrant.was_used() and not self._is_stale
-        self._task = task
+        self._task, self._thread = task, progress.write_from_here()
         pairs.join_backward(pipeline, task)
         if self._counts:
             try:
@@ -99,6 +108,7 @@ class BareBackward:
         assert pipeline is not None and self._task is not None
         if self._is_stale:
             self._task = None
+            progress.write_from(self._thread)
             return pipeline.when_stale()
         reopened, pipeline.window.shared = pipeline.window.closed, shared
         try:
@@ -113,20 +123,22 @@ class BareBackward:
             raise
         self._task = None
         progress.at_step(pipeline.index + 1)
+        progress.write_from(self._thread)
 
     def abandon(self) -> None:
         """Drop a backward that failed half-way. What it added to a merge window cannot be taken out again."""
+        if self._task is not None:
+            progress.write_from(self._thread)
         self._task = None
         pipeline = self._pipeline()
         if pipeline is not None:
             pipeline.buckets.abandon()
             pipeline.break_window()
 
-    def _refuse_graph(self, bucket: Bucket, i: int) -> None:
-        grad = bucket.params[i].grad
-        if grad is not None and grad.requires_grad:
+    def _refuse_graph(self, name: str) -> None:
+        if torch.is_grad_enabled():  # in a backward only with create_graph=True
             raise ConfigError(
-                f"the gradient of `{bucket.names[i]}` has a graph of its own, from backward(create_graph=True); ranks can "
+                f"the gradient of `{name}` has a graph of its own, from backward(create_graph=True); ranks can "
                 "exchange its numbers, but not its graph. Write torch.autograd.grad(loss, parameters, create_graph=True) for "
                 "the inner gradient and backward() for the whole loss, or stay local: with fleet.no_sync():"
             )

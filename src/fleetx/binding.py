@@ -26,6 +26,7 @@ from .placement import (
     refuse_unsuited,
     strip_compiled_prefix,
     warn_of_other_modules,
+    warn_of_unowned_gradients,
 )
 from .rehearsal import Rehearsal, Sample, own_loss
 from .routing import stop_routing
@@ -99,6 +100,7 @@ def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrate
     """Let the pair end, follow new parameters and explain missing gradients; by weak references, so that it can be discarded."""
     model_of, face_of, chosen = weakref.ref(model), weakref.ref(face), strategy.copy()
     ids = {name: id(param) for name, param in params.items()}
+    face_comm = face.pipeline.comm
 
     def end(why: str) -> None:
         held, optimizer = model_of(), face_of()
@@ -116,12 +118,18 @@ def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrate
         if optimizer is not None:
             optimizer.pipeline.take_local_gradients()
 
+    def warn() -> None:
+        held = model_of()
+        if held is not None:
+            warn_of_unowned_gradients(bare(held), face_comm)
+
     def hint() -> str:
         held = model_of()
         return "" if held is None else replaced_parameter(bare(held), ids)
 
     pipeline = face.pipeline
     pipeline.when_ended, pipeline.when_stale, face.follow = end, follow_in_backward, follow
+    pipeline.warn_of_unowned = warn
     pipeline.hint_at_missing(hint)
 
 
@@ -167,7 +175,8 @@ def give_up(model: nn.Module, face: FleetOptimizer) -> None:
 def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
     """End a pair whose model is distributed again: the optimizer's state stays, gradients go."""
     pipeline = face.pipeline
-    if pipeline.window.micro_steps and pipeline.comm.rank == 0:
+    pipeline.settle()
+    if pipeline.window.micro_steps and not pipeline.window.shared and pipeline.comm.rank == 0:
         warnings.warn(
             f"fleet.distribute(...) has ended a pair with {pipeline.window.micro_steps} micro-batches that made no update yet; "
             "their gradients are dropped.",

@@ -191,6 +191,10 @@ class Bucket:
         """Be ready for gradients that are added to what `param.grad` holds now, as in torch.
 
         A bare backward has begun, and one gradient is there already. `reopened`: the window was reduced before."""
+        self.keep_hooks_last()
+        # One more write than at the end of the last micro-step: the gradient that is there already.
+        if self.keeps and not (self.hidden or reopened) and self.version() > self._version + 1:
+            raise FleetError(CHANGED_IN_WINDOW)
         stale: list[Tensor] = []
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
@@ -245,6 +249,7 @@ class Bucket:
         """A backward of ours begins."""
         self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), self.touched, False
         self._small_are_zero, self.task = False, None
+        self.keep_hooks_last()
         if not reduces:
             self.factor = 1.0
         if self.keeps:
@@ -298,6 +303,15 @@ class Bucket:
         if self._resting:
             self._resting = False
             for hooks, key, hook in self._hooks:
+                hooks[key] = hook
+
+    def keep_hooks_last(self) -> None:
+        """A hook that the user registered later may change a gradient: ours, which may send it, must run after that."""
+        if self._resting:
+            return
+        for hooks, key, hook in self._hooks:
+            if next(reversed(hooks), key) != key:
+                del hooks[key]
                 hooks[key] = hook
 
     def add_hooks(self, owner: Callable[[], Owner | None]) -> list[RemovableHandle]:

@@ -11,6 +11,7 @@ The layout is fixed for the run: reversed registration order, which is about the
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from .bucket import Bucket, Hook
 from .comm import Comm, Pending
+from .errors import FleetWarning
 from .layout import bucket_runs
 from .tail import ALARMS, NO_ALARMS, Alarms, Tail
 
@@ -75,12 +77,15 @@ class Buckets:
         self._before_more: Callable[[], None] | None = None
 
     def __del__(self) -> None:
+        if getattr(self, "_handles", None) and self.comm.size > 1:
+            _warn_when_used(self._buckets[0].params[0])
         self.give_up()
 
     def give_up(self) -> None:
         """No gradient is taken any more."""
         for handle in getattr(self, "_handles", []):
             handle.remove()
+        self._handles = []
 
     def release(self) -> None:
         """Let go of gradients that lie in these buffers."""
@@ -147,7 +152,8 @@ class Buckets:
         By a hook on each parameter that autograd calls before it adds; taken out and put back without being registered again."""
         if not self._early_hooks:
             hook = _make_early_hook(self._myself)
-            handles = [param.register_hook(hook) for bucket in self._buckets for param in bucket.params]
+            params = [param for bucket in self._buckets for param in bucket.params if param.requires_grad]
+            handles = [param.register_hook(hook) for param in params]
             self._handles += handles
             self._early_hooks = [(handle.hooks_dict_ref(), handle.id, hook) for handle in handles]
         self._before_more = action
@@ -312,6 +318,21 @@ class Buckets:
                 bucket.zero_small()  # here, while the update has left them in the cache
             else:
                 bucket.flat.zero_()
+
+
+def _warn_when_used(param: nn.Parameter) -> None:
+    """A pair was collected as garbage, and was not ended: a backward through its model would be this rank's alone."""
+
+    def hook(_: Tensor) -> None:
+        handle.remove()
+        warnings.warn(
+            "the pair that fleet.distribute(...) made of this model was discarded, since nothing holds its optimizer: gradients "
+            "stay local to each rank from here on. Keep the optimizer that was given or returned as long as the model trains.",
+            FleetWarning,
+            stacklevel=2,
+        )
+
+    handle = param.register_post_accumulate_grad_hook(hook)
 
 
 def _make_early_hook(owner: Callable[[], Buckets | None]) -> Hook:

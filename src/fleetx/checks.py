@@ -163,6 +163,7 @@ class Checks:
         else:
             self.unused.heed(alarms)
         self.ranks.heed(alarms)
+        self.ranks.exchange()
 
     def _require_one_place(self, alarms: Alarms) -> None:
         """Ranks that reduce different updates together train wrong numbers, and hang at the end: all of them see it here."""

@@ -124,6 +124,8 @@ class RankCheck:
         """Alarms of the last update were read: a table that was changed in it has been made equal."""
         self.tables_change = False
         """Some rank has changed one in this run, as all of them know."""
+        self._taken: tuple[int, Tensor] | None = None
+        """The update after which a fingerprint was taken, and the fingerprint; None: none waits to be compared."""
         self._pending: tuple[int, Tensor, Any] | None = None
         self._last_round = 0
         self._left_some_out = False
@@ -131,7 +133,7 @@ class RankCheck:
 
     def forget(self) -> None:
         """A checkpoint was loaded: what was under way is of the weights before."""
-        self._pending = None
+        self._pending = self._taken = None
 
     def _looks_until(self, index: int) -> int:
         """How many looks are due up to this update: early ones, since what drives ranks apart mostly does so from the start."""
@@ -149,12 +151,21 @@ class RankCheck:
         self._tables_are_settled = False
 
     def after_update(self, index: int) -> None:
+        """Take the fingerprint; it is compared in the next reduce (`exchange`).
+
+        Not here: a rank that has skipped this step() would leave the others waiting, with no word of why."""
         if self._comm.size == 1 or self._every == 0:
             return
         if self._pending is not None:
             self._finish()
         if self._looks_until(index) > self._looks_until(index - 1):
-            self._begin(index)
+            self._taken = (index, self._mark())
+
+    def exchange(self) -> None:
+        """Compare fingerprints. Every rank is here, at the same update: the reduce just done has shown it."""
+        if self._taken is not None:
+            (index, mark), self._taken = self._taken, None
+            self._compare(index, mark)
 
     def after_round(self, index: int) -> None:
         """Ranks that train alone are equal now and then: looked at in the first such moment after each `every` updates."""
@@ -175,8 +186,13 @@ class RankCheck:
         return {name: t.detach() for name, t in named.items() if name not in left_out and t.numel()}
 
     def _begin(self, index: int) -> None:
+        self._compare(index, self._mark())
+
+    def _mark(self) -> Tensor:
         self._left_some_out = self._tail is not None and bool(self._tail.written())
-        mark = fingerprint(list(self._tensors().values()))
+        return fingerprint(list(self._tensors().values()))
+
+    def _compare(self, index: int, mark: Tensor) -> None:
         extremes = torch.stack([mark, ~mark])  # one collective: the largest, and of the complement the largest: the smallest
         self._comm.all_reduce(extremes, "max").wait()
         if extremes.device.type == "cpu":

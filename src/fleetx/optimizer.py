@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, final, overload
@@ -19,7 +20,7 @@ from .optim.layerwise import Layerwise
 from .pipeline import Pipeline
 from .report import Report
 from .routing import route
-from .scaling import GradScaling, refuse_unfit, scaling_of
+from .scaling import GradScaling, refuse_unfit, scaling_of, unscaled_here
 from .strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -186,12 +187,13 @@ class FleetOptimizer(Optimizer):
         self._refuse_ended()
         self.follow_changed_parameters()
         scaling = self._scaling()
-        with self._steps():
+        with self._steps(), unscaled_here(self.given, scaling):
             return self.pipeline.step(recycle=self._zeroes_after_step, scaling=scaling, closure=inside)
 
     def _scaling(self) -> GradScaling | None:
         """What a GradScaler has left here, or on the optimizer that was given and whose fused kernel unscales by itself."""
-        scaling = scaling_of(self) or scaling_of(self.given, by_kernel=True)
+        stages = self.pipeline.stages
+        scaling = scaling_of(self) or scaling_of(self.given, by_kernel=self.update is self.given and stages.clip is None)
         if scaling is not None:
             refuse_unfit(self.pipeline.stages)
         return scaling
@@ -247,6 +249,11 @@ class FleetOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters from the next update on. Every rank must call it, between two updates."""
+        if self._bound is not None and self._bound.window.closed and not self._bound.window.shared:
+            raise ConfigError(
+                "add_param_group between backward and step(): the new parameters' gradients are this rank's own. Call it before "
+                "the backward, or after step()."
+            )
         with self._steps():
             self.given.add_param_group(param_group)
         if self._bound is not None:
@@ -274,7 +281,18 @@ class FleetOptimizer(Optimizer):
         value = getattr(self.given, name)
         if "step" in name and callable(value):
             self._refuse_own_update(name)
+            return self._checked_first(value)
         return value
+
+    def _checked_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that moves weights by itself meets the guards that step() would."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **settings: Any) -> Any:
+            self.pipeline.require_applicable()
+            return method(*args, **settings)
+
+        return call
 
     def _refuse_own_update(self, name: str) -> None:
         """Refuse a method that moves weights by itself where a stage between REDUCE and the next update would be left out."""

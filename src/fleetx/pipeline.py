@@ -64,6 +64,10 @@ class Pipeline:
         """Whether parameters have joined the optimizer since the buckets were laid out."""
         self.when_stale: Callable[[], None] = lambda: None
         """Makes a new pipeline, which reduces the gradients that are there."""
+        self.warn_of_unowned: Callable[[], None] = lambda: None
+        """Used at the first update: trainable parameters of the model that no optimizer holds have gradients of one rank."""
+        self._compares_ranks = True
+        """Not in an update that is measured and undone."""
         self.teller = Teller(stages, buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, heed=self._heed_round)
@@ -125,8 +129,7 @@ class Pipeline:
 
         `scaling`: of a GradScaler. `closure`: for an optimizer that runs it inside its step."""
         self.refuse_inside_averaged()
-        if self.bare.is_under_way:
-            self.bare.abandon()
+        self.settle()
         self.window.refuse_broken()
         if self.buckets.touched() if self.window.entered else self.buckets.has_new():
             self._take_local_gradients()
@@ -144,11 +147,13 @@ class Pipeline:
     def flush(self) -> Report:
         """Close a window early. Every rank must call it, at the same place."""
         self.reduce_early()
-        return self._update(recycle=True) if self.window.closed else self._report(due=False, updated=False)
+        applies = self.window.closed and not self.window.shared
+        return self._update(recycle=True) if applies else self._report(due=False, updated=False)
 
     def reduce_early(self) -> None:
         """Half of a flush: true gradients of the micro-steps so far, to be looked at before step() applies them."""
         self.refuse_inside_averaged()
+        self.settle()
         self.window.refuse_broken()
         if not self.window.closed and self.buckets.has_new():
             self._take_local_gradients()
@@ -160,12 +165,13 @@ class Pipeline:
         """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary.
 
         Not after a backward that was meant for another pair: a GAN's generator loss leaves gradients in the discriminator."""
-        if self.bare.is_under_way:
-            self.bare.abandon()
+        self.settle()
+        self._refuse_unclaimed()
         if self.window.closed and self.window.shared:
             self.window = Window()
         if self.window.closed:
             self.index += 1
+            self._checks.alarms.forget()
             self._checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
         dropped = self._news() if self.window.closed and self.buckets.alone else None
         if self.window.closed or self.window.broken:
@@ -174,6 +180,29 @@ class Pipeline:
             self.buckets.zero(set_to_none=set_to_none)
         if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
             self._average(dropped)
+
+    def settle(self) -> None:
+        """Drop a backward that failed, and put back what was set aside for one that brought nothing."""
+        if self.bare.is_under_way:
+            self.bare.abandon()
+        if self.window.set_aside is not None and not self.buckets.touched():
+            self._add_set_aside()
+
+    def _refuse_unclaimed(self) -> None:
+        """In a merge window a backward of another pair's loss counts as a micro-step, unless this pair's step() follows it."""
+        if self.window.shared and self.window.entered and self.stages.merge.micro_steps > 1:
+            raise ConfigError(
+                "a backward of another pair's loss has reached this model inside a merge window, and is part of its sums. Write "
+                "optimizer.backward(loss), of the pair that is to step, for that loss: it leaves other pairs alone."
+            )
+
+    def require_applicable(self) -> None:
+        """Raise if the gradients may not be applied, before a method of the optimizer's own does."""
+        self.settle()
+        if self.window.closed:
+            self._checks.before_update()
+            if not self._finite and not self._is_finite_now() and self._checks.must_stop(self.stages.backward):
+                self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
 
     def take_local_gradients(self) -> None:
         """Reduce the gradients that lie in `param.grad` now; every rank is here."""
@@ -197,6 +226,7 @@ class Pipeline:
     def enter_bare(self) -> None:
         """Begin a micro-step, or go on with it: all bare backwards before one step() are of one micro-step."""
         window = self.window
+        self._refuse_unclaimed()
         if window.closed:
             self.buckets.reopen()
         elif not window.entered:
@@ -220,6 +250,7 @@ class Pipeline:
 
     def break_window(self) -> None:
         """A backward failed half-way. Without merging torch's own rule holds: what it left is the user's to zero."""
+        self._checks.alarms.forget()
         if self.stages.merge.micro_steps > 1:
             self.window.broken = True
         else:
@@ -233,9 +264,11 @@ class Pipeline:
             self.enter_bare()
         elif not self.window.entered:
             self.window.enter(None, None)
-        self._keep()
         if self.is_last_micro_step:
+            self._keep()
             self.reduce_now(bare=True, again=reopened)
+        else:
+            self.keep_hidden()
 
     # --- when due ---------------------------------------------------------------------------------------------
 
@@ -259,8 +292,9 @@ class Pipeline:
         return self.window.reduces == 1 and self.meter.measures(self.index + 1)
 
     def close(self, *, bare: bool = False) -> None:
-        """Wait for the reduce, and judge it. `bare`: another backward may follow; what is missing is told in step()."""
-        self.buckets.close()
+        """Wait for the reduce, and judge it. `bare`: another backward may follow; missing gradients are reported in step()."""
+        with without_autocast(self.buckets.flats[0].device):
+            self.buckets.close()
         self._add_set_aside()
         self.window.closed = True
         if self.stages.ddp is not None:
@@ -289,6 +323,13 @@ class Pipeline:
             self.buckets.adopt_replaced()
             self.window.set_aside = [flat.clone() for flat in self.buckets.flats]
             torch._foreach_zero_(self.buckets.flats)
+            # autograd.grad calls the same hooks, and adds nothing: then nothing will be reduced, and it is put back.
+            reentrant.queue_callback(_weak_method(self._put_back_unless_more))
+
+    def _put_back_unless_more(self) -> None:
+        if self.window.set_aside is not None and not self.bare.is_under_way and not self.buckets.touched():
+            self._add_set_aside()
+            self.buckets.before_more(_weak_method(self._set_aside))
 
     @torch.no_grad()
     def _add_set_aside(self) -> None:
@@ -306,6 +347,8 @@ class Pipeline:
     def _update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
         self._checks.before_update()
+        if self.index == 0 and self._compares_ranks:
+            self.warn_of_unowned()
         if scaling is not None:
             self._finite = scaling.unscale(self.buckets)
         elif not self._finite and self.window.bare:
@@ -337,14 +380,17 @@ class Pipeline:
         self.window = Window()
         self.buckets.finish_window(recycle=recycle)
         progress.at_step(self.index + 1)
-        if not self.buckets.alone:
+        if not self.buckets.alone and self._compares_ranks:
             self._checks.ranks.after_update(self.index)
         return report
 
     def _is_finite_now(self) -> bool:
         """Judge again what a bare backward has reduced: the user may have replaced what was not finite (nan_to_num_).
 
-        Equal gradients give every rank the same answer, if every rank has done the same to them."""
+        Equal gradients give every rank the same answer, if every rank has done the same to them. Not under a compressor, which
+        leaves zeros where it has seen something that is not finite."""
+        if not self.stages.reduce.is_linear:
+            return False
         self.buckets.adopt_replaced()
         self._grad_norm = self._norms.measure()
         return math.isfinite(self._grad_norm)
@@ -383,7 +429,8 @@ class Pipeline:
 
     def average_now(self) -> None:
         """Every rank calls it, between windows: gradients of one half filled are of the weights, and the scale, before."""
-        if self.window.micro_steps:
+        self.settle()
+        if self.window.micro_steps and not (self.window.closed and self.window.shared):
             raise FleetError(
                 "optimizer.average() inside a merge window. Call optimizer.flush() first, or wait until it is closed."
             )
@@ -439,8 +486,7 @@ class Pipeline:
                 "optimizer.backward(loss) or minimize(loss) inside fleet.no_sync(), which is for a bare loss.backward(). With "
                 "these calls write strategy.gradient_merge = True: it reduces once in k_steps micro-batches."
             )
-        if self.bare.is_under_way:
-            self.bare.abandon()
+        self.settle()
         self.window.refuse_broken()
         self.window.refuse_closed()
         self.weighing.require(weight, self.window)
@@ -463,11 +509,13 @@ class Pipeline:
         """Of what `rehearse` has kept. Every rank is here; none looks at data, of which there was none yet."""
         look, self._checks.first_look = self._checks.first_look, None
         weighted = self.weighing.weighted
+        self._compares_ranks = False
         try:
             self.reduce_now()
             self._update(recycle=True)
         finally:
             self._checks.first_look, self.weighing.weighted = look, weighted
+            self._compares_ranks = True
 
     def look_at_no_data(self) -> None:
         """Real updates of a sample follow, to be timed and undone: it may well be the same on all ranks."""
@@ -502,6 +550,7 @@ class Pipeline:
         return {"index": self.index, "skipped": self.skipped, **self.weighing.counters()}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self.settle()
         self._checks.forget()
         self.index, self.skipped = int(counters["index"]), int(counters["skipped"])
         self.weighing.load_counters(counters)
@@ -532,3 +581,10 @@ def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
             found()
 
     return call
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """A backward inside `with torch.autocast(...)` would compress gradients in 16 bits."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

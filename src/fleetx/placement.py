@@ -117,6 +117,23 @@ def warn_of_other_modules(params: dict[str, nn.Parameter], comm: Comm) -> None:
         )
 
 
+def warn_of_unowned_gradients(model: nn.Module, comm: Comm) -> None:
+    """Name trainable parameters with a gradient that no pair trains: DDP would reduce them, here they are each rank's own."""
+    if comm.size == 1 or comm.rank != 0:
+        return
+    named = ((plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None)
+    unowned = [name for name, p in named if owner_of(p) is None]
+    if unowned:
+        warnings.warn(
+            f"`{unowned[0]}`"
+            + (f" and {len(unowned) - 1} more parameters are" if len(unowned) > 1 else " is")
+            + " trainable and in no optimizer: the gradients stay local to each rank, and clipping by a norm over all of "
+            "model.parameters() would differ between ranks. Freeze them: requires_grad_(False).",
+            FleetWarning,
+            stacklevel=2,
+        )
+
+
 def _holders(parameters: dict[str, Any]) -> list[nn.Module]:
     """The modules whose dict of parameters this is."""
     spaces = [space for space in gc.get_referrers(parameters) if type(space) is dict and space.get("_parameters") is parameters]

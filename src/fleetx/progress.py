@@ -101,6 +101,17 @@ def at_step(step: int, phase: Phase = Phase.SCRIPT) -> None:
     _record.write(phase)
 
 
+def write_from_here() -> int | None:
+    """Let this thread write, while the one that trains waits for it: autograd's, on a GPU. The thread that wrote until now."""
+    before, _record.thread = _record.thread, threading.get_ident()
+    return before
+
+
+def write_from(thread: int | None) -> None:
+    """Let this thread write again."""
+    _record.thread = thread
+
+
 def now() -> Phase:
     return _record.phase
 

@@ -32,11 +32,15 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
     pipeline = optimizer.pipeline
     pipeline.refuse_inside_averaged()
     window = pipeline.window
-    if window.entered or window.closed or window.broken or pipeline.buckets.has_new():
+    pipeline.settle()
+    is_foreign = window.closed and window.shared  # left by another pair's loss: a GAN's generator, in the discriminator
+    if not is_foreign and (window.entered or window.closed or window.broken or pipeline.buckets.has_new()):
         raise CheckpointError(
             "the optimizer holds gradients that step() has not taken yet. "
             "Save after optimizer.step() or optimizer.minimize(loss)."
         )
+    if is_foreign:
+        window = Window()
     gradients = {name: g for bucket in pipeline.buckets for name, g in bucket.gradients().items()} if window.micro_steps else {}
     return {
         "inner": optimizer_state(optimizer.update),

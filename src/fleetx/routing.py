@@ -7,6 +7,7 @@ optimizer.step()                                     # the pair's step: checks, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ from torch.optim import Optimizer
 METHODS = ("step", "zero_grad", "add_param_group", "load_state_dict")
 BEFORE = "_fleetx_before"
 """On a method of ours: the one of the instance that it has taken the place of, or None."""
+
+
+_OURS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""By identity: a scheduler's wrapper around one of ours copies its attributes."""
 
 
 class Target(Protocol):
@@ -38,7 +43,7 @@ def stop_routing(given: Optimizer) -> None:
     """Give the optimizer its own methods back; under a scheduler's wrapper ours stay, and pass every call on."""
     for name in METHODS:
         method = given.__dict__.get(name)
-        if hasattr(method, BEFORE):
+        if getattr(method, "__func__", None) in _OURS:
             before = getattr(method, BEFORE)
             del given.__dict__[name]
             if before is not None:
@@ -53,6 +58,7 @@ def _routed(name: str, before: Callable[..., Any] | None, target: Target) -> Cal
         return own(*args, **settings)
 
     setattr(call, BEFORE, before)
+    _OURS.add(call)
     if hasattr(before, "_wrapped_by_lr_sched"):
         call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else the scheduler warns that step() was replaced
     return call

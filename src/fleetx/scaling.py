@@ -7,6 +7,8 @@ scaler.step(optimizer)             looks for infinities in the reduced gradients
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -52,6 +54,21 @@ def scaling_of(optimizer: Any, *, by_kernel: bool = False) -> GradScaling | None
     return GradScaling(found_inf, None if by_kernel else vars(optimizer).get("grad_scale"))
 
 
+@contextlib.contextmanager
+def unscaled_here(given: Any, scaling: GradScaling | None) -> Iterator[None]:
+    """Hide the scale from the given optimizer's own kernel, where gradients are unscaled before it runs."""
+    held = vars(given)
+    hides = scaling is not None and scaling.grad_scale is not None and "grad_scale" in held
+    before = held.get("grad_scale")
+    if hides:
+        held["grad_scale"] = None
+    try:
+        yield
+    finally:
+        if hides:
+            held["grad_scale"] = before
+
+
 def refuse_unfit(stages: Stages) -> None:
     """Name the parts beside which a GradScaler by hand trains wrong numbers."""
     if stages.backward.checks_finite:
@@ -62,7 +79,7 @@ def refuse_unfit(stages: Stages) -> None:
             'then be of two scales. Write strategy.amp = True with amp_configs = {"dtype": "float16"} instead of the scaler, or '
             "accumulate by hand inside `with fleet.no_sync():`."
         )
-    if stages.reduce.keeps_state():
+    if not stages.reduce.is_linear:
         raise ConfigError(
             f"a GradScaler by hand beside a strategy that claims `{Slot.REDUCE.value}` and keeps what it did not send: kept in "
             'scaled units it is wrong once the scale changes. Write strategy.amp = True with amp_configs = {"dtype": "float16"}.'

@@ -911,3 +911,227 @@ def test_two_backwards_an_update_add_up_under_powersgd_and_are_refused_under_dgc
     for told, _ in run_ranks(_twice_compressed, 2, "dgc"):
         assert told[0].startswith("ConfigError: a second backward before optimizer.step() under strategy.dgc"), told[0]
         assert "with fleet.no_sync():" in told[0] and told[1] == "nothing raised"
+
+
+# --- between the calls ----------------------------------------------------------------------------------------------
+
+
+def _looks_at_curvature(rank: int, **parts: Any) -> tuple[Tensor, list[bool]]:
+    """autograd.grad of another loss between backward and step: it calls the hooks of parameters, and adds nothing."""
+    model, optimizer = _pair(**parts)
+    seen = []
+    for step in range(4):
+        loss_of(model, rank, step).backward()
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        torch.autograd.grad(loss_of(model, rank, 50), list(model.parameters()))
+        both = zip(before, (p.grad for p in model.parameters()), strict=True)
+        seen.append(all(old is now is None or (old is not None and torch.equal(old, now)) for old, now in both))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model), seen
+
+
+def _curvature(rank: int) -> list[tuple[Tensor, list[bool], Tensor]]:
+    found = []
+    for parts in ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}, {"powersgd": True}):
+        looked, seen = _looks_at_curvature(rank, **parts)
+        model, optimizer = _pair(**parts)
+        for step in range(4):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((looked, seen, weights(model)))
+    return found
+
+
+def test_a_gradient_taken_by_autograd_grad_between_backward_and_step_changes_nothing() -> None:
+    for rank in run_ranks(_curvature, 2):
+        for looked, seen, plain in rank:
+            assert all(seen)
+            torch.testing.assert_close(looked, plain, rtol=0, atol=0)
+
+
+def _gan_nets() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 1, dtype=torch.float64)
+
+
+def _gan_saved(rank: int, folder: str) -> tuple[bool, str]:
+    generator, discriminator = _gan_nets()
+    generator, g = fleet.distribute(generator, sgd(generator), small_buckets())
+    discriminator, d = fleet.distribute(discriminator, sgd(discriminator), small_buckets())
+    noise = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    discriminator.zero_grad()
+    F.softplus(discriminator(generator(noise).detach())).mean().backward()
+    d.step()
+    F.softplus(-discriminator(generator(noise))).mean().backward()
+    g.step()
+    before = weights(discriminator)
+    fleet.save_model(f"{folder}/d.safetensors", discriminator, d)
+    return torch.equal(before, weights(discriminator)), raised(
+        lambda: fleet.save_checkpoint(folder, step=1, model=discriminator, optimizer=d)
+    )
+
+
+def test_saving_after_the_generators_half_leaves_the_discriminator_as_it_is(tmp_path: Any) -> None:
+    assert run_ranks(_gan_saved, 2, str(tmp_path)) == [(True, "nothing raised")] * 2
+
+
+def _gan_merged(rank: int) -> list[str]:
+    generator, discriminator = _gan_nets()
+    merged = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+    generator, g = fleet.distribute(generator, sgd(generator), small_buckets(**merged))
+    discriminator, d = fleet.distribute(discriminator, sgd(discriminator), small_buckets(**merged))
+    noise = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+    def train(spelling: str) -> None:
+        for _ in range(4):
+            discriminator.zero_grad()
+            F.softplus(discriminator(generator(noise).detach())).mean().backward()
+            d.step()
+            loss = F.softplus(-discriminator(generator(noise))).mean()
+            loss.backward() if spelling == "bare" else g.backward(loss)
+            g.step()
+
+    return [raised(lambda: train("optimizer.backward")), raised(lambda: train("bare"))]
+
+
+def test_a_gan_under_gradient_merge_is_told_to_say_whose_loss_it_is() -> None:
+    for ours, bare in run_ranks(_gan_merged, 2):
+        assert ours == "nothing raised"
+        assert bare.startswith("ConfigError: a backward of another pair's loss has reached this model inside a merge window"), (
+            bare
+        )
+        assert "optimizer.backward(loss)" in bare
+
+
+def _halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def _hooked_later(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(_halve)
+    _plain(model, optimizer, rank)
+
+
+def test_a_hook_registered_after_distribute_changes_gradients_before_they_are_sent() -> None:
+    assert_as_under_ddp(_hooked_later)
+
+
+def _scaled_with_parts(rank: int, part: str) -> Tensor:
+    torch.manual_seed(0)
+    model = mlp()
+    given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    fleet.distribute(model, given, small_buckets(**{part: True}))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        x, y = batch(step * 2 + rank)
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(given)
+        scaler.update()
+        given.zero_grad()
+    return flat_state(model)
+
+
+def _with_part(rank: int, part: str) -> Tensor:
+    torch.manual_seed(0)
+    model = mlp()
+    model, optimizer = fleet.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), small_buckets(**{part: True})
+    )
+    for step in range(STEPS):
+        x, y = batch(step * 2 + rank)
+        optimizer.minimize(F.cross_entropy(model(x), y))
+    return flat_state(model)
+
+
+@pytest.mark.parametrize("part", ["clip_norm", "lars"])
+def test_a_scaler_on_the_given_fused_optimizer_is_undone_before_parts_see_gradients(part: str) -> None:
+    mine, wanted = run_ranks(_scaled_with_parts, 2, part), run_ranks(_with_part, 2, part)
+    torch.testing.assert_close(mine[0], wanted[0], rtol=1e-6, atol=1e-6)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError("out of memory, say")
+
+
+def _flushed_after_failure(rank: int) -> str:
+    model, optimizer = _pair(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    x, y = rows(rank, 1)
+    assert "out of memory" in raised(F.cross_entropy(model[2:](FailsInBackward.apply(model[:2](x))), y).backward)
+    return raised(optimizer.flush)
+
+
+def test_a_flush_after_a_failed_backward_is_refused() -> None:
+    for message in run_ranks(_flushed_after_failure, 2):
+        assert message.startswith("FleetError: a backward failed in this window"), message
+
+
+def _in_between(rank: int) -> list[str]:
+    model = mlp(torch.float64)
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(model[:4].parameters(), lr=0.1), small_buckets())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss_of(model, rank, 0).backward()
+        told = [raised(lambda: optimizer.add_param_group({"params": list(model[4].parameters())}))]
+        optimizer.step()
+    told.append("; ".join(str(w.message) for w in seen if issubclass(w.category, FleetWarning)))
+    other, optimizer = _pair(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    other[0].requires_grad_(False)
+    for step in range(2):
+        loss_of(other, rank, step).backward()
+        optimizer.step()
+    told.append(raised(lambda: loss_of(other, rank, 2).backward()))
+    third, _ = _pair()
+    told.append(raised(lambda: third(rows(rank, 0)[0]).sum().backward(create_graph=True)))
+    return told
+
+
+def test_groups_added_between_backward_and_step_unowned_parameters_and_frozen_layers_are_told_or_work() -> None:
+    ranks = run_ranks(_in_between, 2)
+    for rank, (added, unowned, frozen, graph) in enumerate(ranks):
+        assert added.startswith("ConfigError: add_param_group between backward and step()"), added
+        assert ("`4.weight` and 1 more parameters are trainable and in no optimizer" in unowned) == (rank == 0), unowned
+        assert frozen == "nothing raised"
+        assert "create_graph=True" in graph
+
+
+def _skips_first(rank: int) -> str:
+    model, optimizer = _pair()
+
+    def train() -> None:
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            if not (rank == 1 and step == 0):
+                optimizer.step()
+            for p in model.parameters():
+                p.grad = None
+
+    return raised(train)
+
+
+def test_a_rank_that_skips_the_very_first_step_is_named_and_hangs_no_other() -> None:
+    for message in run_ranks(_skips_first, 2):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+
+
+def _nan_in_own_step(rank: int) -> tuple[str, bool]:
+    model = mlp(torch.float64)
+    model, optimizer = fleet.distribute(model, TwoStep(model.parameters(), torch.optim.SGD, lr=0.1), small_buckets())
+    (loss_of(model, rank, 0) * (float("nan") if rank else 1.0)).backward()
+    return raised(optimizer.first_step), bool(weights(model).isfinite().all())
+
+
+def test_a_nan_stops_a_method_that_updates_by_itself() -> None:
+    for message, finite in run_ranks(_nan_in_own_step, 2):
+        assert message.startswith("FleetError: update 1 was not made") and finite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from torch import nn
 from fleetx.bucket import Bucket
 from fleetx.buckets import Buckets
 from fleetx.comm import Pending
+from fleetx.errors import FleetWarning
 from fleetx.layout import bucket_lengths, bucket_runs
 from fleetx.norms import global_norm
 from harness import make_fake_comm
@@ -131,10 +133,12 @@ def test_a_bare_gradient_of_a_bucket_that_our_backward_does_not_reach_is_kept() 
     assert [bucket.flat.tolist() for bucket in buckets] == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_hooks_of_discarded_buckets_do_nothing() -> None:
+def test_hooks_of_discarded_buckets_do_nothing_but_warn_once() -> None:
     model = nn.Linear(3, 2)
     buckets = _buckets(model)
     del buckets
+    with pytest.warns(FleetWarning, match="was discarded, since nothing holds its optimizer"):
+        model(torch.ones(1, 3)).sum().backward()
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad._base is None
 
