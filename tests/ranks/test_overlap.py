@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fleetx import fleet
 from fleetx.comm import Pending
 from fleetx.optimizer import FleetOptimizer
+from fleetx.reentrant import queue_callback
 from fleetx.tail import ALARMS
 from harness import raised, run_ranks
 from models import batch
@@ -47,7 +48,7 @@ def rows_of(rank: int, step: int) -> Tensor:
 
 
 def bucketed(model: nn.Module, **settings: Any) -> FleetOptimizer:
-    strategy = fleet.DistributedStrategy(fuse_grad_size_in_MB=ONE_LAYER_MB, **settings)
+    strategy = fleet.DistributedStrategy(fuse_grad_size_in_MB=ONE_LAYER_MB, desync_check_steps=0, **settings)
     _, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     return optimizer
 
@@ -207,11 +208,12 @@ def _held_back(rank: int) -> tuple[list[Event], list[Tensor]]:
     events = record(model, optimizer)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        # Registered after ours, so it runs after ours has started the last bucket.
-        for param in model.layers[0].parameters():
-            param.register_post_accumulate_grad_hook(
-                lambda _: store.set("rank 0 is through", "yes") if len(reduced(events)) == LAYERS else None
-            )
+        # When autograd has computed all gradients, ours has started the last bucket, and has not waited for any yet.
+        def is_through() -> None:
+            if len(reduced(events)) == LAYERS:
+                store.set("rank 0 is through", "yes")
+
+        model.layers[0].weight.register_post_accumulate_grad_hook(lambda _: queue_callback(is_through))
     else:
         for param in model.layers[LAYERS - 1].parameters():
             param.register_post_accumulate_grad_hook(lambda _: store.wait(["rank 0 is through"], timedelta(seconds=30)))
