@@ -35,6 +35,8 @@ class BareBackward:
         """The thread that trains, while autograd's own thread (of a GPU) says where this rank is."""
         self._counts = False
         """Buckets are reduced as they become complete; else all of them at the end."""
+        self._armed = False
+        """The reduce was made ready when backward began, and not at its end."""
         self._is_stale = False
         """Parameters were unfrozen or added: at the end a new layout takes this one's place, and reduces."""
 
@@ -90,17 +92,18 @@ class BareBackward:
         # With several pairs, or gradients that come twice, nothing may start before the end: see pairs.finish_backward and
         # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
         # collectives come in the same order either way.
-        self._counts = pairs.is_only_one() and not reentrant.was_used() and not self._is_stale
+        self._armed = pairs.is_only_one() and not self._is_stale and pipeline.is_last_micro_step
+        self._counts = pairs.is_only_one() and not self._is_stale and not reentrant.was_used()
         self._task, self._thread = task, progress.write_from_here()
         pairs.join_backward(pipeline, task)
-        if self._counts:
-            try:
-                if pipeline.is_last_micro_step:
-                    pipeline.arm(again=reopened)
+        try:
+            if self._armed:
+                pipeline.arm(again=reopened)
+            if self._counts:
                 pipeline.buckets.begin_bare(task, reduces=pipeline.is_last_micro_step, reopened=reopened)
-            except BaseException:
-                self.abandon()
-                raise
+        except BaseException:
+            self.abandon()
+            raise
 
     def end(self, *, shared: bool) -> None:
         """Reduce, where the window is full. `shared`: the backward has reached other pairs too."""
@@ -114,7 +117,7 @@ class BareBackward:
         try:
             if not pipeline.is_last_micro_step:
                 pipeline.keep_hidden()
-            elif self._counts:
+            elif self._armed:
                 pipeline.close(bare=True)
             else:
                 pipeline.reduce_now(bare=True, again=reopened)

@@ -99,8 +99,8 @@ class Pipeline:
         self.window.enter(loss, weight)
         progress.at_step(self.index + 1, Phase.BACKWARD)
         try:
-            if due and not at_end:
-                self.arm()
+            if due and not by_ddp:
+                self.arm()  # before backward in every case: its collectives must not change places with those of a part
             if not at_end:
                 self.buckets.expect(reduces=due)
             with pairs.no_sync() if at_end else contextlib.nullcontext():
@@ -111,7 +111,7 @@ class Pipeline:
             raise
         if at_end or not due:
             self._keep()
-        if due and at_end:
+        if due and by_ddp:
             self.reduce_now()
         elif due:
             self.close()
