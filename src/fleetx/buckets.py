@@ -11,6 +11,7 @@ The layout is fixed for the run: reversed registration order, which is about the
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,8 @@ class Buckets:
         self._before_more: Callable[[], None] | None = None
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
         if getattr(self, "_handles", None) and self.comm.size > 1:
             _warn_when_used(self._buckets[0].params[0])
         self.give_up()

@@ -307,8 +307,8 @@ def _given(optimizer: Optimizer) -> Optimizer:
 def _end_earlier_pair(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
     """Parameters belong to one pair. What can be refused at a glance is refused before the earlier one ends."""
     require_module(model)
-    params = named_trainable(bare(model), face.given)
     check_parts(strategy.parts(), by_ddp=bare(model) is not model)
+    params = named_trainable(bare(model), face.given)
     pairs.end_owners(
         list(params.values()),
         "this pair has ended: fleet.distribute(...) was called again with its parameters. Use the optimizer that it returned.",

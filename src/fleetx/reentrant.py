@@ -27,8 +27,13 @@ def current_task() -> int:
 
 
 def was_used() -> bool:
-    """Whether a segment was checkpointed this way in this process."""
+    """Whether a segment was checkpointed this way since this process joined its group."""
     return _was_used
+
+
+def forget() -> None:
+    global _was_used
+    _was_used = False
 
 
 def is_inside_segment() -> bool:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from . import comm as c10d
-from . import gloo_threads, pairs, running, stopping
+from . import gloo_threads, pairs, reentrant, running, stopping
 from .comm import Comm, SoloComm, TorchComm
 from .errors import ConfigError
 from .roles import Role, role_from_env, role_in_group
@@ -72,6 +72,7 @@ def close_world() -> None:
     stopping.forget()
     running.forget()
     pairs.forget()
+    reentrant.forget()
     c10d.close_group()
 
 
