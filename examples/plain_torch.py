@@ -54,7 +54,7 @@ def main():
     model = build_model().to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy(bf16_allreduce=True))
+    model, optimizer = fleet.distribute(model, optimizer, fleet.DistributedStrategy())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(train_loader))
 
     for epoch in range(args.epochs):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from . import world
+from . import pairs, world
 from .buffer_kinds import refuse_unknown_buffers
 from .compile import check_parts, compile_strategy
-from .errors import ConfigError, FleetWarning
+from .errors import ConfigError, warn_user
 from .optimizer import FleetOptimizer
 from .patch import restore_forwards
+from .pipeline import Pipeline
 from .placement import (
     agree_on_model,
     broadcast_from_first,
@@ -30,12 +30,15 @@ from .placement import (
 )
 from .rehearsal import Rehearsal, Sample, own_loss
 from .routing import stop_routing
-from .slots import Site
+from .slots import Part, Site, Slot
 from .strategy import DistributedStrategy
 from .takeover import give_back, mark_state
 from .wrapped import bare, refuse_unfit, wrapper_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+
+_in_forward: weakref.WeakKeyDictionary[Pipeline, tuple[weakref.ref[nn.Module], list[Part]]] = weakref.WeakKeyDictionary()
+"""The model of each pair, and what its strategy does in the model's forward."""
 
 
 def require_module(model: object) -> None:
@@ -75,6 +78,7 @@ def bind(
     site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)
     for part in (checks or strategy).parts():
         part.check(site)
+    _refuse_unlike_forward(model, strategy)
     restore_forwards(model)
     if not is_placed:
         move(model, optimizer, params, here.device)
@@ -91,9 +95,29 @@ def bind(
     )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     face.forward_stage = compiled.forward
+    _in_forward[face.pipeline] = (weakref.ref(model), _forward_parts(strategy))
     _connect(whole, face, strategy, params)
     if not is_placed:
         warn_of_other_modules(params, here.comm)
+
+
+def _forward_parts(strategy: DistributedStrategy) -> list[Part]:
+    return [part for part in strategy.parts() if part.claims() & {Slot.MODULE, Slot.FORWARD}]
+
+
+def _refuse_unlike_forward(model: nn.Module, strategy: DistributedStrategy) -> None:
+    """Two optimizers of one model share its forward: a part that acts there acts for both, or for none."""
+    mine, modules = _forward_parts(strategy), set(model.modules())
+    for pipeline, (held, theirs) in list(_in_forward.items()):
+        other = held()
+        if pairs.is_alive(pipeline) and other is not None and theirs != mine and not modules.isdisjoint(other.modules()):
+            names = " and ".join(
+                ", ".join(f"`{part.name}`" for part in parts) if parts else "none of them" for parts in (theirs, mine)
+            )
+            raise ConfigError(
+                "this model has another optimizer already, under a strategy with other settings of what acts in its forward "
+                f"(amp, recompute, sync_batch_norm): {names}. Give both strategies the same."
+            )
 
 
 def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, params: dict[str, nn.Parameter]) -> None:
@@ -177,11 +201,9 @@ def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
     pipeline = face.pipeline
     pipeline.settle()
     if pipeline.window.micro_steps and not pipeline.window.shared and pipeline.comm.rank == 0:
-        warnings.warn(
+        warn_user(
             f"fleet.distribute(...) has ended a pair with {pipeline.window.micro_steps} micro-batches that made no update yet; "
             "their gradients are dropped.",
-            FleetWarning,
-            stacklevel=2,
         )
     give_up(model, face)
     pipeline.buckets.release()

@@ -267,6 +267,10 @@ class Bucket:
         self.sure = False
         if not reduces:
             self.factor = 1.0
+            if self.keeps and all(self.filled):
+                # All but the gradient whose hook is running are added in place. It is left alone: its hooks are being gone
+                # through, and should this backward fail, it is the one to notice the next.
+                self.rest_hooks(but=[i for i, param in enumerate(self.params) if param.grad is not self.views[i]])
 
     def end_micro_step(self) -> None:
         """Inside a window: the gradients are safe in the flat buffer."""
@@ -293,11 +297,12 @@ class Bucket:
         self._small_are_zero = False
         self.end_micro_step()
 
-    def rest_hooks(self) -> None:
+    def rest_hooks(self, but: Sequence[int] = ()) -> None:
         """Every gradient is added in place and nothing is to be noted: for this backward no hook need be called."""
         self._resting = True
-        for hooks, key, _ in self._hooks:
-            del hooks[key]
+        for i, (hooks, key, _) in enumerate(self._hooks):
+            if i not in but:
+                del hooks[key]
 
     def wake_hooks(self) -> None:
         if self._resting:
@@ -343,11 +348,12 @@ class Bucket:
 
 def _make_hook(owner: Callable[[], Owner | None], bucket: Bucket, i: int) -> Hook:
     """What runs for each gradient, hundreds of times a step: as few Python operations as it can do with."""
+    task_here = torch._C._current_graph_task_id
     param, view, filled, copied_at_once = bucket.params[i], bucket.views[i], bucket.filled, bucket.copied_at_once[i]
 
     def hook(_: Tensor) -> None:
         # A backward that failed half-way leaves `expecting` behind: the next one has another number.
-        if not bucket.expecting or (bucket.task is not None and bucket.task != current_task()):
+        if not bucket.expecting or (bucket.task is not None and bucket.task != task_here() and bucket.task != current_task()):
             found = owner()
             if found is None or not found.on_unexpected(bucket, i):
                 return

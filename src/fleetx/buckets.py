@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from .bucket import Bucket, Hook
 from .comm import Comm, Pending
-from .errors import FleetWarning
+from .errors import warn_user
 from .layout import bucket_runs
 from .tail import ALARMS, NO_ALARMS, Alarms, Tail
 
@@ -328,11 +327,9 @@ def _warn_when_used(param: nn.Parameter) -> None:
 
     def hook(_: Tensor) -> None:
         handle.remove()
-        warnings.warn(
+        warn_user(
             "the pair that fleet.distribute(...) made of this model was discarded, since nothing holds its optimizer: gradients "
             "stay local to each rank from here on. Keep the optimizer that was given or returned as long as the model trains.",
-            FleetWarning,
-            stacklevel=2,
         )
 
     handle = param.register_post_accumulate_grad_hook(hook)

@@ -28,13 +28,16 @@ class Place(NamedTuple):
 
     update: int
     reduce: int
+    dropped: int = 0
+    """Updates whose gradients were reduced and then thrown away by zero_grad()."""
 
     def number(self) -> float:
         """A small number that differs between neighbours: its square, summed over thousands of ranks, is exact in float32."""
-        return float((31 * self.update + 7 * self.reduce) % 61)
+        return float((31 * self.update + 7 * self.reduce + 17 * self.dropped) % 61)
 
     def __str__(self) -> str:
-        return f"backward {self.reduce} of update {self.update}"
+        dropped = f", {self.dropped} dropped by zero_grad() so far" if self.dropped else ""
+        return f"backward {self.reduce} of update {self.update}{dropped}"
 
 
 def are_equal(total: float | Tensor, squares: float | Tensor, count: int) -> bool:
@@ -83,9 +86,9 @@ class Checks:
             self.deferred_alone = False
             self.unheard.note_missing(self.unused.missing)
 
-    def alarms_of(self, window: Window, index: int) -> Alarms:
+    def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
         bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses()
-        self.place = Place(index + 1, window.reduces)
+        self.place = Place(index + 1, window.reduces, dropped)
         number = self.place.number()
         return Alarms(bad_losses=bad_losses, stops=float(stopping.is_requested()), place=number, place_squared=number * number)
 

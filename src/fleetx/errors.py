@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import warnings
 from collections.abc import Iterable
+from types import FrameType
 
 
 class FleetError(Exception):
@@ -40,6 +44,23 @@ class RecomputeError(FleetError):
 
 class FleetWarning(UserWarning):
     """Something works, but probably not as intended."""
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line of the user's script that led here: the nearest one outside of this library and of torch."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(_libraries()):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, FleetWarning, stacklevel=level if frame is not None else 2)
+
+
+def _libraries() -> tuple[str, ...]:
+    found = [os.path.dirname(os.path.abspath(__file__)) + os.sep]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.__file__ is not None:
+        found.append(os.path.dirname(torch.__file__) + os.sep)
+    return *found, "<frozen "
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:

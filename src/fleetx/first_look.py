@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import sys
-import warnings
 from types import FrameType
 from typing import Any, final
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from . import rehearsing
 from .comm import Comm
-from .errors import ConfigError, FleetWarning
+from .errors import ConfigError, warn_user
 from .plain_copy import keep_copies_plain, left_out
 from .shuffled_loaders import advice_on, shuffled_loaders
 
@@ -95,11 +94,12 @@ class FirstLook:
         advice = advice_on([rank.get("loaders", []) for rank in ranks])
         if seen is not None and len({rank["batch"] for rank in ranks}) == 1:
             advice = (
-                f"all {comm.size} ranks saw the same first batch, so they do the same work. "
-                "Give each its share: DataLoader(data, batch_size, sampler=fleet.sampler(data))."
+                f"all {comm.size} ranks saw the same first batch, so they do the same work. Give each its share of the data: "
+                "DataLoader(data, batch_size, sampler=fleet.sampler(data)). A batch drawn at random needs another seed on "
+                "each rank: torch.manual_seed(seed + fleet.worker_index()) after the model is made."
             )
         if advice is not None:
-            warnings.warn(advice, FleetWarning, stacklevel=2)
+            warn_user(advice)
 
 
 @functools.cache

@@ -75,7 +75,29 @@ _HOMES = {
     "save_model": ".checkpoint",
 }
 _default_strategy: DistributedStrategy | None = None
-_models_waiting: list[weakref.ref[nn.Module]] = []
+
+
+class _Waiting:
+    """A model that distributed_model was given, and no optimizer yet. A backward of it would be each rank's own, silently."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self._handles = [p.register_post_accumulate_grad_hook(_refuse_gradient) for p in model.parameters() if p.requires_grad]
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _refuse_gradient(_: torch.Tensor) -> None:
+    if is_initialized() and worker_num() > 1:
+        raise ConfigError(
+            "fleet.distributed_model(model) has met no optimizer yet, so that each rank would train by itself. Call "
+            "fleet.distributed_optimizer(optimizer, strategy) before the first backward, or use fleet.distribute(...)."
+        )
+
+
+_models_waiting: list[_Waiting] = []
 _optimizers_waiting: list[weakref.ref[FleetOptimizer]] = []
 
 
@@ -260,7 +282,7 @@ def distributed_model(model: M) -> M:
             _optimizers_waiting.remove(reference)
             _bind(model, face, face.strategy_waiting)
             return model
-    _models_waiting.append(weakref.ref(model))
+    _models_waiting.append(_Waiting(model))
     return model
 
 
@@ -270,12 +292,11 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     require_plain_optimizer(optimizer)
     face = FleetOptimizer(optimizer, strategy_waiting=_chosen(strategy))
     check_parts(face.strategy_waiting.parts())
-    for reference in list(_models_waiting):
-        model = reference()
+    for waiting in list(_models_waiting):
+        model = waiting.model()
         if model is None:
-            _models_waiting.remove(reference)
+            _models_waiting.remove(waiting)
         elif face.parameter_ids() & {id(p) for p in model.parameters()}:
-            _models_waiting.remove(reference)
             _bind(model, face, face.strategy_waiting)
             return face
     _optimizers_waiting.append(weakref.ref(face))
@@ -363,6 +384,9 @@ def _bind(
     if auto is not None or sample is not None:
         refuse_steps_of_a_sample(model)
     _end_earlier_pair(model, face, strategy)
+    for waiting in [waiting for waiting in _models_waiting if waiting.model() is model]:
+        _models_waiting.remove(waiting)
+        waiting.end()
     if auto is not None:
         strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
     elif callable(sample):

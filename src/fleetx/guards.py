@@ -6,7 +6,6 @@ RankCheck        every so many updates a fingerprint of the model is compared; a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NoReturn, TypeAlias, final
 
@@ -17,7 +16,7 @@ from .buckets import Buckets
 from .buffer_kinds import buffer_of, sort_buffers
 from .comm import Comm
 from .digest import fingerprint
-from .errors import FleetError, FleetWarning
+from .errors import FleetError, warn_user
 from .tail import Alarms, Tail
 
 OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
@@ -66,11 +65,9 @@ class NonFiniteGuard:
         if self.mode == "skip" and not self._warned and (alone or self._comm.rank == 0):
             self._warned = True
             here = f" on rank {self._comm.rank}" if alone else ""
-            warnings.warn(
+            warn_user(
                 f"update {step} was skipped{here}: its loss or gradients are not finite. "
                 "Later ones are counted in optimizer.skipped.",
-                FleetWarning,
-                stacklevel=2,
             )
 
     @torch.no_grad()

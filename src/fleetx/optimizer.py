@@ -94,6 +94,10 @@ class FleetOptimizer(Optimizer):
         """Train nothing any more: later calls raise, and say why."""
         self.ended, self.forward_stage = why, None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle or copy the optimizer inside: a plain one, that needs no pair to be loaded."""
+        return self.update.__reduce_ex__(protocol)
+
     def takes_calls(self) -> bool:
         return self._bound is not None and not self.ended and not self.stepping
 

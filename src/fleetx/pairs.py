@@ -72,6 +72,11 @@ def end_owners(params: list[Tensor], why: str) -> None:
         pair.end(why)
 
 
+def is_alive(pair: Pair) -> bool:
+    """Whether the pair trains: it has not ended."""
+    return pair in _alive
+
+
 def is_only_one() -> bool:
     return len(_alive) == 1
 

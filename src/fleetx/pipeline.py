@@ -53,6 +53,8 @@ class Pipeline:
         """Updates due so far, skipped ones too; the same on every rank."""
         self.skipped = 0
         """Of those, updates not made because their gradients were not finite."""
+        self._dropped = 0
+        """Windows that were reduced with the other ranks, and dropped by zero_grad() instead of applied."""
         self._grad_norm: Tensor | None = None
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
         self.bare = BareBackward(self)
@@ -171,6 +173,7 @@ class Pipeline:
             self.window = Window()
         if self.window.closed:
             self.index += 1
+            self._dropped += not self.buckets.alone
             self._checks.alarms.forget()
             self._checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
         dropped = self._news() if self.window.closed and self.buckets.alone else None
@@ -277,7 +280,7 @@ class Pipeline:
         self._checks.before_reduce(self.window, again=again)
         self.window.reduces += 1
         self.meter.begin_reduce()
-        alarms = self._checks.alarms_of(self.window, self.index)
+        alarms = self._checks.alarms_of(self.window, self.index, self._dropped)
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
         self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)
 
@@ -552,7 +555,7 @@ class Pipeline:
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         self.settle()
         self._checks.forget()
-        self.index, self.skipped = int(counters["index"]), int(counters["skipped"])
+        self.index, self.skipped, self._dropped = int(counters["index"]), int(counters["skipped"]), 0
         self.weighing.load_counters(counters)
 
     def common_buffers(self) -> dict[str, Tensor] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .comm import Comm, sharding_of
-from .errors import ConfigError, FleetWarning
+from .errors import ConfigError, warn_user
 from .pairs import owner_of
 from .plain_copy import keep_copies_plain, left_out
 
@@ -108,12 +107,10 @@ def warn_of_other_modules(params: dict[str, nn.Parameter], comm: Comm) -> None:
     dicts = {id(d): d for param in outside for d in gc.get_referrers(param) if type(d) is dict}
     owners = [m for d in dicts.values() for m in _holders(d) if any(b is not None for b in m._buffers.values())]
     if owners:
-        warnings.warn(
+        warn_user(
             f"the optimizer trains parameters of a module outside the model, a {type(owners[0]).__name__} with buffers, whose "
             "statistics would drift apart between ranks. Give both to fleet.distribute as one: "
             "fleet.distribute(torch.nn.ModuleList([model, other]), optimizer, strategy).",
-            FleetWarning,
-            stacklevel=2,
         )
 
 
@@ -124,13 +121,11 @@ def warn_of_unowned_gradients(model: nn.Module, comm: Comm) -> None:
     named = ((plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad and p.grad is not None)
     unowned = [name for name, p in named if owner_of(p) is None]
     if unowned:
-        warnings.warn(
+        warn_user(
             f"`{unowned[0]}`"
             + (f" and {len(unowned) - 1} more parameters are" if len(unowned) > 1 else " is")
             + " trainable and in no optimizer: the gradients stay local to each rank, and clipping by a norm over all of "
             "model.parameters() would differ between ranks. Freeze them: requires_grad_(False).",
-            FleetWarning,
-            stacklevel=2,
         )
 
 

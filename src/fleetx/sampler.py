@@ -13,7 +13,6 @@ for epoch in range(sampler.epoch, epochs):      # 0 in a new run, the right one 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from fleetx.errors import CheckpointError, ConfigError, DataError, FleetWarning
+from fleetx.errors import CheckpointError, ConfigError, DataError, warn_user
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Tail: TypeAlias = Literal["pad", "cut", "ragged"]
@@ -151,11 +150,9 @@ class FleetSampler(Sampler[int]):
         if now.epoch == epoch and not now.drawn_out:
             return
         if now.loaded and not now.begun and epoch < now.epoch:
-            warnings.warn(
+            warn_user(
                 f"set_epoch({epoch}) goes back from the loaded position (epoch {now.epoch}, {now.start} samples consumed) and "
                 f"reads epoch {epoch} again from its start. To continue, write `for epoch in range(sampler.epoch, epochs)`.",
-                FleetWarning,
-                stacklevel=2,
             )
         self._pass = self._pass_from(epoch=epoch, start=0)
 
@@ -269,12 +266,10 @@ class FleetSampler(Sampler[int]):
         if self.rank != 0 or self._has_warned or not unequal or not _is_training():
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f"sampler: {samples} samples cannot be shared out equally to {self.size} ranks, and without padding some ranks read "
             "one more than others, as evaluation needs it. In training the rank with one batch more waits for the others for "
             f"ever. To train write {self._padded_line()}; to evaluate call model.eval() before the loop.",
-            FleetWarning,
-            stacklevel=3,
         )
 
     def _padded_line(self) -> str:

@@ -50,6 +50,7 @@ def shuffled_loaders(size: int) -> list[dict[str, Any]]:
                     "order": str(iterator._base_seed),
                     "samples": len(sampler),
                     "sampler": type(sampler).__name__,
+                    "replacement": bool(getattr(sampler, "replacement", False)),
                 }
             )
         except Exception:  # attributes of a user's dataset may raise anything; a look must not end the training
@@ -69,10 +70,17 @@ def advice_on(ranks: Sequence[Sequence[dict[str, Any]]]) -> str | None:
 def _advice(loader: dict[str, Any], *, size: int) -> str:
     if loader["sampler"] == "WeightedRandomSampler":
         write = "WeightedRandomSampler(weights, num_samples // fleet.worker_num())"
+    elif loader["sampler"] == "RandomSampler" and loader.get("replacement"):
+        write = "RandomSampler(data, replacement=True, num_samples=num_samples // fleet.worker_num())"
     elif loader["sampler"] == "SubsetRandomSampler":
         write = "DataLoader(Subset(data, indices), batch_size, sampler=fleet.sampler(len(indices)))"
     else:
         write = "DataLoader(data, batch_size, sampler=fleet.sampler(data))"
+    if loader.get("replacement"):
+        return (
+            f"each of the {size} ranks draws {loader['samples']} samples by itself ({loader['sampler']}), so that an epoch is "
+            f"{size} times as long. Give each rank its share: {write}."
+        )
     return (
         f"each of the {size} ranks shuffles all {loader['samples']} samples by itself ({loader['sampler']}), so that an epoch "
         f"reads every sample {size} times. Give each rank its share: {write}."
@@ -96,7 +104,11 @@ def _sampler_of(iterator: Any) -> Any:
 
 
 def _draws_all(sampler: Any, dataset: Any, size: int) -> bool:
-    """Return whether it draws more than one rank's part: a script may have written `num_samples=len(data) // size`."""
+    """Return whether it draws more than one rank's part: a script may have written `num_samples=len(data) // size`.
+
+    More draws with replacement than there are samples are no epoch, and nothing is read twice that should be read once."""
+    if getattr(sampler, "replacement", False) and len(sampler) > len(dataset):
+        return False
     return type(sampler) is SubsetRandomSampler or len(sampler) * size > len(dataset) + size
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 from types import FrameType
 
-from .errors import FleetWarning
+from .errors import warn_user
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
@@ -71,12 +70,10 @@ def _warn_of_thread() -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
+        warn_user(
             "fleet.should_stop() is asked outside the main thread, where Python lets nobody set a signal handler: this process "
             "notes no SIGTERM or SIGUSR1, and hears only of those that other ranks note. Ask once in the main thread; in a "
             "worker of Ray Train, which has no such place, save at regular steps instead.",
-            FleetWarning,
-            stacklevel=4,
         )
 
 

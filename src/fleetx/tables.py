@@ -9,7 +9,6 @@ an entry that is the same on all ranks stays the same to the bit, and a constant
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from typing import final
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .buffer_kinds import SortedBuffers, apply_change, average_of_change, buffer_of
 from .comm import Comm
-from .errors import FleetWarning
+from .errors import warn_user
 from .placement import plain_name
 from .version_marks import Mark, is_unchanged, mark_of
 
@@ -81,11 +80,9 @@ class Tables:
         """On rank 0, after the last collective: a warning may have been made an error."""
         names, self._newly_let_go = [plain_name(name) for name in self._newly_let_go], []
         for name in names:
-            warnings.warn(
+            warn_user(
                 f"buffer `{name}` has different shapes on the ranks, so that it cannot be averaged: from now on each rank keeps "
                 f'its own. If that is intended, write strategy.local_buffers = ["{name}"].',
-                FleetWarning,
-                stacklevel=2,
             )
 
     def _make_one_equal(self, name: str, comm: Comm) -> Tensor:

@@ -6,7 +6,6 @@ over ranks may be nonsense; only the user knows. A rank sees it when the common 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import final
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .buffer_kinds import SortedBuffers, buffer_of
 from .comm import Comm
-from .errors import FleetWarning
+from .errors import warn_user
 from .placement import plain_name
 from .version_marks import Mark, is_unchanged, mark_of
 
@@ -32,12 +31,10 @@ def warn_of_unequal(names: Iterable[str]) -> None:
         return
     listed = ", ".join(f"`{name}`" for name in plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
     lines = ", ".join(f'"{name}"' for name in plain[:5]) + (", ..." if len(plain) > 5 else "")
-    warnings.warn(
+    warn_user(
         f"the ranks have changed these buffers differently: {listed}. They are kept equal with each update (floats: the mean of "
         "the changes, integers: rank 0's). If each rank is to keep its own (a hidden state, a memory bank), write "
         f"strategy.local_buffers = [{lines}].",
-        FleetWarning,
-        stacklevel=2,
     )
 
 

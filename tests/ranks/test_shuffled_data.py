@@ -75,7 +75,8 @@ def test_ranks_that_each_shuffle_all_of_the_data_are_warned_once_with_the_line_t
     first, second = run_ranks(warnings_of, 2, case, how)
     assert second == []
     assert len(first) == 1
-    assert first[0].startswith("each of the 2 ranks shuffles all 48 samples by itself")
+    does = "draws 48 samples" if case == "weighted" else "shuffles all 48 samples"
+    assert first[0].startswith(f"each of the 2 ranks {does} by itself")
     assert line in first[0]
 
 

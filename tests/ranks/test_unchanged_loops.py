@@ -439,6 +439,36 @@ def test_a_rank_that_skips_a_step_alone_is_named_with_its_place() -> None:
         assert "rank 0: backward 1 of update 3" in message and "rank 1: backward 2 of update 2" in message
 
 
+def _dropping_alone(rank: int, which: str) -> str:
+    model, optimizer = _pair(desync_check_steps=0)
+
+    def train() -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if which == "backward" and rank == 1 and step == 1:
+                loss_of(model, rank, step).backward()
+            if not (which == "step" and rank == 1 and step == 1):
+                optimizer.step()
+
+    return raised(train)
+
+
+@pytest.mark.parametrize(
+    ("which", "first", "second"),
+    [
+        ("step", "rank 0: backward 1 of update 3; ", "rank 1: backward 1 of update 3, 1 dropped by zero_grad() so far"),
+        ("backward", "rank 0: backward 1 of update 3; ", "rank 1: backward 2 of update 2"),
+    ],
+)
+def test_a_rank_that_drops_a_step_or_makes_one_more_backward_is_named_also_by_zero_grad(
+    which: str, first: str, second: str
+) -> None:
+    for message in run_ranks(_dropping_alone, 2, which):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+        assert first in message and second in message, message
+
+
 # --- distribute once more -------------------------------------------------------------------------------------------
 
 
@@ -1135,3 +1165,90 @@ def _nan_in_own_step(rank: int) -> tuple[str, bool]:
 def test_a_nan_stops_a_method_that_updates_by_itself() -> None:
     for message, finite in run_ranks(_nan_in_own_step, 2):
         assert message.startswith("FleetError: update 1 was not made") and finite
+
+
+def _by_hand_without_steps(rank: int, spelling: str) -> Tensor:
+    """As in word_language_model: weights are changed through `.data`, and the optimizer that was given never steps."""
+    model = mlp(torch.float64)
+    run: nn.Module = model
+    if spelling == "ours":
+        fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), small_buckets())
+    else:
+        run = DistributedDataParallel(model)
+    for step in range(STEPS):
+        model.zero_grad()
+        loss_of(run, rank, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1)
+    return weights(model)
+
+
+def test_weights_that_are_changed_by_hand_are_as_under_ddp() -> None:
+    mine, theirs = run_ranks(_by_hand_without_steps, 2, "ours"), run_ranks(_by_hand_without_steps, 2, "ddp")
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
+
+
+def _half_of_two_calls(rank: int) -> list[str]:
+    model = fleet.distributed_model(mlp(torch.float64))
+    told = [raised(lambda: loss_of(model, rank, 0).backward())]
+    optimizer = fleet.distributed_optimizer(sgd(model), small_buckets())
+    model.zero_grad()
+    loss_of(model, rank, 0).backward()
+    told.append(raised(optimizer.step))
+    return told
+
+
+def test_a_model_that_has_met_no_optimizer_does_not_train_alone_silently() -> None:
+    for alone, together in run_ranks(_half_of_two_calls, 2):
+        assert alone.startswith("ConfigError: fleet.distributed_model(model) has met no optimizer yet"), alone
+        assert together == "nothing raised"
+
+
+def _copied(rank: int) -> tuple[str, bool]:
+    model, optimizer = _pair()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    same = torch.equal(twin.state_dict()["state"][0]["momentum_buffer"], optimizer.state_dict()["state"][0]["momentum_buffer"])
+    own = next(iter(model.parameters())) is not twin.param_groups[0]["params"][0]
+    return type(twin).__name__, same and own
+
+
+def test_a_copy_of_the_optimizer_is_the_plain_one_inside() -> None:
+    assert run_ranks(_copied, 2) == [("SGD", True)] * 2
+
+
+def _unlike_forward(rank: int) -> list[str]:
+    model = mlp(torch.float64)
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:]))
+    amp = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="amp: ")  # slower on this CPU
+        fleet.distribute(model, first, fleet.DistributedStrategy(**amp))
+        refused = raised(lambda: fleet.distribute(model, second, fleet.DistributedStrategy()))
+        alike = raised(lambda: fleet.distribute(model, second, fleet.DistributedStrategy(**amp)))
+    return [refused, alike]
+
+
+def test_two_optimizers_of_one_model_must_agree_on_what_acts_in_its_forward() -> None:
+    for refused, alike in run_ranks(_unlike_forward, 2):
+        assert refused.startswith("ConfigError: this model has another optimizer already"), refused
+        assert "`amp` and none of them" in refused
+        assert alike == "nothing raised"
+
+
+def _warned_at(rank: int) -> list[str]:
+    model, optimizer = _pair()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss_of(model, 0, 0).backward()  # the same batch on both ranks
+        optimizer.step()
+    return [warning.filename for warning in seen if issubclass(warning.category, FleetWarning)]
+
+
+def test_a_warning_points_at_the_users_own_line() -> None:
+    first, second = run_ranks(_warned_at, 2)
+    assert first == [__file__] and second == []

@@ -155,6 +155,11 @@ def test_a_dataset_that_holds_itself_is_looked_at_for_a_moment_only() -> None:
         fingerprint(knot)
 
 
+def test_draws_with_replacement_beyond_the_data_are_no_epoch() -> None:
+    assert read_by(DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=1000))) == []
+    assert read_by(DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=40))) == ["RandomSampler"]
+
+
 def described(data: str, order: str, sampler: str = "RandomSampler") -> dict[str, Any]:
     return {"data": [sampler, "", data], "order": order, "samples": 40, "sampler": sampler}
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, FleetError, FleetWarning
+from ..errors import CheckpointError, FleetError, warn_user
 from ..nodes import two_level
 from ..slots import News, Site, Step
 from .outer import OuterRule
@@ -230,11 +229,9 @@ class Averaging:
     def _warn_of_layouts(self, flying: Round) -> None:
         if not self._warned and self._comm.rank == 0:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"average_state: at update {flying.launched_at} some ranks have optimizer state that others have not yet "
                 "(they skipped updates, or left parameters unused). This averaging leaves the state as it is.",
-                FleetWarning,
-                stacklevel=2,
             )
 
     # --- now, on demand -----------------------------------------------------------------------------------------------

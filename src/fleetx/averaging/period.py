@@ -7,11 +7,10 @@ adaptive   AdaComm (Wang and Joshi 2019): the period falls with the loss, and ri
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol, final
 
-from ..errors import FleetWarning
+from ..errors import warn_user
 
 
 def adaptive_period(
@@ -101,12 +100,10 @@ class AdaptivePeriod:
         if not self._warned and lr > self._lr:
             self._warned = True
             if self._speaks:
-                warnings.warn(
+                warn_user(
                     f"adaptive_localsgd: the learning rate at update {index} is {lr:g}, above the {self._lr:g} of "
                     "`begin_step`, so that the period shrinks for want of progress that nobody expects yet. "
                     'Put adaptive_localsgd_configs["begin_step"] at the end of the warm-up.',
-                    FleetWarning,
-                    stacklevel=2,
                 )
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from .. import progress, world
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError, FleetWarning
+from ..errors import CheckpointError, ConfigError, warn_user
 from ..optimizer import FleetOptimizer
 from ..pairs import owner_of
 from ..progress import Phase
@@ -124,11 +123,9 @@ def _warn_of_later_steps(directory: Path, step: int) -> None:
     later = [name for name in newest_first(directory) if (step_of(name) or 0) > step] if directory not in _known else []
     if later:
         _known.add(directory)
-        warnings.warn(
+        warn_user(
             f"{directory} holds {later[0]}, later than the step {step} that is saved now: load_checkpoint would take that one. "
             "Give each run a folder of its own, or delete what is not wanted.",
-            FleetWarning,
-            stacklevel=3,
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..comm import Comm
-from ..errors import CheckpointError, FleetError, FleetWarning
+from ..errors import CheckpointError, FleetError, warn_user
 from ..sampler import FleetSampler
 from . import folder
 from .encode import Json, decode
@@ -243,11 +242,11 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
 
 def _warn(found: Found, objects: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) -> None:
     if found.passed_over:
-        warnings.warn(found.passed_over, FleetWarning, stacklevel=4)
+        warn_user(found.passed_over)
     unused = [name for name, (kind, _) in saved.items() if name not in objects and kind != VALUE.name]
     if unused:
         told = f"{found.path} also holds {', '.join(unused)}, which load_checkpoint was not given: not loaded."
-        warnings.warn(told, FleetWarning, stacklevel=4)
+        warn_user(told)
 
 
 def _restore_random(reader: Reader, objects: Mapping[str, Any], comm: Comm, device: torch.device) -> None:

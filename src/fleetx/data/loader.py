@@ -8,14 +8,13 @@ this process   : onto the device -> source.finish -> the loop; the sampler is to
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ..errors import ConfigError, DataError, FleetWarning
+from ..errors import ConfigError, DataError, warn_user
 from ..sampler import FleetSampler
 from .device import Fetched, on_device
 from .source import Indices, Source
@@ -143,7 +142,7 @@ class Loader:
                     f"{complaint} It is bad sample {number} of the {samples} of this pass; allowed is a share of "
                     f"{self.max_bad_share:g}. Mend the files named, or allow a larger share."
                 )
-            warnings.warn(f"{complaint} The next readable sample takes its place.", FleetWarning, stacklevel=4)
+            warn_user(f"{complaint} The next readable sample takes its place.")
         return len(complaints)
 
     def _require_batches(self) -> None:

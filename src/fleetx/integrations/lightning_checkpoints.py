@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..errors import CheckpointError, FleetError, FleetWarning
+from ..errors import CheckpointError, FleetError, warn_user
 from ..optimizer import FleetOptimizer
 from ..optimizer_state import load_optimizer_state
 from ..resume import check_training_state, load_training_state, training_state
@@ -49,11 +48,9 @@ def keep_after_an_error(checkpoint: dict[str, Any], path: Any, optimizers: Seque
         if not ranks_differ(optimizers):
             checkpoint[KEY] = what_to_keep(optimizers, step=0)
             return True
-    warnings.warn(
+    warn_user(
         f"{path} is saved after an error: it holds the weights of rank 0 alone, and nothing of what the strategy remembers. "
         "Go on from a checkpoint that was saved before.",
-        FleetWarning,
-        stacklevel=4,
     )
     return False
 
@@ -90,11 +87,9 @@ def _load_plain(checkpoint: Mapping[str, Any], path: Any, optimizers: Sequence[F
     for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
         load_optimizer_state(optimizer.update, state)
     if optimizers and optimizers[0].pipeline.comm.rank == 0:
-        warnings.warn(
+        warn_user(
             f"{path} was saved without FleetStrategy: weights and optimizer are loaded, and the strategy begins at its first "
             "update (periods, ramps, loss scale).",
-            FleetWarning,
-            stacklevel=3,
         )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, FleetWarning, first_line
+from ..errors import ConfigError, first_line, warn_user
 
 PROBE_BYTES = 64 * 2**20
 
@@ -43,11 +42,9 @@ def mover_for(device: torch.device) -> Mover | None:
 
 
 def warn_of_no_offload(device: torch.device) -> None:
-    warnings.warn(
+    warn_user(
         "recompute_configs[\"offload\"] moves inputs of recomputed blocks from a GPU's memory to the host's. This device is the "
         f"{device.type}, whose memory is the host's: there is nothing to move, and training goes on without it.",
-        FleetWarning,
-        stacklevel=2,
     )
 
 

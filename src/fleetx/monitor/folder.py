@@ -19,12 +19,11 @@ import functools
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, final
 
-from ..errors import ConfigError, FleetWarning
+from ..errors import ConfigError, warn_user
 from ..strategy import DistributedStrategy
 
 WORKER_LOG = "FLEETX_WORKER_LOG"
@@ -134,10 +133,8 @@ class Folder:
             write()
         except OSError as error:
             self._is_broken = True
-            warnings.warn(
+            warn_user(
                 f"the run folder {self.path} cannot be written any more ({error}); training goes on without it.",
-                FleetWarning,
-                stacklevel=2,
             )
 
 

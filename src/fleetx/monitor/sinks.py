@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
-from ..errors import ConfigError, FleetWarning
+from ..errors import ConfigError, warn_user
 
 WRITE_SECONDS = 0.25
 PLAIN = ("loss", "lr", "grad_norm", "loss_scale", "period", "noise_scale", "density", "memory_bytes", "bytes_sent", "bytes_dense")
@@ -50,7 +50,7 @@ class Sinks:
             except Exception as error:  # a disk that is full, a server that is gone: no reason to end a training
                 self._sinks.remove(sink)
                 told = f"{type(sink).__name__} failed ({type(error).__name__}: {error}) and gets no more of this run"
-                warnings.warn(f"the monitor's sink {told}; training goes on.", FleetWarning, stacklevel=3)
+                warn_user(f"the monitor's sink {told}; training goes on.")
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:

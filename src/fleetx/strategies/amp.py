@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, FleetWarning, did_you_mean
+from ..errors import ConfigError, did_you_mean, warn_user
 from ..inside import as_inside, inside
 from ..keys import boolean, choice, integer, key, names, number, optional
 from ..patch import patch_forward
@@ -192,8 +191,6 @@ def _warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
     ratio = slowdown(device, dtype)
     if ratio > 1.1:
         name = str(dtype).removeprefix("torch.")
-        warnings.warn(
+        warn_user(
             f"amp: {name} takes {ratio:.1f} times as long as float32 on this {device.type}. It saves memory here, not time.",
-            FleetWarning,
-            stacklevel=2,
         )

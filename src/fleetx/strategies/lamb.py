@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from ..errors import FleetWarning
+from ..errors import warn_user
 from ..keys import boolean, key, names, number
 from ..optim import Lamb as LambOptimizer
 from ..slots import Part, Risk, Site, Slot
@@ -56,11 +55,9 @@ class Lamb(Part):
         update = self._optimizer(site)
         take_over(site.optimizer, update, self._settings())
         if site.comm.rank == 0 and not any(flags.adapt for of_group in update.flags for flags in of_group):
-            warnings.warn(
+            warn_user(
                 "strategy.lamb adapts no tensor here, which makes it Adam: tensors without weight decay are not adapted. "
                 'Set a decay, or lamb_configs = {"always_adapt": True}.',
-                FleetWarning,
-                stacklevel=2,
             )
         return {Slot.UPDATE: update}
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError, DataError, FleetWarning, did_you_mean
+from ...errors import ConfigError, DataError, did_you_mean, warn_user
 from . import stdlib_corpus
 from .digital import write_lines
 from .files import Kind, TextFile, find_files, is_digital
@@ -122,18 +121,14 @@ def _line_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
             f"{name}: all {left_out} lines are longer than max_seq_len = {max_seq_len}; the shortest has {lengths.min()}."
         )
     if left_out:
-        warnings.warn(
+        warn_user(
             f"{name}: {left_out} of {len(lengths)} lines are longer than max_seq_len = {max_seq_len} and are left out.",
-            FleetWarning,
-            stacklevel=3,
         )
     repair = facts["following"] == facts["pairs"] == facts["lines"] and len(kept) > 1
     if not repair and facts["following"] in (0, facts["lines"]):
-        warnings.warn(
+        warn_user(
             f"{name}: every line has the label {int(facts['following'] > 0)}, and no other pairs can be made from these lines: "
             f"the model learns nothing about next sentences.",
-            FleetWarning,
-            stacklevel=3,
         )
     stored = arrays.arrays
     return LinePairs(stored["tokens"], ends, stored["splits"], stored["follows"], kept=kept, repair=repair)
@@ -141,16 +136,12 @@ def _line_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
 
 def _document_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
     if short := arrays.facts["short_documents"]:
-        warnings.warn(
+        warn_user(
             f"{name}: {short} of {arrays.facts['documents']} files hold no two tokens, and make no pair.",
-            FleetWarning,
-            stacklevel=3,
         )
     if (share := arrays.facts["unknown_share"]) > MOST_UNKNOWN:
-        warnings.warn(
+        warn_user(
             f"{name}: {share:.0%} of the tokens are [UNK]. The vocabulary is of another language or script.",
-            FleetWarning,
-            stacklevel=3,
         )
     stored = arrays.arrays
     return DocumentPairs(stored["tokens"], stored["sentence_ends"], stored["document_ends"], max_seq_len=max_seq_len, name=name)

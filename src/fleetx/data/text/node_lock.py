@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import DataError, FleetWarning
+from ...errors import DataError, warn_user
 from ...waiting_lock import LocksMissingError, lock_aloud
 
 _FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
@@ -37,4 +36,4 @@ def _acquire(handle: int, path: Path, waiting_for: str) -> None:
         lock_aloud(handle, say, first_word_s=_FIRST_WORD_S, next_word_s=_NEXT_WORD_S)
     except LocksMissingError as error:
         # Without locks several may build the same: slower, and still right, since each renames a whole folder.
-        warnings.warn(f"{path.parent} is on a file system without locks ({error.strerror}).", FleetWarning, stacklevel=4)
+        warn_user(f"{path.parent} is on a file system without locks ({error.strerror}).")

@@ -19,7 +19,6 @@ import socket
 import stat
 import tempfile
 import uuid
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ConfigError, DataError, FleetWarning
+from ...errors import ConfigError, DataError, warn_user
 from .node_lock import node_lock
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -99,11 +98,9 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
         raise ConfigError(
             f"neither {folder} ({reason}) nor {spare} ({spare_reason}) can hold token arrays. Pass cache_dir=FOLDER."
         )
-    warnings.warn(
+    warn_user(
         f"{folder} cannot be written ({reason}): token arrays go to {spare}, which may not outlive a restart. Pass "
         f"cache_dir=FOLDER to keep them elsewhere.",
-        FleetWarning,
-        stacklevel=3,
     )
     return spare
 
@@ -171,7 +168,7 @@ def _open(home: Path, *, complain: bool = False) -> Cached | None:
         return Cached(home, arrays, body["facts"], header["sha256"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if complain:
-            warnings.warn(f"the cached arrays in {home} are damaged ({error}): they are built again.", FleetWarning, stacklevel=4)
+            warn_user(f"the cached arrays in {home} are damaged ({error}): they are built again.")
         return None
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import ConfigError, FleetWarning
+from ...errors import ConfigError, warn_user
 from .order import MOST_GROUPS
 
 if TYPE_CHECKING:
@@ -65,8 +64,6 @@ def has_triton() -> bool:
 
 @functools.cache
 def _say_once() -> None:
-    warnings.warn(
+    warn_user(
         "Triton is not installed: LARS and LAMB run as list operations, several times slower on a GPU than their kernels.",
-        FleetWarning,
-        stacklevel=2,
     )
