@@ -119,7 +119,7 @@ def compile_strategy(
         unused=UnusedCheck(buckets, comm, allowed=allowed),
         first_look=FirstLook(model),
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
-        ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps),
+        ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
         alarms=AlarmReader(buckets),
         unheard=Unheard(),
         comm=comm,

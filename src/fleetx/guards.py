@@ -6,12 +6,13 @@ RankCheck        every so many updates a fingerprint of the model is compared; a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, NoReturn, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
+from . import pairs
 from .buckets import Buckets
 from .buffer_kinds import buffer_of, sort_buffers
 from .comm import Comm
@@ -113,9 +114,10 @@ EARLY_LOOKS = (1, 10)
 class RankCheck:
     """Do all ranks still hold the same model? A weight changed by hand on one rank, or a flipped bit, is found here."""
 
-    def __init__(self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int, own: Iterable[nn.Parameter]) -> None:
         self._comm, self._every = comm, every
         self._model = model
+        self._own = {id(param) for param in own}
         self._tail = tail
         self._tables_are_settled = True
         """Alarms of the last update were read: a table that was changed in it has been made equal."""
@@ -179,14 +181,19 @@ class RankCheck:
         left_out: set[str] = set() if self._tail is None else self._tail.local | self._tail.tables.let_go | self._tail.written()
         if self._tail is not None and not self._tables_are_settled:
             left_out |= self._tail.tables.names()
-        named: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        # Another optimizer's parameters are looked at by its own pair, which may let ranks train alone.
+        others = pairs.trained_by_others(self._own)
+        params = {name: param for name, param in self._model.named_parameters() if id(param) not in others}
+        named: dict[str, Tensor] = {**params, **dict(self._model.named_buffers())}
         return {name: t.detach() for name, t in named.items() if name not in left_out and t.numel()}
 
     def _begin(self, index: int) -> None:
         self._compare(index, self._mark())
 
     def _mark(self) -> Tensor:
-        self._left_some_out = self._tail is not None and bool(self._tail.written())
+        # A pair that was discarded may be collected on some ranks only: they compare what all of them look at.
+        others = bool(pairs.trained_by_others(self._own))
+        self._left_some_out = others or (self._tail is not None and bool(self._tail.written()))
         return fingerprint(list(self._tensors().values()))
 
     def _compare(self, index: int, mark: Tensor) -> None:

@@ -65,6 +65,11 @@ def owner_of(param: Tensor) -> Pair | None:
     return next((pair for pair in _alive if id(param) in pair.param_ids), None)
 
 
+def trained_by_others(own: set[int]) -> set[int]:
+    """The parameters, by id, of the pairs that train none of these."""
+    return {param for pair in _alive if own.isdisjoint(pair.param_ids) for param in pair.param_ids}
+
+
 def end_owners(params: list[Tensor], why: str) -> None:
     """End every pair that trains one of these parameters."""
     ids = {id(param) for param in params}

@@ -1252,3 +1252,24 @@ def _warned_at(rank: int) -> list[str]:
 def test_a_warning_points_at_the_users_own_line() -> None:
     first, second = run_ranks(_warned_at, 2)
     assert first == [__file__] and second == []
+
+
+def _alone_beside_dense(rank: int) -> tuple[Tensor, Tensor]:
+    model = mlp(torch.float64)
+    alone, dense = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:]))
+    _, face = fleet.distribute(model, alone, fleet.DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4}))
+    fleet.distribute(model, dense, fleet.DistributedStrategy())
+    for step in range(12):
+        alone.zero_grad()
+        dense.zero_grad()
+        loss_of(model, rank, step).backward()
+        alone.step()
+        dense.step()
+    face.average()
+    return weights(model[:2]), weights(model[2:])
+
+
+def test_one_optimizer_may_let_ranks_train_alone_beside_one_that_does_not() -> None:
+    (first, second), (other_first, other_second) = run_ranks(_alone_beside_dense, 2)
+    torch.testing.assert_close(first, other_first, rtol=0, atol=0)
+    torch.testing.assert_close(second, other_second, rtol=0, atol=0)
