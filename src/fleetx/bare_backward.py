@@ -62,10 +62,15 @@ class BareBackward:
             bucket.note_arrival(i)
             return False
         self._refuse_graph(bucket.names[i])
+        # A hook that the user registered later than ours runs after this one, and may change the gradient: not counted, its
+        # bucket waits for the end of this backward. For all others, and from now on, ours is the last (`admit`).
+        is_final = bucket.has_last_hook(i)
         self._begin(pipeline, task)
-        if not self._counts:
-            bucket.note_arrival(i)
-        return self._counts
+        if self._counts and is_final:
+            return True
+        bucket.elsewhere = True
+        bucket.note_arrival(i)
+        return False
 
     def _begin(self, pipeline: Pipeline, task: int) -> None:
         """Every rank is here: a bare backward reaches a model on all ranks or on none, as under DDP."""

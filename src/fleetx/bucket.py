@@ -319,6 +319,11 @@ class Bucket:
                 del hooks[key]
                 hooks[key] = hook
 
+    def has_last_hook(self, i: int) -> bool:
+        """Whether no hook comes after ours for this parameter."""
+        hooks, key, _ = self._hooks[i]
+        return next(reversed(hooks), key) == key
+
     def add_hooks(self, owner: Callable[[], Owner | None]) -> list[RemovableHandle]:
         """A hook on each parameter; they can rest without being registered anew, which costs ten times as much."""
         handles = []

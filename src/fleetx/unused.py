@@ -17,9 +17,12 @@ def missing_gradients_message(names_by_rank: list[list[str]], *, hint: str = "")
         if names:
             shown = ", ".join(f"`{name}`" for name in names[:5])
             lines.append(f"rank {rank}: {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
+    listed = "; ".join(lines)
+    if hint:  # the cause is known
+        return f"{hint.strip()} Therefore these parameters got no gradient in this window: {listed}."
     return (
-        "these parameters got no gradient in this window: " + "; ".join(lines) + ". If that is intended, write "
-        "strategy.find_unused_parameters = True, or freeze them with requires_grad_(False) before fleet.distribute(...)." + hint
+        f"these parameters got no gradient in this window: {listed}. If that is intended, write "
+        "strategy.find_unused_parameters = True, or freeze them with requires_grad_(False)."
     )
 
 

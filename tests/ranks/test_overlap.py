@@ -298,3 +298,20 @@ def test_after_a_backward_that_failed_training_is_right_or_refused(broken_layer:
             torch.testing.assert_close(weights, reference, rtol=TOLERANCE, atol=TOLERANCE)
         else:
             assert afterwards.startswith(("FleetError: ", "ConfigError: ")), afterwards
+
+
+def _hooked_later(rank: int) -> list[Event]:
+    """One parameter in each bucket, and hooks of the user that were registered after ours."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(3)))
+    optimizer = bucketed(model)
+    events = record(model, optimizer)
+    model(rows_of(rank, 0)).square().sum().backward()
+    return events
+
+
+def test_a_bucket_starts_after_the_hooks_of_its_gradient_also_in_the_first_backward() -> None:
+    for events in run_ranks(_hooked_later, 2):
+        assert sorted(reduced(events)) == [0, 1, 2]
+        for index in range(3):
+            assert events.index(("gradient", f"{2 - index}.weight")) < events.index(("reduce", index)), events
