@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Both make their own virtual environment in .venv.
+# `make demo`, `make test`, and `make test-all` for the long campaigns too. Each makes its own virtual environment in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 DEMO := $(VENV)/installed-for-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all campaigns lint clean
 
 $(DEMO): pyproject.toml constraints.txt
 	@echo "Installing torch and what the demo needs into $(VENV); this takes some minutes, once."
@@ -30,6 +30,11 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+campaigns: $(STAMP)
+	$(BIN)/python -m pytest tests/campaigns
+
+test-all: test campaigns
 
 clean:
 	rm -rf $(VENV) log demo-run

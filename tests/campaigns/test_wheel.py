@@ -30,8 +30,6 @@ pytest.importorskip("build", reason="build makes the wheel")
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 240
-IMPORT_SECONDS = 0.3
-REPEATS = 5
 OPTIONAL = (
     *("accelerate", "transformers", "matplotlib", "sklearn", "tokenizers", "lightning", "ray", "tensorboard", "mkdocs"),
     *("pytest", "hypothesis", "playwright", "build", "packaging"),
@@ -214,20 +212,12 @@ def test_a_part_that_needs_an_extra_says_which(installed: Installed) -> None:
     assert ended.returncode != 0 and 'pip install "fleetx[demo]"' in ended.stderr.replace("'", '"'), ended.stderr
 
 
-def seconds_of(installed: Installed, script: str) -> float:
-    timed = f"import time; begun = time.perf_counter(); {script}; print(time.perf_counter() - begun)"
-    ended = installed.run("python", "-c", timed)
-    assert ended.returncode == 0, ended.stderr
-    return float(ended.stdout.splitlines()[-1])
-
-
-def test_importing_it_takes_little_beyond_torch(installed: Installed) -> None:
-    """The least of several: a busy machine only adds. The first run of each fills the disk's cache, and compiles."""
-    bare, ours = "import torch", "import torch; from fleetx import fleet"
-    seconds_of(installed, ours)
-    times = [(seconds_of(installed, bare), seconds_of(installed, ours)) for _ in range(REPEATS)]
-    beyond = min(own for _, own in times) - min(torch for torch, _ in times)
-    assert beyond < IMPORT_SECONDS, times
+def test_an_import_adds_few_modules_to_torchs(installed: Installed) -> None:
+    """What makes an import slow, counted instead of timed."""
+    script = "import sys, torch; before = set(sys.modules); from fleetx import fleet; print(*sorted(set(sys.modules) - before))"
+    added = installed.run("python", "-c", script).stdout.split()
+    ours = [name for name in added if name.split(".")[0] == "fleetx"]
+    assert 10 < len(ours) < 100 and len(added) - len(ours) < 60, added
 
 
 def test_an_import_does_not_bring_what_few_scripts_use(installed: Installed) -> None:
