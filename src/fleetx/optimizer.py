@@ -96,7 +96,7 @@ class FleetOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle or copy the optimizer inside: a plain one, that needs no pair to be loaded."""
-        return self.update.__reduce_ex__(protocol)
+        return self.update.__reduce_ex__(1)  # a later protocol makes pickle insist on the class of this very object
 
     def takes_calls(self) -> bool:
         return self._bound is not None and not self.ended and not self.stepping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -1214,7 +1215,11 @@ def _copied(rank: int) -> tuple[str, bool]:
     twin = copy.deepcopy(optimizer)
     same = torch.equal(twin.state_dict()["state"][0]["momentum_buffer"], optimizer.state_dict()["state"][0]["momentum_buffer"])
     own = next(iter(model.parameters())) is not twin.param_groups[0]["params"][0]
-    return type(twin).__name__, same and own
+    written = io.BytesIO()
+    torch.save(optimizer, written)
+    written.seek(0)
+    read = torch.load(written, weights_only=False)
+    return type(twin).__name__, same and own and type(read) is torch.optim.SGD
 
 
 def test_a_copy_of_the_optimizer_is_the_plain_one_inside() -> None:
