@@ -106,6 +106,8 @@ class BareBackward:
                 pipeline.arm(again=reopened)
             if self._counts:
                 pipeline.buckets.begin_bare(task, reduces=pipeline.is_last_micro_step, reopened=reopened)
+            elif not self._is_stale:
+                pipeline.buckets.admit(reopened=reopened)
         except BaseException:
             self.abandon()
             raise

@@ -114,8 +114,10 @@ def _refuse_unlike_forward(model: nn.Module, strategy: DistributedStrategy) -> N
             names = " and ".join(
                 ", ".join(f"`{part.name}`" for part in parts) if parts else "none of them" for parts in (theirs, mine)
             )
+            shared = next(name for name, module in model.named_modules() if module in set(other.modules()))
+            what = f"`{shared}` of this model is in another distributed one" if shared else "this model has another optimizer"
             raise ConfigError(
-                "this model has another optimizer already, under a strategy with other settings of what acts in its forward "
+                f"{what} already, under a strategy with other settings of what acts in its forward "
                 f"(amp, recompute, sync_batch_norm): {names}. Give both strategies the same."
             )
 
@@ -211,10 +213,15 @@ def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
 
 
 def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
-    """Make new buckets for parameters that were added or unfrozen, between two updates; every rank is here.
+    """Make new buckets for parameters that were added or unfrozen, between two updates; every rank is here, or comes.
 
+    A rank that has added none stays in its backward, where it waits for the others' gradients: it is named (`meet`).
     Weights, the optimizer's state, counters, loss scale and statistics go on as they are."""
     old = face.pipeline
+    old.comm.meet(
+        f"fleetx/layout/{old.teller.pair}/{old.index}/{len(face.parameter_ids())}",
+        lacking="added or unfroze no parameters before this update, as this rank did. Do it on every rank at the same place.",
+    )
     _refuse_fixed_layout(face)
     state = {"counters": old.counters(), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
     common, number, known = old.common_buffers(), old.teller.pair, old.param_ids

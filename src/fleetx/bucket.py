@@ -153,6 +153,8 @@ class Bucket:
                 self.filled[i] = True
             elif self.whole:
                 self.filled[i] = True  # unused here, it has no hook to say so, but DDP has written what others had
+        if fresh or added:
+            self._small_are_zero = False
         if fresh:
             torch._foreach_copy_([view for view, _ in fresh], [grad for _, grad in fresh])
         if added:
@@ -213,6 +215,11 @@ class Bucket:
         if stale and not self._small_are_zero:
             torch._foreach_zero_(stale)
         self._small_are_zero = False
+
+    def count_shown(self) -> None:
+        """Count what `param.grad` shows of the views as gradients of this window, as torch does."""
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            self.filled[i] |= param.grad is view
 
     def hide(self) -> None:
         """Let `param.grad` be None inside a merge window: what clips, logs or zeroes gradients there finds none.

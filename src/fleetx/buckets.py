@@ -10,6 +10,7 @@ The layout is fixed for the run: reversed registration order, which is about the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import weakref
@@ -138,10 +139,20 @@ class Buckets:
 
     def begin_bare(self, task: int, *, reduces: bool, reopened: bool) -> None:
         """A bare backward has begun: its first gradient is there."""
+        self.admit(reopened=reopened)
+        for bucket in self._buckets:
+            bucket.expect_bare(task, reduces=reduces)
+
+    def admit(self, *, reopened: bool) -> None:
+        """Be ready for gradients that are added to what `param.grad` holds now."""
         for bucket in self._buckets:
             bucket.elsewhere = bucket.touched
             bucket.admit(reopened=reopened)
-            bucket.expect_bare(task, reduces=reduces)
+
+    def count_shown(self) -> None:
+        """Count what `param.grad` shows as part of this window: left by the last update, or zeros of zero_grad."""
+        for bucket in self._buckets:
+            bucket.count_shown()
 
     def reopen(self) -> None:
         """What was reduced may be added to, and is then reduced again."""
@@ -204,9 +215,10 @@ class Buckets:
 
     def abandon(self) -> None:
         """A backward failed half-way: wait for what was started, start nothing more."""
-        for pending in self._pending:
-            pending.wait()
-        self._start, self._pending = None, []
+        pending, self._start, self._pending = self._pending, None, []
+        for work in pending:
+            with contextlib.suppress(RuntimeError):  # a connection that broke: an error of this backward, or the next call's
+                work.wait()
         for bucket in self._buckets:
             bucket.wake_hooks()
             bucket.expecting = False

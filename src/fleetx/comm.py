@@ -25,7 +25,7 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from . import gloo_threads, progress
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, warn_user
 from .progress import Phase
 
 # torch 2.13 renamed it, and warns of the old name; 2.11 has only the old one.
@@ -104,6 +104,13 @@ class Comm(abc.ABC):
         """The notes under these keys; None while one of them is missing. No collective: what lies there is taken."""
         return None
 
+    def meet(self, key: str, *, lacking: str) -> None:
+        """Wait until every rank has called this with the key: for a place that only some ranks may have come to.
+
+        A collective would pair with another one of the ranks that are elsewhere. `lacking`: what those have not done, for the
+        warning after half a minute, and for the error when the group's time limit has passed."""
+        return None
+
     def background(self) -> Comm:
         """The same ranks over connections of their own, for CPU tensors: another thread may use it beside this one.
 
@@ -157,8 +164,13 @@ class SoloComm(Comm):
 
 LAST_WORD, READERS = "fleetx/last_word", "fleetx/last_word_readers"
 SECONDS_FOR_READERS = 2.0
+SECONDS_BEFORE_WARNING = 30.0
 _kept_for_readers: list[tuple[Any, list[str]]] = []
 """Stores in which this rank left a word, and what the others write there when they have read it."""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def _word_left() -> str | None:
@@ -210,6 +222,22 @@ class TorchComm(Comm):
             if store.check(list(keys)):
                 return [value.decode() for value in store.multi_get(list(keys))]
         return None
+
+    def meet(self, key: str, *, lacking: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{key}/{self.rank}", "")
+        start, warned = time.monotonic(), False
+        limit = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        while absent := [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]:
+            waited = time.monotonic() - start
+            if waited > limit:
+                text = f"rank {self.rank} has waited {waited:.0f} s for {_ranks(absent)}, which {lacking}"
+                self.leave_word(text)
+                raise ConfigError(text)
+            if waited > SECONDS_BEFORE_WARNING and not warned:
+                warned = True
+                warn_user(f"rank {self.rank} waits for {_ranks(absent)}, which {lacking}")
+            time.sleep(0.002 if waited < 1 else 0.05)
 
     def background(self) -> Comm:
         return TorchComm(dist.new_group(backend="gloo"))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from . import current_autocast, pairs, progress, running, stopping, util, world
 from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
 from .compile import check_parts, require_plain_optimizer
-from .errors import ConfigError
+from .errors import ConfigError, first_line
 from .keys import integer
 from .keys import size as size_in_bytes
 from .memory.random_states import NUMPY, PYTHON, torch_sources
@@ -78,23 +78,30 @@ _default_strategy: DistributedStrategy | None = None
 
 
 class _Waiting:
-    """A model that distributed_model was given, and no optimizer yet. A backward of it would be each rank's own, silently."""
+    """A model without a pair that the script believes to be distributed: a backward of it would be each rank's own, silently."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, why: str) -> None:
         self.model = weakref.ref(model)
-        self._handles = [p.register_post_accumulate_grad_hook(_refuse_gradient) for p in model.parameters() if p.requires_grad]
+        self.why = why
+        self._handles = [p.register_post_accumulate_grad_hook(self._refuse) for p in model.parameters() if p.requires_grad]
+
+    def _refuse(self, _: torch.Tensor) -> None:
+        if is_initialized() and worker_num() > 1:
+            raise ConfigError(self.why)
 
     def end(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-def _refuse_gradient(_: torch.Tensor) -> None:
-    if is_initialized() and worker_num() > 1:
-        raise ConfigError(
-            "fleet.distributed_model(model) has met no optimizer yet, so that each rank would train by itself. Call "
-            "fleet.distributed_optimizer(optimizer, strategy) before the first backward, or use fleet.distribute(...)."
-        )
+NO_OPTIMIZER_YET = (
+    "fleet.distributed_model(model) has met no optimizer yet, so that each rank would train by itself. Call "
+    "fleet.distributed_optimizer(optimizer, strategy) before the first backward, or use fleet.distribute(...)."
+)
+PAIR_HAS_ENDED = (
+    "this pair has ended: fleet.distribute(...) was called again with its parameters. Use the optimizer that it returned; or, if "
+    "it was refused, call it once more as its error says."
+)
 
 
 _models_waiting: list[_Waiting] = []
@@ -273,6 +280,8 @@ def find_batch(
 def distributed_model(model: M) -> M:
     """Fleet's two-call spelling, together with `distributed_optimizer`, in either order."""
     require_module(model)
+    if any(pairs.owner_of(p) is not None for p in model.parameters()):
+        return model  # distributed already, by fleet.distribute or as a part of another model
     mine = {id(p) for p in model.parameters()}
     for reference in list(_optimizers_waiting):
         face = reference()
@@ -282,7 +291,7 @@ def distributed_model(model: M) -> M:
             _optimizers_waiting.remove(reference)
             _bind(model, face, face.strategy_waiting)
             return model
-    _models_waiting.append(_Waiting(model))
+    _models_waiting.append(_Waiting(model, NO_OPTIMIZER_YET))
     return model
 
 
@@ -325,16 +334,15 @@ def _given(optimizer: Optimizer) -> Optimizer:
     return optimizer.given if isinstance(optimizer, FleetOptimizer) else optimizer
 
 
-def _end_earlier_pair(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
-    """Parameters belong to one pair. What can be refused at a glance is refused before the earlier one ends."""
+def _end_earlier_pair(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> bool:
+    """End the pair that has these parameters. What can be refused at a glance is refused before that. Whether there was one."""
     require_module(model)
     check_parts(strategy.parts(), by_ddp=bare(model) is not model)
-    params = named_trainable(bare(model), face.given)
-    pairs.end_owners(
-        list(params.values()),
-        "this pair has ended: fleet.distribute(...) was called again with its parameters. Use the optimizer that it returned.",
-    )
+    params = list(named_trainable(bare(model), face.given).values())
+    had_one = any(pairs.owner_of(param) is not None for param in params)
+    pairs.end_owners(params, PAIR_HAS_ENDED)
     pairs.drop_discarded()
+    return had_one
 
 
 def _planned(
@@ -383,10 +391,37 @@ def _bind(
     auto = next((part for part in parts if isinstance(part, Auto)), None)
     if auto is not None or sample is not None:
         refuse_steps_of_a_sample(model)
-    _end_earlier_pair(model, face, strategy)
-    for waiting in [waiting for waiting in _models_waiting if waiting.model() is model]:
-        _models_waiting.remove(waiting)
-        waiting.end()
+    replaces = _end_earlier_pair(model, face, strategy)
+    waited = _stop_waiting(model, face)  # steps of a sample are backwards too
+    try:
+        _bind_new(model, face, strategy, sample, loss_fn)
+    except BaseException as error:  # the script may catch it and go on, with what is not, or no longer, a pair
+        _models_waiting.extend(_Waiting(held, why) for held, why in waited)
+        if replaces:
+            why = (
+                "this model has no pair: fleet.distribute(...) was called again, which ended the earlier one, and was refused "
+                f"({first_line(error)}) Correct that, and call fleet.distribute(...) once more."
+            )
+            _models_waiting.append(_Waiting(model, why))
+        raise
+
+
+def _stop_waiting(model: nn.Module, face: FleetOptimizer) -> list[tuple[nn.Module, str]]:
+    """Take back the refusal of gradients for every model that this pair trains; these models, and what was said of each."""
+    mine, found = face.parameter_ids(), []
+    for waiting in list(_models_waiting):
+        held = waiting.model()
+        if held is None or held is model or any(id(p) in mine for p in held.parameters()):
+            _models_waiting.remove(waiting)
+            waiting.end()
+        if held is not None and waiting not in _models_waiting:
+            found.append((held, waiting.why))
+    return found
+
+
+def _bind_new(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, sample: Any, loss_fn: LossFn | None) -> None:
+    parts = strategy.parts()
+    auto = next((part for part in parts if isinstance(part, Auto)), None)
     if auto is not None:
         strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
     elif callable(sample):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -70,7 +70,7 @@ def trained_by_others(own: set[int]) -> set[int]:
     return {param for pair in _alive if own.isdisjoint(pair.param_ids) for param in pair.param_ids}
 
 
-def end_owners(params: list[Tensor], why: str) -> None:
+def end_owners(params: Iterable[Tensor], why: str) -> None:
     """End every pair that trains one of these parameters."""
     ids = {id(param) for param in params}
     for pair in [pair for pair in _alive if ids & pair.param_ids]:

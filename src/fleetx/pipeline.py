@@ -267,8 +267,10 @@ class Pipeline:
             self.enter_bare()
         elif not self.window.entered:
             self.window.enter(None, None)
+            self.buckets.count_shown()
         if self.is_last_micro_step:
-            self._keep()
+            if self.stages.ddp is not None:
+                self._keep()
             self.reduce_now(bare=True, again=reopened)
         else:
             self.keep_hidden()

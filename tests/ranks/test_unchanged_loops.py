@@ -7,6 +7,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from fleetx import fleet
+from fleetx import comm, fleet
 from fleetx.errors import FleetWarning
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state, mlp
@@ -1278,3 +1279,141 @@ def test_one_optimizer_may_let_ranks_train_alone_beside_one_that_does_not() -> N
     (first, second), (other_first, other_second) = run_ranks(_alone_beside_dense, 2)
     torch.testing.assert_close(first, other_first, rtol=0, atol=0)
     torch.testing.assert_close(second, other_second, rtol=0, atol=0)
+
+
+# --- what earlier updates left behind, and pairs that end ------------------------------------------------------------
+
+
+def _never_zeroed_beside_another(rank: int, local: bool) -> Tensor:
+    """With a second pair alive nothing is counted during backward; gradients of earlier updates still add up."""
+    other = mlp(torch.float64)
+    other, _other_optimizer = fleet.distribute(other, sgd(other), small_buckets())
+    model, optimizer = _pair()
+    for step in range(STEPS):
+        with fleet.no_sync() if local and step == 0 else contextlib.nullcontext():
+            loss_of(model, rank, step).backward()
+        optimizer.step()
+        if step == 2:
+            optimizer.zero_grad(set_to_none=False)
+    return weights(model)
+
+
+def _never_zeroed_under_ddp(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        if step == 2:
+            optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_gradients_that_were_never_zeroed_add_up_beside_another_pair_too(local: bool) -> None:
+    mine, theirs = run_ranks(_never_zeroed_beside_another, 2, local), run_ranks(ddp, 2, _never_zeroed_under_ddp)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], theirs[0][0], rtol=1e-12, atol=1e-12)
+
+
+def _half_on_top_of_old(rank: int, local: bool) -> Tensor:
+    """A backward that reaches only half of the model, on top of the last update's gradients: local, or beside another pair."""
+    _other = _pair()
+    model, optimizer = _pair()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    with fleet.no_sync() if local else contextlib.nullcontext():
+        model[2:](torch.full((2, 16), 1.0 + rank, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    return weights(model)
+
+
+def _old_and_half_alone() -> Tensor:
+    model = mlp(torch.float64)
+    optimizer = sgd(model)
+    ((loss_of(model, 0, 0) + loss_of(model, 1, 0)) / 2).backward()
+    optimizer.step()
+    sum(model[2:](torch.full((2, 16), 1.0 + rank, dtype=torch.float64)).sum() / 2 for rank in range(2)).backward()
+    optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_gradients_on_top_of_the_last_updates_are_what_torch_would_apply(local: bool) -> None:
+    mine = run_ranks(_half_on_top_of_old, 2, local)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], _old_and_half_alone(), rtol=1e-12, atol=1e-12)
+
+
+def _refused_again(rank: int) -> list[str]:
+    model, optimizer = _pair()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    told = [raised(lambda: fleet.distribute(model, optimizer, small_buckets(lamb=True)))]
+    told.append(raised(lambda: loss_of(model, rank, 1).backward()))
+    model.zero_grad()
+    model, optimizer = fleet.distribute(model, sgd(model), small_buckets())
+    loss_of(model, rank, 1).backward()
+    told.append(raised(optimizer.step))
+    return told
+
+
+def test_a_model_whose_second_distribute_was_refused_does_not_train_alone_silently() -> None:
+    for refused, alone, together in run_ranks(_refused_again, 2):
+        assert refused.startswith("ConfigError: "), refused
+        assert alone.startswith("ConfigError: this model has no pair: fleet.distribute(...) was called again"), alone
+        assert refused.removeprefix("ConfigError: ").splitlines()[0] in alone
+        assert together == "nothing raised"
+
+
+def _two_calls_and_one(rank: int) -> str:
+    """Both spellings mixed: a model that is a part of a distributed one, or distributed already, waits for no optimizer."""
+    model, optimizer = _pair()
+    fleet.distributed_model(model)
+    fleet.distributed_model(model[2])
+    loss_of(model, rank, 0).backward()
+    return raised(optimizer.step)
+
+
+def test_distributed_model_of_a_model_that_is_distributed_already_changes_nothing() -> None:
+    assert run_ranks(_two_calls_and_one, 2) == ["nothing raised"] * 2
+
+
+def _unlike_shared_layer(rank: int) -> str:
+    layer = nn.Linear(4, 4)
+    one, two = nn.Sequential(nn.Linear(4, 4), layer), nn.Sequential(layer, nn.Linear(4, 4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="amp: ")  # slower on this CPU
+        amp = fleet.DistributedStrategy(amp=True, amp_configs={"dtype": "bfloat16"})
+        _pair_of_one = fleet.distribute(one, torch.optim.SGD(one.parameters(), lr=0.1), amp)
+        own = torch.optim.SGD(two[1].parameters(), lr=0.1)
+        return raised(lambda: fleet.distribute(two, own, fleet.DistributedStrategy()))
+
+
+def test_a_layer_shared_with_a_model_of_another_precision_is_named() -> None:
+    for refused in run_ranks(_unlike_shared_layer, 2):
+        assert refused.startswith("ConfigError: `0` of this model is in another distributed one already"), refused
+
+
+def _unfrozen_on_one(rank: int) -> list[str]:
+    limit, comm.SECONDS_BEFORE_WARNING = comm.SECONDS_BEFORE_WARNING, 0.2
+    torch.distributed.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=3))
+    model = mlp(torch.float64)
+    for p in model[2].parameters():
+        p.requires_grad_(False)
+    model, optimizer = fleet.distribute(model, sgd(model), small_buckets())
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        for p in model[2].parameters():
+            p.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        told = raised(lambda: loss_of(model, rank, 1).backward())
+    comm.SECONDS_BEFORE_WARNING = limit
+    return [told, *(str(warning.message) for warning in seen)]
+
+
+def test_a_rank_that_unfreezes_alone_names_the_others_instead_of_waiting_for_ever() -> None:
+    first, second = run_ranks(_unfrozen_on_one, 2)
+    assert "rank 0 waits for rank 1, which added or unfroze no parameters" in first[1]
+    assert "which added or unfroze no parameters before this update" in first[0], first
+    assert second[0] != "nothing raised"
