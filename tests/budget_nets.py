@@ -7,7 +7,6 @@ import gc
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,21 +74,6 @@ def is_kernel(name: str) -> bool:
     overloads = [one for one in torch._C._dispatch_get_all_op_names() if one.split(".")[0] == name]
     by_others = (torch._C._dispatch_has_kernel_for_dispatch_key(one, "CompositeImplicitAutograd") for one in overloads)
     return bool(overloads) and not any(by_others)
-
-
-@contextmanager
-def swift() -> Iterator[None]:
-    """One thread: nets so small are slower with two. And of all that is there already, the garbage collector looks at nothing:
-    distribution with a budget collects several times."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        torch.set_num_threads(threads)
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fleetx import fleet, world
+from forked import start_forker
 
 
 @pytest.fixture
@@ -30,25 +31,43 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--campaigns", action="store_true", help="run what is marked as a campaign, and tests/campaigns, alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the campaigns alone with --campaigns; without it leave out what is marked as one."""
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        is_marked = item.get_closest_marker("campaign") is not None
+        is_campaign = is_marked or "campaigns" in item.path.parts
+        is_wanted = is_campaign if config.getoption("--campaigns") else not is_marked
+        (kept if is_wanted else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("numprocesses", None):  # of pytest-xdist: its workers run the tests, and have none
+        start_forker()
+    _undo_ignored_signals()
+
+
+def _undo_ignored_signals() -> None:
     """Jobs in the background have SIGINT ignored, and under nohup SIGHUP; fleetrun keeps to that, and tests send both."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.testscollected == 0:
-        session.exitstatus = 5
-
-
-@pytest.fixture(scope="module")
-def one_thread_and_no_old_objects() -> Iterator[None]:
-    """Nets so small are slower with two threads; and each of many collections would go through all of torch."""
-    threads = torch.get_num_threads()
+def pytest_collection_finish() -> None:
+    """Nets so small are slower with two threads; and each of many garbage collections would go through all of torch."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.testscollected == 0:
+        session.exitstatus = 5

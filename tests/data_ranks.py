@@ -1,7 +1,7 @@
 """Ranks that may have processes of their own, for tests of loaders with workers, and small data sets for them.
 
-The workers of `harness.run_ranks` are daemons, which cannot start any. These are forked from one process that has imported
-torch, and end after one job: `run_job(fn, size, folder, ...)` runs `fn(rank, ...)` on each and returns what they returned.
+The workers of `harness.run_ranks` are daemons, which cannot start any. These are forked with torch imported,
+and end after one job: `run_job(fn, size, folder, ...)` runs `fn(rank, ...)` on each and returns what they returned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import io
 import json
-import multiprocessing as mp
 import os
 import tarfile
 import time
@@ -22,9 +21,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from forked import start_process
+
 LIMIT_SECONDS = 60.0
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "fleetx.applications", "data_ranks"])
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = "time year people way day man thing woman life child world school state family student group".split()
@@ -33,10 +32,7 @@ TINY_BERT = {"layers": 1, "hidden": 16, "heads": 2, "feed_forward": 32, "max_pos
 
 def start_job(fn: Callable[..., Any], size: int, folder: Path, *args: Any) -> list[Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [CONTEXT.Process(target=_one_rank, args=(fn, rank, size, str(folder), args)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    return processes
+    return [start_process(_one_rank, fn, rank, size, str(folder), args, daemon=False) for rank in range(size)]
 
 
 def finish_job(processes: list[Any], folder: Path, limit_seconds: float = LIMIT_SECONDS) -> list[Any]:

@@ -1,12 +1,13 @@
 """Real gloo processes for tests: `run_ranks(fn, size)` runs `fn(rank, ...)` on every rank and returns the values to the parent.
 
-Workers are kept for the whole session, since importing torch dominates. Assertions belong to the parent.
+Workers are forked with torch imported (forked.py) and kept for the whole session; after a test that fails, or that kills one or
+leaves it in a collective, there are new ones. Each test has a process group and a store of its own.
+Assertions belong to the parent.
 """
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing as mp
 import os
 import tempfile
 import traceback
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from forked import CONTEXT, start_process
 
 TIME_LIMIT_S = 120.0
 
@@ -62,15 +65,13 @@ class Pool:
     """As many workers as the largest test has asked for."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
 
     def grow(self, size: int) -> None:
         while len(self._workers) < size:
-            mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            mine, theirs = CONTEXT.Pipe()
+            process = start_process(_serve, theirs)
             theirs.close()
             self._workers.append((process, mine))
 

@@ -37,7 +37,7 @@ from fleetx.auto.plan import load
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
 
-pytestmark = pytest.mark.usefixtures("alone", "one_thread_and_no_old_objects")
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(autouse=True)

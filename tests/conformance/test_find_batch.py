@@ -41,9 +41,6 @@ class SmallNet(nn.Module):
         return self.last(x)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread_and_no_old_objects")
-
-
 @pytest.fixture(autouse=True)
 def _alone(alone: None) -> None:
     """Every test here."""

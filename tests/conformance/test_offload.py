@@ -38,8 +38,6 @@ from recompute_runs import (
 AMP = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
-pytestmark = pytest.mark.usefixtures("one_thread_and_no_old_objects")
-
 
 @pytest.fixture(autouse=True)
 def _alone(alone: None) -> None:

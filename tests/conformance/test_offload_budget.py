@@ -26,8 +26,6 @@ RANDOM_STATE = 5056
 """Bytes of torch's generator that each unit computed again keeps, and once more while one is: they are not counted."""
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
-pytestmark = pytest.mark.usefixtures("one_thread_and_no_old_objects")
-
 
 @pytest.fixture(autouse=True)
 def _alone(alone: None) -> None:

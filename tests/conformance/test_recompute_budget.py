@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import ROW, RandomNet, allocated_in, bytes_of, swift
+from budget_nets import ROW, RandomNet, allocated_in, bytes_of
 from budget_runs import AMP, assert_equal, bounds, cross_entropy, distribute, everything, own_peak, train
 from fleetx import fleet
 from fleetx.errors import ConfigError
@@ -27,10 +26,7 @@ ROWS = 512
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
 
-@pytest.fixture(autouse=True)
-def _swift(alone: None) -> Iterator[None]:
-    with swift():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 # --- the budget is kept -------------------------------------------------------------------------------------------------------

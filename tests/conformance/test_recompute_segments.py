@@ -27,9 +27,6 @@ RANDOM_STATE = 5056
 AMP = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread_and_no_old_objects")
-
-
 @pytest.fixture(autouse=True)
 def _alone(alone: None) -> None:
     """Every test here."""

@@ -43,7 +43,7 @@ def test_settings_survive_json_and_yaml(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_built_or_says_that_it_is_not(name: str, alone: None, one_thread_and_no_old_objects: None) -> None:
+def test_a_part_is_built_or_says_that_it_is_not(name: str, alone: None) -> None:
     model = cnn()
     optimizer = fitting([name], model.parameters(), lambda params: torch.optim.SGD(params, lr=0.1))
     if PARTS[name].available:

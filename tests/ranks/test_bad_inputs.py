@@ -28,7 +28,7 @@ from harness import raised
 from launchers import launchers, wait_until
 
 IMAGES = 12
-SECONDS = 10.0
+SECONDS = 60.0
 
 LISTS = {
     "a line without label": ("a.jpg\n", "line 1: expected `relative/path label`, got 'a.jpg'"),

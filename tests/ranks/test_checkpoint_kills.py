@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import random
 import shutil
@@ -23,14 +22,13 @@ from fleetx import fleet
 from fleetx.checkpoint import save as save_module
 from fleetx.checkpoint.folder import newest_first
 from fleetx.checkpoint.manifest import read_manifest, verify
+from forked import CONTEXT, start_process
 from harness import raised, run_ranks
 
 TIME_LIMIT_S = 60.0
-KILLS = 100
-LINES_APART = 2
+FEW, MANY = 5, 100
+EVERY_LINE, SOME_LINES = 2, 37
 WRITERS = ("checkpoint/save.py", "checkpoint/folder.py", "checkpoint/manifest.py", "shutil.py")
-_server = mp.get_context("forkserver")
-_server.set_forkserver_preload([__name__])  # torch is imported once; each victim is a fork of that
 
 
 class Script:
@@ -115,9 +113,8 @@ def _killer(line: int) -> Any:
 
 
 def _victim(folder: Path, first: int, die_at_line: int | None = None) -> tuple[Any, Connection]:
-    mine, theirs = _server.Pipe(duplex=False)
-    process = _server.Process(target=_save_for_ever, args=(theirs, str(folder), first, die_at_line), daemon=True)
-    process.start()
+    mine, theirs = CONTEXT.Pipe(duplex=False)
+    process = start_process(_save_for_ever, theirs, str(folder), first, die_at_line)
     theirs.close()
     return process, mine
 
@@ -136,9 +133,10 @@ def _last_told(pipe: Connection, *, until: float | None = None) -> int | None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_after_a_kill_in_any_of_100_random_instants_the_last_complete_checkpoint_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, marks=pytest.mark.campaign)])
+def test_after_a_kill_in_any_random_instant_the_last_complete_checkpoint_loads(kills: int, tmp_path: Path) -> None:
     chance, first, in_a_save = random.Random(3), 1, 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         process, pipe = _victim(tmp_path, first)
         complete = _last_told(pipe)
         assert complete == first
@@ -152,11 +150,12 @@ def test_after_a_kill_in_any_of_100_random_instants_the_last_complete_checkpoint
         in_a_save += bool(leftovers(tmp_path))
         assert len([name for name in os.listdir(tmp_path) if name.startswith("step-")]) <= 3
         first = found + 1
-    assert in_a_save > KILLS / 4, "most of these kills were not in a save: they show nothing"
+    assert kills < MANY or in_a_save > kills / 4, "most of these kills were not in a save: they show nothing"
 
 
 @pytest.mark.usefixtures("alone")
-def test_after_a_kill_before_every_other_line_of_a_save_the_last_complete_checkpoint_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines_apart", [SOME_LINES, pytest.param(EVERY_LINE, marks=pytest.mark.campaign)])
+def test_after_a_kill_before_a_line_of_a_save_the_last_complete_checkpoint_loads(lines_apart: int, tmp_path: Path) -> None:
     line, seen = 1, set()
     while True:
         folder = tmp_path / str(line)
@@ -169,7 +168,7 @@ def test_after_a_kill_before_every_other_line_of_a_save_the_last_complete_checkp
         assert_all_are_whole(folder)
         seen.add(step_loaded(folder))
         _assert_the_next_save_clears(folder)
-        line += LINES_APART
+        line += lines_apart
     assert seen == {2, 3}, "the rename lies between the first line and the last"
 
 

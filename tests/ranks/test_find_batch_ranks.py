@@ -6,8 +6,6 @@ import gc
 import hashlib
 import random
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,17 +34,6 @@ class SmallNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
-
-
-@contextmanager
-def swift() -> Iterator[None]:
-    """Or each of a rehearsal's collections would go through all of torch."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
@@ -81,7 +68,6 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 # --- one answer -----------------------------------------------------------------------------------------------------------------
 
 
-@swift()
 def _found(rank: int, settings: dict[str, Any], limit: int | None, global_batch: int | None) -> dict[str, Any]:
     """`limit`: rank 1 runs out of memory above so many rows."""
     torch.set_num_threads(1)
@@ -182,7 +168,6 @@ def test_a_rank_that_has_memory_for_nothing_is_told_of_on_both() -> None:
         assert told["trains"] == "nothing raised"
 
 
-@swift()
 def _fails_on_one(rank: int) -> tuple[str, bool, str]:
     model, optimizer = pair()
 
@@ -269,7 +254,6 @@ def test_where_both_fail_the_first_ones_kind_counts_on_both(kinds: tuple[str, st
 # --- the look at the first batch ------------------------------------------------------------------------------------------------
 
 
-@swift()
 def _warned(rank: int, budget: int | None, equal: bool, finds: bool) -> list[str]:
     model, optimizer = pair()
     strategy = fleet.DistributedStrategy()

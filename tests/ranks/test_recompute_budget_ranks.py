@@ -18,7 +18,7 @@ from harness import raised, run_ranks
 from recompute_nets import NETS
 from recompute_runs import random_now, rows, seed
 
-PROMPT_S = 30.0
+PROMPT_S = 60.0
 """A rank that waits in a collective would be given up after 120 s by the harness."""
 SYNC = {"sync_batch_norm": True}
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}

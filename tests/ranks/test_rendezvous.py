@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from fleetx.launch import rendezvous
 from fleetx.launch.agreement import End, NodeState, Phase
 from fleetx.launch.control import Chair, Hello, Member
 from launchers import USES_PROGRESS, Launcher, Launchers, launchers, wait_until
+from limits import within
 
 INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.2", "fe80::1"], "eth1": ["10.1.0.2"]}
 GONE_SECONDS = 8.0
@@ -131,10 +131,11 @@ def test_a_store_listens_on_its_address_only() -> None:
 def test_a_busy_port_is_refused_with_the_process_that_holds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        began = time.monotonic()
-        with pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is held by .* \\(process {os.getpid()}\\)"):
+        with (
+            within(30, "refusing the port"),
+            pytest.raises(LaunchError, match=f"port {port} of 127.0.0.1 is held by .* \\(process {os.getpid()}\\)"),
+        ):
             rendezvous.listen_on("127.0.0.1", port)
-        assert time.monotonic() - began < 1.0
 
 
 def test_a_node_that_joins_and_then_says_nonsense_counts_as_gone() -> None:

@@ -156,6 +156,7 @@ def test_flags_that_mean_nothing_are_refused(argv, said):
         auto_regret.flags_of(argv)
 
 
+@pytest.mark.campaign
 def test_the_bench_runs_from_end_to_end_in_small():
     command = [sys.executable, str(BENCH / "auto_regret.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

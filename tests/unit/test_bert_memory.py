@@ -133,6 +133,7 @@ def test_the_last_error_of_a_traceback_is_told_whole() -> None:
     assert bert_memory.last_error("") == ""
 
 
+@pytest.mark.campaign
 def test_a_small_run_measures_both_sides_and_tells_the_error_of_a_cell_that_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,6 +214,7 @@ def test_a_page_is_made_of_the_files_that_are_named(tmp_path):
         main(["--table", str(tmp_path / "speed.json")])
 
 
+@pytest.mark.campaign
 def test_the_trainings_run_from_end_to_end_in_small():
     command = [sys.executable, str(BENCH / "compression_table.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -222,6 +223,7 @@ def test_the_trainings_run_from_end_to_end_in_small():
         assert f"final {method} " in done.stdout
 
 
+@pytest.mark.campaign
 def test_the_steps_run_from_end_to_end_in_small():
     command = [sys.executable, str(BENCH / "compression_speed.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

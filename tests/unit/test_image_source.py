@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import tarfile
-import time
 import warnings
 
 import numpy as np
@@ -181,7 +180,7 @@ def contents(folder):
 def test_a_bad_image_is_named_with_file_line_and_reason_and_can_be_skipped(tmp_path, content, reason):
     write_set(tmp_path, count=4)
     spoil(tmp_path / "train" / "2.jpg", content)
-    before, start = contents(tmp_path), time.monotonic()
+    before = contents(tmp_path)
     expected = f"^{tmp_path}/train.txt, line 3: train/2.jpg: .*{reason}"
     strict = image_folder_source(tmp_path, "train", image_size=64)
     with pytest.raises(DataError, match=expected):
@@ -191,7 +190,7 @@ def test_a_bad_image_is_named_with_file_line_and_reason_and_can_be_skipped(tmp_p
     assert len(complaints) == 1 and re.match(expected, complaints[0])
     assert labels.tolist() == [1, 3, 0]
     torch.testing.assert_close(pixels, images(strict, indices=[1, 3, 0])[0], rtol=0, atol=0)
-    assert contents(tmp_path) == before and time.monotonic() - start < 10
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("content,reason", BAD.values(), ids=BAD)

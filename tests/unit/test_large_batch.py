@@ -252,6 +252,7 @@ def test_the_page_shows_every_run_and_says_when_budgets_differ():
     assert "the same budget, 6 trials" in text
 
 
+@pytest.mark.campaign
 def test_the_bench_runs_from_end_to_end_with_all_three_optimizers(tmp_path):
     command = [sys.executable, str(BENCH / "large_batch.py"), "--smoke", "--out", str(tmp_path), "--seeds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -337,6 +337,7 @@ def test_figures_of_another_bench_are_refused(tmp_path):
         published(tmp_path / "other.json", "localsgd_table")
 
 
+@pytest.mark.campaign
 def test_the_bench_runs_from_end_to_end_in_small():
     command = [sys.executable, str(BENCH / "localsgd_table.py"), "--smoke"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

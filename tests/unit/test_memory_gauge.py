@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward, swift
+from budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward
 from fleetx.memory.gauge import CountingGauge, gauge_for
 
 CLOSE = 0.01
 """Of the profiler's peak without kernels' workspaces, where no random states are kept."""
 RANDOM_STATE = 5056
 """Bytes of one. torch.utils.checkpoint keeps one for each unit; it is made beneath the operations that are counted."""
-
-
-@pytest.fixture(autouse=True)
-def _swift() -> Iterator[None]:
-    with swift():
-        yield
 
 
 def encoder_layer() -> nn.Module:

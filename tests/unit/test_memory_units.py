@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_nets import swift
 from budget_runs import assert_equal, bounds, cross_entropy, distribute, everything
 from fleetx.applications import Bert_base, Resnet20
 from recompute_nets import NETS, WIDTH, Inner
 from recompute_runs import rows, seed
 
-
-@pytest.fixture(autouse=True)
-def _swift(alone: None) -> Iterator[None]:
-    with swift():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 # --- nets ---------------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,6 @@ from fleetx.rehearsal import OutOfMemory, Rehearsal, Sample, own_loss
 from recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
 from recompute_runs import random_now, rows, seed
 
-pytestmark = pytest.mark.usefixtures("one_thread_and_no_old_objects")
-
 
 class Everything(nn.Module):
     """Norms, dropout, a buffer that is replaced, one that is not saved, Python's and numpy's random numbers, a frozen part."""
