@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import warnings
 from typing import Any
 
@@ -555,7 +556,7 @@ def test_a_budget_too_small_is_refused_with_what_one_row_needs_and_about_that_is
         ({"loss_fn": lambda model, batch: model(batch[0])}, r"loss_fn\(model, sample\) gave a tensor of shape"),
         ({"strategy": {"recompute": True, "recompute_configs": {"checkpoints": ["blox.*"]}}}, "names `blox"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value))[:40],
 )  # fmt: skip
 def test_what_it_cannot_take_is_refused_in_words_and_nothing_is_touched(given: dict[str, Any], told: str) -> None:
     seed()

@@ -134,7 +134,7 @@ def least_of_random_net(index: int) -> tuple[int, int, Any]:
     return *bounds(lambda: RandomNet(index), batch, loss_fn=own_loss), batch
 
 
-@pytest.mark.parametrize("first", range(0, 50, 10))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.campaign) for first in range(10, 50, 10))])
 def test_of_fifty_random_nets_and_budgets_none_is_over_its_budget(first: int) -> None:
     planned = 0
     for index in range(first, first + 10):
@@ -146,7 +146,7 @@ def test_of_fifty_random_nets_and_budgets_none_is_over_its_budget(first: int) ->
     assert planned >= 6  # not all of these budgets can be kept to
 
 
-@pytest.mark.parametrize("first", [0, 40])
+@pytest.mark.parametrize("first", [0, pytest.param(40, marks=pytest.mark.campaign)])
 def test_the_budget_that_a_refusal_names_works_mostly_and_a_tenth_less_does_not(first: int) -> None:
     works = refused = 0
     for index in range(first, first + 10, 4):
@@ -156,6 +156,7 @@ def test_the_budget_that_a_refusal_names_works_mostly_and_a_tenth_less_does_not(
     assert works >= 2 and refused >= 2
 
 
+@pytest.mark.campaign
 def test_no_budget_above_the_one_that_a_refusal_names_is_refused() -> None:
     for index in (30, 20):
         batch = random_batch(index, 1024)

@@ -62,6 +62,7 @@ def test_one_worker_and_two_reach_the_same_accuracy(tmp_path: Path) -> None:
     assert len(last_lines) == 1, "every rank reports the accuracy over all shards"
 
 
+@pytest.mark.campaign
 def test_the_resume_example_goes_on_after_sigterm_and_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     command = ["-m", "fleetx.launch", "--nproc_per_node", "2", str(ROOT / "examples" / "resume.py"), "--epochs", "3"]
     whole = run_python(*command, "--checkpoints", "whole", folder=tmp_path)
@@ -82,11 +83,13 @@ def test_the_resume_example_goes_on_after_sigterm_and_ends_with_the_bits_of_an_u
     assert whole.stdout.splitlines()[-1].startswith("weights ")
 
 
+@pytest.mark.campaign
 def test_the_script_before_runs_without_us(tmp_path: Path) -> None:
     assert "fleet" not in (ROOT / BEFORE).read_text(encoding="utf-8")
     assert final_accuracy(run_python(str(ROOT / BEFORE), "--epochs", "1", folder=tmp_path)) > 80
 
 
+@pytest.mark.campaign
 def test_the_demo_runs_to_its_picture_in_plain_lines(tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = run_python(str(ROOT / "examples" / "demo.py"), "--epochs", "6", "--out", str(out), folder=tmp_path)

@@ -7,15 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_killed_runs_restart_and_end_with_the_bits_of_an_undisturbed_one() -> None:
-    flags = ["--kills", "2", "--torchrun", "0", "--signals", "0", "--stops", "1", "--name", ""]
+@pytest.mark.parametrize(("kill_count", "stop_count"), [(1, 0), pytest.param(3, 1, marks=pytest.mark.campaign)])
+def test_killed_runs_restart_and_end_with_the_bits_of_an_undisturbed_one(kill_count: int, stop_count: int) -> None:
+    counts = ["--kills", str(kill_count), "--stops", str(stop_count)]
+    flags = [*counts, "--torchrun", "0", "--signals", "0", "--name", ""]
     command = [sys.executable, str(ROOT / "bench" / "faults.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     kills, stops = figures["kills"]["fleetrun"], figures["stops"]
-    assert kills["runs"] == kills["same_bits"] == 2, done.stdout
-    assert stops["named"] == stops["stacks_of_all_ranks"] == 1
+    assert kills["runs"] == kills["same_bits"] == kill_count, done.stdout
+    assert stop_count == 0 or stops["named"] == stops["stacks_of_all_ranks"] == stop_count

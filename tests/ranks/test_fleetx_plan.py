@@ -90,6 +90,7 @@ def test_a_function_of_ones_own_is_planned_for_and_its_plan_kept(plan_file: Path
     assert plan.measured.gradients.numel == 16 * 32 + 32 + 32 * 4 + 4
 
 
+@pytest.mark.campaign
 def test_an_application_is_planned_for(folder: Path) -> None:
     ended = fleetx(folder, "plan", "Resnet20", "--batch", "2", "--trials", "1", "--risk", "exact")
     assert ended.returncode == 0, ended.stderr

@@ -409,6 +409,7 @@ def test_one_process_without_a_launcher_trains_as_plain_accelerate_does(alone: N
     assert len(told[0]["losses"]) == 2 * 15
 
 
+@pytest.mark.campaign
 def test_the_example_learns_to_read_under_fleetrun() -> None:
     assert run_example("accelerate_loop.py", "fleetx.launch", "--nproc_per_node", "2") > 90
 

@@ -546,6 +546,7 @@ def run_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.campaign
 def test_the_example_comes_to_the_same_started_by_lightning_and_by_fleetrun(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     fleetrun = ("-m", "fleetx.launch", "--nproc_per_node", "2")
@@ -588,6 +589,7 @@ print("updates", trainer.global_step, strategy.report.trust_ratios is not None, 
 """
 
 
+@pytest.mark.campaign
 def test_the_older_package_of_lightning_is_served_too(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     ended = run_python("-c", OTHER_PACKAGE, folder=tmp_path)

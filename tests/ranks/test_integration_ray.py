@@ -17,6 +17,7 @@ from harness import run_ranks
 from launchers import MARK, find_marked, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed")
+pytestmark = pytest.mark.campaign  # a cluster takes half a minute to start
 
 LIMIT_SECONDS = 300
 

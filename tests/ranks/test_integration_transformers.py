@@ -342,6 +342,7 @@ def test_arguments_that_nothing_would_follow_are_refused_by_name(tmp_path: Path)
 # --- as a user meets it ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_the_example_learns_to_read_under_torchrun() -> None:
     launcher = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d")
     assert run_example("hf_trainer.py", *launcher, "--rdzv_endpoint", "localhost:0") > 90

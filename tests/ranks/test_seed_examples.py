@@ -51,6 +51,9 @@ SCRIPTS = (
     Script("auto.py", ("auto",)),
 )
 
+QUICK = SCRIPTS[5]
+"""The one that `make test` runs; the others are campaigns."""
+
 
 def shown_as(script: Script) -> str:
     return f"{script.name}-{'+'.join(script.parts)}"
@@ -71,7 +74,15 @@ def start(script: Script, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[
     return runpy.run_path(str(path), run_name="__main__")
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.is_available()], ids=shown_as)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[] if script == QUICK else [pytest.mark.campaign])
+        for script in SCRIPTS
+        if script.is_available()
+    ],
+    ids=shown_as,
+)
 def test_a_script_whose_strategies_are_there_runs_on_two_workers(script: Script, tmp_path: Path) -> None:
     write_texts(tmp_path)
     fleetrun = (sys.executable, "-m", "fleetx.launch", "--nproc_per_node", "2")

@@ -189,6 +189,7 @@ def test_sixty_four_equal_blocks_are_planned_soon_with_no_block_too_many() -> No
         assert len(found.again) == needed
 
 
+@pytest.mark.campaign
 @within(300, "planning 128 units")
 def test_a_hundred_and_twenty_eight_unlike_units_are_planned_soon_and_keep_to_the_budget() -> None:
     draw = random.Random(7)

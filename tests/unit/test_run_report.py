@@ -357,6 +357,7 @@ def test_a_page_names_no_address_outside_itself(tmp_path: Path) -> None:
     assert "http://" not in page and "https://" not in page and " src=" not in page
 
 
+@pytest.mark.campaign
 def test_three_runs_of_twenty_thousand_updates_make_a_small_page_soon(tmp_path: Path) -> None:
     folder = run_folders.long(tmp_path / "run")
     with within(300, "the page of three long runs"):
