@@ -1,10 +1,17 @@
 # `make demo`, `make test`, and `make test-all` for the long campaigns too. Each makes its own virtual environment in .venv.
+# Tests run in as many processes at once as there are cores: `make test WORKERS=0` runs them one after the other, and
+# `make test ORDER=random` in another order each time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEMO := $(VENV)/installed-for-demo
+WORKERS ?= logical
+ORDER ?= usual
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(filter random,$(ORDER)),-p randomly)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all campaigns lint clean
 
@@ -29,10 +36,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 campaigns: $(STAMP)
-	$(BIN)/python -m pytest tests/campaigns
+	$(PYTEST) --campaigns tests
 
 test-all: test campaigns
 

@@ -62,8 +62,12 @@ def _undo_ignored_signals() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Nets so small are slower with two threads; and each of many garbage collections would go through all of torch."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # nets so small are slower with two
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_old_objects() -> None:
+    """Leave what earlier tests have imported out of garbage collections: each of many would go through all of torch."""
     gc.collect()
     gc.freeze()
 

@@ -364,6 +364,7 @@ def test_a_layer_keeps_the_bytes_that_were_counted_by_hand(dtype: torch.dtype | 
     assert _saved_bytes(layer, hidden.detach().float().requires_grad_(), dtype) == (20 if dtype else 18) * unit + small + copies
 
 
+@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler, of its own doing
 def test_under_autocast_the_whole_loss_compiles_into_one_graph() -> None:
     model = _model(dropout=0.0, attention_dropout=0.0)
