@@ -88,9 +88,10 @@ def assert_same_buffers(outcomes: list[Outcome]) -> None:
         torch.testing.assert_close(other.buffers, outcomes[0].buffers, rtol=0, atol=0)
 
 
-# --- the oracles --------------------------------------------------------------------------------------------------------
+# --- the oracles, of one another: a campaign ----------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_mean_made_by_hand_gives_equal_ranks_and_is_that_of_ddp(name: str) -> None:
     by_hand = oracle(name, "mean")

@@ -160,7 +160,7 @@ def _differences(ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> li
     return [f"rank {r}: {k}" for r, (a, b) in enumerate(zip(ours, theirs, strict=True)) for k in a | b if a.get(k) != b.get(k)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", [None, *AVAILABLE])
 def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(name: str | None, size: int, tmp_path: Path) -> None:
     undisturbed = run_ranks(_whole, size, name)

@@ -247,7 +247,7 @@ def train_on_all(rank, folder, size, cases, workers):
     return ends
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.campaign), 2])
 def test_each_bad_input_is_the_same_data_error_on_both_ranks_with_file_and_line(corpus, tmp_path, workers):
     place, cases = corpus
     before = snapshot(place)

@@ -126,7 +126,7 @@ def test_two_ranks_with_workers_read_what_one_rank_without_reads(uninterrupted, 
     assert again < len(two[0]) / 2
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.campaign)])
 def test_the_rest_of_an_epoch_is_the_same_on_other_ranks_with_other_workers(uninterrupted, data, size):
     folder, whole = uninterrupted
     ranks = run_job(run_rest, size, folder / f"rest{size}", str(data), str(folder), size)

@@ -50,6 +50,7 @@ def load_demo() -> ModuleType:
     return module
 
 
+@pytest.mark.campaign
 def test_one_worker_and_two_reach_the_same_accuracy(tmp_path: Path) -> None:
     script = str(ROOT / AFTER)
     alone = run_python(script, "--epochs", EPOCHS, folder=tmp_path)
