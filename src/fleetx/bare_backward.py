@@ -81,6 +81,7 @@ class BareBackward:
             )
         if self.is_under_way:
             self.abandon()
+        pipeline.leave_applied()
         window, reopened = pipeline.window, pipeline.window.closed
         pipeline.refuse_inside_averaged()
         window.refuse_broken()

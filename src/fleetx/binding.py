@@ -12,7 +12,9 @@ from . import pairs, world
 from .buffer_kinds import refuse_unknown_buffers
 from .compile import check_parts, compile_strategy
 from .errors import ConfigError, warn_user
+from .kept import keep_with, let_go
 from .optimizer import FleetOptimizer
+from .other_steps import part_in_step, refuse_past, refuse_unreduced, watch
 from .patch import restore_forwards
 from .pipeline import Pipeline
 from .placement import (
@@ -95,6 +97,8 @@ def bind(
     )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     face.forward_stage = compiled.forward
+    keep_with(model, face)
+    watch()
     _in_forward[face.pipeline] = (weakref.ref(model), _forward_parts(strategy))
     _connect(whole, face, strategy, params)
     if not is_placed:
@@ -153,7 +157,12 @@ def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrate
         held = model_of()
         return "" if held is None else replaced_parameter(bare(held), ids)
 
+    part = part_in_step(strategy.parts(), on_nan_inf=strategy.on_nan_inf)
+
     pipeline = face.pipeline
+    own = pipeline.param_ids
+    pipeline.refuse_past_parts = lambda optimizer: refuse_past(part, optimizer)
+    pipeline.look_for_unreduced = lambda optimizer: refuse_unreduced(model_of(), optimizer, own)
     pipeline.when_ended, pipeline.when_stale, face.follow = end, follow_in_backward, follow
     pipeline.warn_of_unowned = warn
     pipeline.hint_at_missing(hint)
@@ -189,6 +198,7 @@ def rehearsal_of(model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: L
 def give_up(model: nn.Module, face: FleetOptimizer) -> None:
     """Nothing of this pair may act in the next one."""
     restore_forwards(model)
+    let_go(face)
     face.pipeline.give_up()
     if face.update is not face.given:
         face.given.state = face.update.state  # what was put back was put back into the one that stood in its place
