@@ -91,7 +91,7 @@ class FleetOptimizer(Optimizer):
         if isinstance(self.update, Layerwise | SGDHandedOver):
             self.update.__dict__[OWNER] = weakref.ref(self)
             refuse_before_step(self.update, _refuse_step_past_the_pipeline)
-        self._params_seen = self._count_params()
+        self._ids_seen = self._ids_in_order()
         self._frozen_here = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
 
     def end(self, why: str) -> None:
@@ -111,11 +111,12 @@ class FleetOptimizer(Optimizer):
         return self._bound is not None and not self.ended and not self.stepping
 
     def has_stale_layout(self) -> bool:
-        """Whether a parameter joined this optimizer or was unfrozen since the buckets were laid out."""
-        return self._count_params() != self._params_seen or any(p.requires_grad for p in self._frozen_here)
+        """Whether a parameter joined this optimizer, was replaced in it or was unfrozen since the buckets were laid out."""
+        return self._ids_in_order() != self._ids_seen or any(p.requires_grad for p in self._frozen_here)
 
-    def _count_params(self) -> int:
-        return sum(len(group["params"]) for group in self.param_groups)
+    def _ids_in_order(self) -> list[int]:
+        """By which a replaced parameter is seen: the buckets keep the old one alive, so that its id is not used again."""
+        return [id(param) for group in self.param_groups for param in group["params"]]
 
     @property
     def pipeline(self) -> Pipeline:
@@ -320,7 +321,7 @@ class FleetOptimizer(Optimizer):
             )
 
     def follow_changed_parameters(self) -> None:
-        """Lay out buckets for parameters that were added or unfrozen; every rank has done so at the same place."""
+        """Lay out buckets for parameters that were added, replaced or unfrozen; every rank has done so at the same place."""
         if self._bound is None or self.ended or self._bound.window.closed:
             return  # a window that is reduced gets its update first
         if self.has_stale_layout():

@@ -587,6 +587,68 @@ def test_parameters_unfrozen_or_added_in_mid_training_train_from_then_on(how: st
     torch.testing.assert_close(mine[0], _joined_alone(how), rtol=1e-12, atol=1e-12)
 
 
+def _replace(model: nn.Module, optimizer: Any, how: str) -> None:
+    """As pruning and Gaussian splatting do: a tensor of another shape or values takes a parameter's place, with its state."""
+    old = model[2].weight  # type: ignore[index]
+    new = nn.Parameter(old.detach() * 2)
+    group = next(group for group in optimizer.param_groups if any(p is old for p in group["params"]))
+    optimizer.state[new] = {key: value * 2 for key, value in optimizer.state.pop(old, {}).items() if torch.is_tensor(value)}
+    if how == "a new group":
+        optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
+        optimizer.add_param_group({**group, "params": [new if p is old else p for p in group["params"]]})
+    else:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    model[2].weight = new  # type: ignore[index]
+
+
+def _replaced(rank: int, how: str, distributed: bool) -> Tensor:
+    model = mlp(torch.float64)
+    held = [{"params": [p]} for p in model.parameters()]
+    optimizer: Any = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+    if distributed:
+        model, optimizer = fleet.distribute(model, optimizer, small_buckets(find_unused_parameters=how == "unused"))
+    for step in range(STEPS):
+        if step == 2 and how != "between backward and step":
+            _replace(model, optimizer, how)
+        for r in [rank] if distributed else [0, 1]:
+            loss = loss_of(model, r, step) / (1 if distributed else 2)
+            optimizer.backward(loss) if how == "optimizer.backward" and distributed else loss.backward()
+        if step == 2 and how == "between backward and step":
+            _replace(model, optimizer, how)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", ["in its group", "a new group", "unused", "optimizer.backward", "between backward and step"])
+def test_a_parameter_replaced_in_model_and_optimizer_trains_from_then_on(how: str) -> None:
+    mine, alone = run_ranks(_replaced, 2, how, True), run_ranks(_replaced, 1, how, False)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], alone[0], rtol=1e-12, atol=1e-12)
+
+
+def _replaced_otherwise(rank: int) -> list[str]:
+    told = []
+    for change in ("assigned", "parametrized"):
+        model, optimizer = _pair()
+        if change == "assigned":
+            model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # type: ignore[index]
+        else:
+            nn.utils.parametrizations.weight_norm(model[2])  # type: ignore[index]
+        loss_of(model, rank, 0).backward()
+        told.append(raised(optimizer.step))
+    return told
+
+
+def test_a_parameter_replaced_in_the_model_alone_and_one_that_was_parametrized_are_told_apart() -> None:
+    for assigned, parametrized in run_ranks(_replaced_otherwise, 2):
+        assert assigned.startswith("ConfigError: `2.weight` of the model is no longer the tensor that the optimizer holds"), (
+            assigned
+        )
+        assert parametrized.startswith("ConfigError: `2.weight` is no parameter of the model any more"), parametrized
+        assert "weight_norm" in parametrized and "call fleet.distribute(...)" in parametrized
+
+
 def _frozen_later(rank: int) -> Tensor:
     model, optimizer = _pair()
     for step in range(STEPS):
