@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .bucket import Bucket, Hook
 from .comm import Comm, Pending, is_initialized
-from .errors import ConfigError
+from .errors import ConfigError, PeerError
 from .layout import bucket_runs
 from .pairs import owner_of
 from .tail import ALARMS, NO_ALARMS, Alarms, Tail
@@ -218,7 +218,7 @@ class Buckets:
         """A backward failed half-way: wait for what was started, start nothing more."""
         pending, self._start, self._pending = self._pending, None, []
         for work in pending:
-            with contextlib.suppress(RuntimeError):  # a connection that broke: an error of this backward, or the next call's
+            with contextlib.suppress(RuntimeError, PeerError):  # an error of this backward, or of the next call
                 work.wait()
         for bucket in self._buckets:
             bucket.wake_hooks()

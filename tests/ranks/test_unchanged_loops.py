@@ -1683,3 +1683,31 @@ def _collected_and_copied(rank: int) -> tuple[list[bool], bool, list[str], bool]
 def test_a_pair_is_collected_with_its_model_and_copies_of_the_model_have_none() -> None:
     for gone, kept, in_copy, is_plain in run_ranks(_collected_and_copied, 2):
         assert all(gone) and kept and in_copy == [] and is_plain
+
+
+# --- ranks that do not come -----------------------------------------------------------------------------------------
+
+
+def _one_backward_fewer(rank: int, spelling: str) -> str:
+    """The last difference: a batch that one rank skips, and a loop that goes on after errors of its own."""
+    model, optimizer = _pair()
+
+    def train() -> None:
+        for step in range(4):
+            if rank == 1 and step == 1:
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            with contextlib.suppress(RuntimeError):
+                loss.backward() if spelling == "bare" else optimizer.backward(loss)
+            optimizer.step()
+
+    return raised(train)
+
+
+@pytest.mark.parametrize("spelling", ["bare", "optimizer.backward"])
+def test_a_rank_that_waits_for_a_backward_that_no_other_makes_says_where_and_is_no_runtime_error(spelling: str) -> None:
+    waiting, gone = run_ranks(_one_backward_fewer, 2, spelling)
+    assert waiting.startswith("PeerError: rank 0 has lost the other ranks in backward 1 of update 4"), waiting
+    assert "fleet.sampler(data)" in waiting and "The transport said: " in waiting
+    assert gone == "nothing raised"
