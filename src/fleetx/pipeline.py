@@ -57,6 +57,8 @@ class Pipeline:
         """Of those, updates not made because their gradients were not finite."""
         self._dropped = 0
         """Windows that were reduced with the other ranks, and dropped by zero_grad() instead of applied."""
+        self._is_unapplied = False
+        """No step() has followed the last reduce."""
         self._grad_norm: Tensor | None = None
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
         self.bare = BareBackward(self)
@@ -243,7 +245,7 @@ class Pipeline:
         else:
             self._checks.before_update()  # the GradScaler judges what is finite
         self.buckets.adopt_replaced()
-        self.window.applied = True
+        self.window.applied, self._is_unapplied = True, False
         if self.index and not self.buckets.alone:
             self._checks.ranks.after_update(self.index)  # of the update before, after which buffers are equal only now
 
@@ -369,6 +371,9 @@ class Pipeline:
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
+        if self._is_unapplied and not self.buckets.alone and self._compares_ranks:
+            self._checks.ranks.after_unapplied(self._checks.place)
+        self._is_unapplied = True
         if self.stages.merge.micro_steps > 1 or not self.stages.reduce.is_linear:
             self.buckets.before_more(_weak_method(self._set_aside))
 
@@ -405,6 +410,7 @@ class Pipeline:
     def _update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
         self._checks.before_update()
+        self._is_unapplied = False
         if self.index == 0 and self._compares_ranks:
             self.warn_of_unowned()
         if scaling is not None:

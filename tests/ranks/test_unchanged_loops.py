@@ -1257,6 +1257,28 @@ def test_weights_that_are_changed_by_hand_are_as_under_ddp() -> None:
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
 
 
+def _changed_by_hand(rank: int, zeroing: str, drifts: bool) -> None:
+    model, optimizer = _pair()
+    for step in range(3 if drifts else 12):
+        (optimizer if zeroing == "optimizer" else model).zero_grad()
+        loss_of(model, rank, step).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1 * (1 + rank * drifts))
+
+
+def _drifting_by_hand(rank: int, zeroing: str) -> list[str]:
+    return [raised(lambda: _changed_by_hand(rank, zeroing, False)), raised(lambda: _changed_by_hand(rank, zeroing, True))]
+
+
+@pytest.mark.parametrize("zeroing", ["model", "optimizer"])
+def test_ranks_whose_weights_are_changed_by_hand_are_compared_too(zeroing: str) -> None:
+    where = "backward 2 of update 1" if zeroing == "model" else "backward 1 of update 2"
+    for alike, apart in run_ranks(_drifting_by_hand, 2, zeroing):
+        assert alike == "nothing raised"
+        assert apart.startswith(f"FleetError: after {where}") and "the ranks no longer hold the same model" in apart, apart
+
+
 def _half_of_two_calls(rank: int) -> list[str]:
     model = fleet.distributed_model(mlp(torch.float64))
     told = [raised(lambda: loss_of(model, rank, 0).backward())]
