@@ -77,7 +77,8 @@ class Pipeline:
         self.look_for_unreduced: Callable[[Optimizer], None] = lambda optimizer: None
         """Raises where such an optimizer steps parameters of the model that no pair trains."""
         self.warn_of_unowned: Callable[[], None] = lambda: None
-        """Used at the first update: trainable parameters of the model that no optimizer holds have gradients of one rank."""
+        """Used at the first update, and at those after which ranks are compared: gradients of trainable parameters of the model
+        that no optimizer holds are of one rank."""
         self._compares_ranks = True
         """Not in an update that is measured and undone."""
         self.teller = Teller(stages, buckets, comm)
@@ -246,6 +247,8 @@ class Pipeline:
             self._checks.before_update()  # the GradScaler judges what is finite
         self.buckets.adopt_replaced()
         self.window.applied, self._is_unapplied = True, False
+        if self.index == 0 or self._checks.ranks.looks_after(self.index + 1):
+            self.warn_of_unowned()
         if self.index and not self.buckets.alone:
             self._checks.ranks.after_update(self.index)  # of the update before, after which buffers are equal only now
 
@@ -411,7 +414,7 @@ class Pipeline:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
         self._checks.before_update()
         self._is_unapplied = False
-        if self.index == 0 and self._compares_ranks:
+        if self._compares_ranks and (self.index == 0 or self._checks.ranks.looks_after(self.index + 1)):
             self.warn_of_unowned()
         if scaling is not None:
             self._finite = scaling.unscale(self.buckets)

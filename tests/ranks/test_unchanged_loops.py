@@ -1279,6 +1279,29 @@ def test_ranks_whose_weights_are_changed_by_hand_are_compared_too(zeroing: str) 
         assert apart.startswith(f"FleetError: after {where}") and "the ranks no longer hold the same model" in apart, apart
 
 
+def _unfrozen_without_optimizer(rank: int) -> list[str]:
+    model = mlp(torch.float64)
+    model[2].requires_grad_(False)
+    model, optimizer = fleet.distribute(model, sgd(nn.ModuleList([model[0], model[4]])), small_buckets(desync_check_steps=100))
+    for step in range(10):
+        if step == 3:
+            model[2].requires_grad_(True)
+        loss_of(model, rank, step).backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        if seen and step < 9:
+            return [f"too early: {seen[0].message}"]
+    return [str(warning.message) for warning in seen]
+
+
+def test_parameters_unfrozen_in_mid_training_that_no_optimizer_holds_are_told() -> None:
+    first, second = run_ranks(_unfrozen_without_optimizer, 2)
+    assert len(first) == 1 and first[0].startswith("`2.weight` and 1 more parameters are trainable and in no optimizer"), first
+    assert second == []
+
+
 def _half_of_two_calls(rank: int) -> list[str]:
     model = fleet.distributed_model(mlp(torch.float64))
     told = [raised(lambda: loss_of(model, rank, 0).backward())]
