@@ -81,6 +81,7 @@ class BareBackward:
             )
         if self.is_under_way:
             self.abandon()
+        pipeline.leave_applied()
         window, reopened = pipeline.window, pipeline.window.closed
         pipeline.refuse_inside_averaged()
         window.refuse_broken()
@@ -91,8 +92,8 @@ class BareBackward:
             pipeline.enter_bare()
         elif reopened:
             raise ConfigError(
-                "parameters were added or unfrozen between two backwards of one update. Call optimizer.step() first, or do it "
-                "before the first of them."
+                "parameters were added, replaced or unfrozen between two backwards of one update. Call optimizer.step() "
+                "first, or do it before the first of them."
             )
         # With several pairs, or gradients that come twice, nothing may start before the end: see pairs.finish_backward and
         # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,10 +12,13 @@ from . import pairs, world
 from .buffer_kinds import refuse_unknown_buffers
 from .compile import check_parts, compile_strategy
 from .errors import ConfigError, warn_user
+from .kept import keep_with, let_go
 from .optimizer import FleetOptimizer
+from .other_steps import part_in_step, refuse_past, refuse_unreduced, watch
 from .patch import restore_forwards
 from .pipeline import Pipeline
 from .placement import (
+    OUTSIDE,
     agree_on_model,
     broadcast_from_first,
     broadcast_tensors,
@@ -95,6 +98,8 @@ def bind(
     )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     face.forward_stage = compiled.forward
+    keep_with(model, face)
+    watch()
     _in_forward[face.pipeline] = (weakref.ref(model), _forward_parts(strategy))
     _connect(whole, face, strategy, params)
     if not is_placed:
@@ -151,22 +156,42 @@ def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrate
 
     def hint() -> str:
         held = model_of()
-        return "" if held is None else replaced_parameter(bare(held), ids)
+        optimizer = face_of()
+        holds = set() if optimizer is None else optimizer.parameter_ids()
+        return "" if held is None else replaced_parameter(bare(held), ids, holds)
+
+    part = part_in_step(strategy.parts(), on_nan_inf=strategy.on_nan_inf)
 
     pipeline = face.pipeline
+    own = pipeline.param_ids
+    pipeline.refuse_past_parts = lambda optimizer: refuse_past(part, optimizer)
+    pipeline.look_for_unreduced = lambda optimizer: refuse_unreduced(model_of(), optimizer, own)
     pipeline.when_ended, pipeline.when_stale, face.follow = end, follow_in_backward, follow
     pipeline.warn_of_unowned = warn
     pipeline.hint_at_missing(hint)
 
 
-def replaced_parameter(model: nn.Module, ids: dict[str, int]) -> str:
-    """A sentence on a parameter of the model that is no longer the tensor which the optimizer holds; empty if all are."""
-    for name, param in model.named_parameters():
-        if ids.get(plain_name(name), id(param)) != id(param):
+def replaced_parameter(model: nn.Module, ids: Mapping[str, int], held: Collection[int]) -> str:
+    """A sentence on a parameter of the model that is not the tensor which was distributed; empty if all are.
+
+    `ids`: of those that were distributed, by name. `held`: of those that the optimizer holds now."""
+    found = {plain_name(name): id(param) for name, param in model.named_parameters()}
+    for name, known in ids.items():
+        if name not in found and known not in found.values() and not name.startswith(OUTSIDE):
             return (
-                f" `{plain_name(name)}` of the model is no longer the tensor that the optimizer holds: "
-                "load_state_dict(assign=True) or an assignment has replaced it. Load with assign=False; or load first, then "
-                "build the optimizer and call fleet.distribute(...)."
+                f" `{name}` is no parameter of the model any more: it was parametrized (weight_norm, pruning) or taken out after "
+                "fleet.distribute(...). Do so first, then build the optimizer and call fleet.distribute(...)."
+            )
+        if found.get(name, known) != known and found[name] in held:
+            return (
+                f" `{name}` was replaced, in the model and in the optimizer, after its gradients were laid out. Replace it "
+                "between two updates, or call fleet.distribute(...) again."
+            )
+        if found.get(name, known) != known:
+            return (
+                f" `{name}` of the model is no longer the tensor that the optimizer holds: "
+                "load_state_dict(assign=True) or an assignment has replaced it. Load with assign=False; put the new tensor into "
+                "the optimizer's group too; or load first, then build the optimizer and call fleet.distribute(...)."
             )
     return ""
 
@@ -189,6 +214,7 @@ def rehearsal_of(model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: L
 def give_up(model: nn.Module, face: FleetOptimizer) -> None:
     """Nothing of this pair may act in the next one."""
     restore_forwards(model)
+    let_go(face)
     face.pipeline.give_up()
     if face.update is not face.given:
         face.given.state = face.update.state  # what was put back was put back into the one that stood in its place
@@ -213,14 +239,15 @@ def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
 
 
 def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
-    """Make new buckets for parameters that were added or unfrozen, between two updates; every rank is here, or comes.
+    """Make new buckets for parameters that were added, replaced or unfrozen, between two updates; every rank is here, or comes.
 
     A rank that has added none stays in its backward, where it waits for the others' gradients: it is named (`meet`).
     Weights, the optimizer's state, counters, loss scale and statistics go on as they are."""
     old = face.pipeline
     old.comm.meet(
         f"fleetx/layout/{old.teller.pair}/{old.index}/{len(face.parameter_ids())}",
-        lacking="added or unfroze no parameters before this update, as this rank did. Do it on every rank at the same place.",
+        lacking="added or unfroze no parameters before this update, as this rank did, nor replaced any. "
+        "Do it on every rank at the same place.",
     )
     _refuse_fixed_layout(face)
     state = {"counters": old.counters(), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
@@ -246,11 +273,15 @@ def _refuse_fixed_layout(face: FleetOptimizer) -> None:
     pipeline = face.pipeline
     again = "Call fleet.distribute(model, optimizer, strategy) again instead, which begins a new pair with the same weights."
     if pipeline.window.micro_steps:
-        raise ConfigError("parameters were added or unfrozen inside a merge window. Do it between two updates: when report.due.")
+        raise ConfigError(
+            "parameters were added, replaced or unfrozen inside a merge window. Do it between two updates: when report.due."
+        )
     if face.memory_plan is not None or face.plan is not None:
-        raise ConfigError(f"parameters were added or unfrozen after recompute's budget or auto was planned without them. {again}")
+        raise ConfigError(
+            f"parameters were added, replaced or unfrozen after recompute's budget or auto was planned without them. {again}"
+        )
     if pipeline.stages.reduce.keeps_state() or pipeline.trains_alone:
         raise ConfigError(
-            "parameters were added or unfrozen while the strategy keeps state of the others: what a compressor has not sent yet, "
-            f"or the last average of Local SGD. {again}"
+            "parameters were added, replaced or unfrozen while the strategy keeps state of the others: what a compressor has "
+            f"not sent yet, or the last average of Local SGD. {again}"
         )

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from .bucket import Bucket, Hook
-from .comm import Comm, Pending
-from .errors import warn_user
+from .comm import Comm, Pending, is_initialized
+from .errors import ConfigError, PeerError
 from .layout import bucket_runs
+from .pairs import owner_of
 from .tail import ALARMS, NO_ALARMS, Alarms, Tail
 
 Start = Callable[[Bucket], Pending]
@@ -81,7 +82,7 @@ class Buckets:
         if sys.is_finalizing():
             return
         if getattr(self, "_handles", None) and self.comm.size > 1:
-            _warn_when_used(self._buckets[0].params[0])
+            _refuse_when_used([param for bucket in self._buckets for param in bucket.params])
         self.give_up()
 
     def give_up(self) -> None:
@@ -217,7 +218,7 @@ class Buckets:
         """A backward failed half-way: wait for what was started, start nothing more."""
         pending, self._start, self._pending = self._pending, None, []
         for work in pending:
-            with contextlib.suppress(RuntimeError):  # a connection that broke: an error of this backward, or the next call's
+            with contextlib.suppress(RuntimeError, PeerError):  # an error of this backward, or of the next call
                 work.wait()
         for bucket in self._buckets:
             bucket.wake_hooks()
@@ -313,6 +314,13 @@ class Buckets:
                     view.copy_(grad)
                     param.grad = view
 
+    def restart(self) -> None:
+        """A new window begins; what came since the last one was reduced is part of it."""
+        for bucket in self._buckets:
+            touched = bucket.touched
+            bucket.restart()
+            bucket.touched = touched
+
     def finish_window(self, *, recycle: bool) -> None:
         """The update is done; unless recycled, the gradients may be looked at until the next backward or zero()."""
         if recycle:
@@ -334,17 +342,21 @@ class Buckets:
                 bucket.flat.zero_()
 
 
-def _warn_when_used(param: nn.Parameter) -> None:
-    """A pair was collected as garbage, and was not ended: a backward through its model would be this rank's alone."""
+def _refuse_when_used(params: Sequence[nn.Parameter]) -> None:
+    """A pair was collected as garbage, and was not ended: a backward that reaches its parameters would be this rank's alone.
 
-    def hook(_: Tensor) -> None:
-        handle.remove()
-        warn_user(
-            "the pair that fleet.distribute(...) made of this model was discarded, since nothing holds its optimizer: gradients "
-            "stay local to each rank from here on. Keep the optimizer that was given or returned as long as the model trains.",
-        )
+    An error, since other ranks may not have collected theirs yet: they would wait for this one."""
 
-    handle = param.register_post_accumulate_grad_hook(hook)
+    def hook(param: Tensor) -> None:
+        if is_initialized() and owner_of(param) is None:
+            raise ConfigError(
+                "the pair that fleet.distribute(...) made of these parameters was discarded, since neither the model (nor a "
+                "module of it) nor the optimizer was kept: gradients would be this rank's own. Keep one of them as long as the "
+                "parameters train, or call fleet.distribute(...) with what trains them now."
+            )
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(hook)
 
 
 def _make_early_hook(owner: Callable[[], Buckets | None]) -> Hook:

@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from . import stopping
+from . import progress, stopping
 from .alarms import AlarmReader
 from .averaging.told import Row
 from .comm import Comm
@@ -89,6 +89,7 @@ class Checks:
     def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
         bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses()
         self.place = Place(index + 1, window.reduces, dropped)
+        progress.at_reduce(self.place)
         number = self.place.number()
         return Alarms(bad_losses=bad_losses, stops=float(stopping.is_requested()), place=number, place_squared=number * number)
 

@@ -25,7 +25,7 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from . import gloo_threads, progress
-from .errors import ConfigError, DataError, warn_user
+from .errors import ConfigError, DataError, PeerError, first_line, warn_user
 from .progress import Phase
 
 # torch 2.13 renamed it, and warns of the old name; 2.11 has only the old one.
@@ -45,7 +45,7 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None:
-            with progress.during(Phase.WAIT), _or_the_word_left():
+            with progress.during(Phase.WAIT), _or_a_reason():
                 self._work.wait()
         if self._finish is not None:
             self._finish()
@@ -186,15 +186,23 @@ def _word_left() -> str | None:
 
 
 @contextlib.contextmanager
-def _or_the_word_left() -> Iterator[None]:
-    """A connection that broke because a rank stopped for a reason it told is that reason, on every rank."""
+def _or_a_reason() -> Iterator[None]:
+    """What a connection that broke means: on every rank the reason that a rank told before it stopped, or what is known here."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as broken:
         word = _word_left()
-        if word is None:
-            raise
-        raise DataError(word) from broken
+        if word is not None:
+            raise DataError(word) from broken
+        raise PeerError(
+            f"rank {dist.get_rank()} has lost the other ranks in {progress.where()}: one of them has left, or is in another "
+            "call. If a rank shows an error of its own, that is the cause. Else they have made different numbers of backwards or "
+            "collectives: a batch skipped on one of them, one batch more, a call on one rank alone. Give all equally many "
+            "batches, as fleet.sampler(data) does, and skip a batch on all or on none: ask them by fleet.util.all_reduce. "
+            f"The transport said: {first_line(broken)}"
+        ) from broken
 
 
 @final

@@ -34,6 +34,10 @@ class LaunchError(FleetError):
     """Workers that could not be started."""
 
 
+class PeerError(FleetError):
+    """A collective that failed, since another rank has left or is elsewhere. No RuntimeError, by which loops skip batches."""
+
+
 class RecomputeError(FleetError):
     """A module that cannot be computed again in backward."""
 

@@ -123,9 +123,11 @@ class RankCheck:
         """Alarms of the last update were read: a table that was changed in it has been made equal."""
         self.tables_change = False
         """Some rank has changed one in this run, as all of them know."""
-        self._taken: tuple[int, Tensor] | None = None
-        """The update after which a fingerprint was taken, and the fingerprint; None: none waits to be compared."""
-        self._pending: tuple[int, Tensor, Any] | None = None
+        self._taken: tuple[str, Tensor] | None = None
+        """After what a fingerprint was taken, and the fingerprint; None: none waits to be compared."""
+        self._pending: tuple[str, Tensor, Any] | None = None
+        self._unapplied = 0
+        """Reduces so far that came without a step() between them and the one before."""
         self._last_round = 0
         self._left_some_out = False
         """When the last comparison began, this rank left out buffers that others may not have."""
@@ -157,14 +159,30 @@ class RankCheck:
             return
         if self._pending is not None:
             self._finish()
-        if self._looks_until(index) > self._looks_until(index - 1):
-            self._taken = (index, self._mark())
+        if self.looks_after(index):
+            self._taken = (f"update {index}", self._mark())
+
+    def looks_after(self, index: int) -> bool:
+        """Whether ranks are compared after this update."""
+        return self._every > 0 and self._looks_until(index) > self._looks_until(index - 1)
+
+    def after_unapplied(self, place: object) -> None:
+        """A reduce is over, and no step() has followed the one before: weights may be changed by hand, and are looked at here.
+
+        Of those of a run the first, the tenth and every so many: compared in the next reduce, as after an update."""
+        if self._comm.size == 1 or self._every == 0:
+            return
+        if self._pending is not None:
+            self._finish()
+        self._unapplied += 1
+        if self._taken is None and self.looks_after(self._unapplied):
+            self._taken = (str(place), self._mark())
 
     def exchange(self) -> None:
         """Compare fingerprints. Every rank is here, at the same update: the reduce just done has shown it."""
         if self._taken is not None:
-            (index, mark), self._taken = self._taken, None
-            self._compare(index, mark)
+            (after, mark), self._taken = self._taken, None
+            self._compare(after, mark)
 
     def after_round(self, index: int) -> None:
         """Ranks that train alone are equal now and then: looked at in the first such moment after each `every` updates."""
@@ -173,7 +191,7 @@ class RankCheck:
         if self._pending is not None:
             self._finish()
         if self._looks_until(index) > self._looks_until(self._last_round):
-            self._begin(index)
+            self._compare(f"update {index}", self._mark())
         self._last_round = index
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -187,38 +205,35 @@ class RankCheck:
         named: dict[str, Tensor] = {**params, **dict(self._model.named_buffers())}
         return {name: t.detach() for name, t in named.items() if name not in left_out and t.numel()}
 
-    def _begin(self, index: int) -> None:
-        self._compare(index, self._mark())
-
     def _mark(self) -> Tensor:
         # A pair that was discarded may be collected on some ranks only: they compare what all of them look at.
         others = bool(pairs.trained_by_others(self._own))
         self._left_some_out = others or (self._tail is not None and bool(self._tail.written()))
         return fingerprint(list(self._tensors().values()))
 
-    def _compare(self, index: int, mark: Tensor) -> None:
+    def _compare(self, after: str, mark: Tensor) -> None:
         extremes = torch.stack([mark, ~mark])  # one collective: the largest, and of the complement the largest: the smallest
         self._comm.all_reduce(extremes, "max").wait()
         if extremes.device.type == "cpu":
-            self._pending = (index, extremes, None)
+            self._pending = (after, extremes, None)
             return self._finish()
         # Read one update later: by then it has long arrived, and nobody has waited for the device.
         host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
         host.copy_(extremes, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = (index, host, arrived)
+        self._pending = (after, host, arrived)
 
     def _finish(self) -> None:
         assert self._pending is not None
-        (index, extremes, arrived), self._pending = self._pending, None
+        (after, extremes, arrived), self._pending = self._pending, None
         if arrived is not None:
             arrived.synchronize()
         largest, complement = extremes.tolist()
         if largest != ~complement:
-            self._compare_by_name(index)
+            self._compare_by_name(after)
 
-    def _compare_by_name(self, index: int) -> None:
+    def _compare_by_name(self, after: str) -> None:
         """Every rank is here: the extremes are the same for all. Ranks that hold the same after all leave in peace, together."""
         marks = {name: f"{int(fingerprint([t])):x}" for name, t in self._tensors().items()}
         ranks = self._comm.gather_json([marks, self._left_some_out])
@@ -231,7 +246,7 @@ class RankCheck:
         if not told and any(left_some_out for _, left_some_out in ranks):
             return
         raise FleetError(
-            f"after update {index} the ranks no longer hold the same model. Unlike rank 0: {'; '.join(told) or 'none by now'}. "
+            f"after {after} the ranks no longer hold the same model. Unlike rank 0: {'; '.join(told) or 'none by now'}. "
             "Something changed weights or buffers on some ranks only: load the last checkpoint, name buffers that belong to "
             "each rank in strategy.local_buffers, or set strategy.desync_check_steps = 0 if this is meant."
         )

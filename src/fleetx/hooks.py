@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
 MARK = "_fleetx_only_refuses"
+Refusal = TypeVar("Refusal", bound=Callable[..., None])
+
+
+def only_refuses(hook: Refusal) -> Refusal:
+    """Mark a hook that changes no gradient."""
+    setattr(hook, MARK, True)
+    return hook
 
 
 def refuse_before_step(optimizer: Optimizer, refuse: Callable[..., None]) -> None:
     """`refuse(optimizer, *_)` before every step; registered once."""
-    setattr(refuse, MARK, True)
+    only_refuses(refuse)
     if refuse not in optimizer._optimizer_step_pre_hooks.values():
         optimizer.register_step_pre_hook(refuse)
 

@@ -61,7 +61,8 @@ class GradientNorms:
         """Whether the norms of each tensor are known, and the gradients are what they were: not written to, not replaced."""
         if self._by_bucket is None or [bucket.version() for bucket in self._buckets] != self._versions:
             return False
-        if may_change_gradients(self._update._optimizer_step_pre_hooks) or optimizer_module._global_optimizer_pre_hooks:
+        hooks = (self._update._optimizer_step_pre_hooks, optimizer_module._global_optimizer_pre_hooks)
+        if any(map(may_change_gradients, hooks)):
             return False  # they run inside step(), and may change gradients
         pairs = (pair for bucket in self._buckets for pair in zip(bucket.params, bucket.views, strict=True))
         return all(param.grad is None or param.grad is view for param, view in pairs)

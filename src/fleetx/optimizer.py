@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from .compression.handover import SGDHandedOver
 from .errors import ConfigError
 from .hooks import refuse_before_step
+from .kept import KeptPairs
 from .optim.lars import Lars
 from .optim.layerwise import Layerwise
 from .pipeline import Pipeline
@@ -68,6 +69,8 @@ class FleetOptimizer(Optimizer):
         """Whether `update`, or the optimizer given, is being called from here: such calls are not sent back."""
         self.ended = ""
         """Why this pair trains nothing any more; empty while it does."""
+        self.kept_by: list[KeptPairs] = []
+        """Where the modules of the model hold this optimizer."""
         self.follow: Callable[[], None] = lambda: None
         """Makes a new layout of buckets for parameters that have joined the optimizer or were unfrozen."""
         self.forward_stage: Any = None
@@ -84,10 +87,11 @@ class FleetOptimizer(Optimizer):
         self.update = pipeline.stages.update
         route(self.given, self)
         pipeline.layout_is_stale = _stale_layout(weakref.ref(self))
+        pipeline.is_own_step = _own_step(weakref.ref(self))
         if isinstance(self.update, Layerwise | SGDHandedOver):
             self.update.__dict__[OWNER] = weakref.ref(self)
             refuse_before_step(self.update, _refuse_step_past_the_pipeline)
-        self._params_seen = self._count_params()
+        self._ids_seen = self._ids_in_order()
         self._frozen_here = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
 
     def end(self, why: str) -> None:
@@ -98,15 +102,21 @@ class FleetOptimizer(Optimizer):
         """Pickle or copy the optimizer inside: a plain one, that needs no pair to be loaded."""
         return self.update.__reduce_ex__(1)  # a later protocol makes pickle insist on the class of this very object
 
+    def handles_step_of(self, optimizer: Optimizer) -> bool:
+        """Whether this step is made from here, or refused: that of the optimizer given, where another has taken its place."""
+        is_replaced = self.update is not self.given and (optimizer is self.given or optimizer is self.update)
+        return self.stepping or is_replaced or optimizer is self
+
     def takes_calls(self) -> bool:
         return self._bound is not None and not self.ended and not self.stepping
 
     def has_stale_layout(self) -> bool:
-        """Whether a parameter joined this optimizer or was unfrozen since the buckets were laid out."""
-        return self._count_params() != self._params_seen or any(p.requires_grad for p in self._frozen_here)
+        """Whether a parameter joined this optimizer, was replaced in it or was unfrozen since the buckets were laid out."""
+        return self._ids_in_order() != self._ids_seen or any(p.requires_grad for p in self._frozen_here)
 
-    def _count_params(self) -> int:
-        return sum(len(group["params"]) for group in self.param_groups)
+    def _ids_in_order(self) -> list[int]:
+        """By which a replaced parameter is seen: the buckets keep the old one alive, so that its id is not used again."""
+        return [id(param) for group in self.param_groups for param in group["params"]]
 
     @property
     def pipeline(self) -> Pipeline:
@@ -153,6 +163,7 @@ class FleetOptimizer(Optimizer):
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
         self._refuse_ended()
+        self.pipeline.leave_applied()
         self.follow_changed_parameters()
         self.pipeline.backward(loss, None if weight is None else _as_number(weight), retain_graph=retain_graph)
 
@@ -253,6 +264,8 @@ class FleetOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters from the next update on. Every rank must call it, between two updates."""
+        if self._bound is not None:
+            self._bound.leave_applied()
         if self._bound is not None and self._bound.window.closed and not self._bound.window.shared:
             raise ConfigError(
                 "add_param_group between backward and step(): the new parameters' gradients are this rank's own. Call it before "
@@ -308,7 +321,7 @@ class FleetOptimizer(Optimizer):
             )
 
     def follow_changed_parameters(self) -> None:
-        """Lay out buckets for parameters that were added or unfrozen; every rank has done so at the same place."""
+        """Lay out buckets for parameters that were added, replaced or unfrozen; every rank has done so at the same place."""
         if self._bound is None or self.ended or self._bound.window.closed:
             return  # a window that is reduced gets its update first
         if self.has_stale_layout():
@@ -321,3 +334,11 @@ def _stale_layout(optimizer: Callable[[], FleetOptimizer | None]) -> Callable[[]
         return found is not None and found.has_stale_layout()
 
     return is_stale
+
+
+def _own_step(held: Callable[[], FleetOptimizer | None]) -> Callable[[Optimizer], bool]:
+    def is_own_step(optimizer: Optimizer) -> bool:
+        found = held()
+        return found is not None and found.handles_step_of(optimizer)
+
+    return is_own_step

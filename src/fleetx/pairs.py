@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import reentrant
 from .errors import ConfigError
@@ -31,6 +32,12 @@ class Pair(Protocol):
 
     def end(self, why: str) -> None:
         """Train nothing any more."""
+
+    def refuse_unreduced(self, optimizer: Optimizer) -> None:
+        """Raise where this optimizer steps parameters of the model that no pair trains."""
+
+    def before_other_step(self, optimizer: Optimizer) -> None:
+        """An optimizer that is not this pair's is about to step some of its parameters."""
 
 
 _alive: weakref.WeakSet[Pair] = weakref.WeakSet()
@@ -63,6 +70,21 @@ def forget() -> None:
 def owner_of(param: Tensor) -> Pair | None:
     """The pair that trains this parameter. A discarded pair owns nothing."""
     return next((pair for pair in _alive if id(param) in pair.param_ids), None)
+
+
+def reached_by(optimizer: Optimizer) -> list[Pair]:
+    """The pairs that have parameters which this optimizer steps, in the order of their making."""
+    reached = [
+        pair
+        for pair in _alive
+        if any(id(param) in pair.param_ids for group in optimizer.param_groups for param in group["params"])
+    ]
+    return sorted(reached, key=lambda pair: _numbers[pair])
+
+
+def refuse_unreduced(optimizer: Optimizer) -> None:
+    for pair in list(_alive):
+        pair.refuse_unreduced(optimizer)
 
 
 def trained_by_others(own: set[int]) -> set[int]:

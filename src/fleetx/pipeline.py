@@ -16,8 +16,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from . import pairs, progress, reentrant, stopping
+from . import pairs, progress, reentrant, rehearsing, stopping
 from .averaging.told import Row
 from .bare_backward import BareBackward
 from .bucket import Bucket
@@ -28,9 +29,10 @@ from .comm import Comm, Pending
 from .errors import ConfigError, FleetError
 from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
+from .other_steps import refuse_inside_backward
 from .progress import Phase
 from .report import Report, mean_loss
-from .scaling import GradScaling
+from .scaling import GradScaling, scaling_of
 from .slots import News, Step
 from .stages import Stages
 from .telling import Teller
@@ -55,6 +57,8 @@ class Pipeline:
         """Of those, updates not made because their gradients were not finite."""
         self._dropped = 0
         """Windows that were reduced with the other ranks, and dropped by zero_grad() instead of applied."""
+        self._is_unapplied = False
+        """No step() has followed the last reduce."""
         self._grad_norm: Tensor | None = None
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
         self.bare = BareBackward(self)
@@ -66,8 +70,15 @@ class Pipeline:
         """Whether parameters have joined the optimizer since the buckets were laid out."""
         self.when_stale: Callable[[], None] = lambda: None
         """Makes a new pipeline, which reduces the gradients that are there."""
+        self.is_own_step: Callable[[Optimizer], bool] = lambda optimizer: False
+        """Whether a step of this optimizer is made by the pair, or refused elsewhere."""
+        self.refuse_past_parts: Callable[[Optimizer], None] = lambda optimizer: None
+        """Raises where a step of an optimizer that is not the pair's would leave out a part of the strategy."""
+        self.look_for_unreduced: Callable[[Optimizer], None] = lambda optimizer: None
+        """Raises where such an optimizer steps parameters of the model that no pair trains."""
         self.warn_of_unowned: Callable[[], None] = lambda: None
-        """Used at the first update: trainable parameters of the model that no optimizer holds have gradients of one rank."""
+        """Used at the first update, and at those after which ranks are compared: gradients of trainable parameters of the model
+        that no optimizer holds are of one rank."""
         self._compares_ranks = True
         """Not in an update that is measured and undone."""
         self.teller = Teller(stages, buckets, comm)
@@ -130,11 +141,7 @@ class Pipeline:
         """End a micro-step; a no-op inside a window. `recycle`: the gradients are not looked at afterwards.
 
         `scaling`: of a GradScaler. `closure`: for an optimizer that runs it inside its step."""
-        self.refuse_inside_averaged()
-        self.settle()
-        self.window.refuse_broken()
-        if self.buckets.touched() if self.window.entered else self.buckets.has_new():
-            self._take_local_gradients()
+        self._reduce_what_came()
         if self.window.closed:
             return self._update(recycle=recycle, scaling=scaling, closure=closure)
         if not self.window.entered:
@@ -145,6 +152,16 @@ class Pipeline:
         self.window.entered = self.window.asked_due = False
         self.stages.update._opt_called = True  # type: ignore[attr-defined]  # a scheduler may follow every step()
         return self._report(due=False, updated=False)
+
+    def _reduce_what_came(self) -> None:
+        """Before the gradients are applied: those that are this rank's own join the window."""
+        self.refuse_inside_averaged()
+        self._settle_backward()
+        self.window.refuse_broken()
+        if self.window.applied and self.buckets.touched():
+            self.leave_applied()
+        if self.buckets.touched() if self.window.entered else self.buckets.has_new():
+            self._take_local_gradients()
 
     def flush(self) -> Report:
         """Close a window early. Every rank must call it, at the same place."""
@@ -185,7 +202,11 @@ class Pipeline:
             self._average(dropped)
 
     def settle(self) -> None:
-        """Drop a backward that failed, and put back what was set aside for one that brought nothing."""
+        """Drop a backward that failed, put back what was set aside for one that brought nothing, leave what was applied."""
+        self._settle_backward()
+        self.leave_applied()
+
+    def _settle_backward(self) -> None:
         if self.bare.is_under_way:
             self.bare.abandon()
         if self.window.set_aside is not None and not self.buckets.touched():
@@ -201,11 +222,48 @@ class Pipeline:
 
     def require_applicable(self) -> None:
         """Raise if the gradients may not be applied, before a method of the optimizer's own does."""
-        self.settle()
+        self._settle_backward()
         if self.window.closed:
             self._checks.before_update()
             if not self._finite and not self._is_finite_now() and self._checks.must_stop(self.stages.backward):
                 self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
+
+    # --- a step of another optimizer over these parameters -------------------------------------------------------
+
+    def before_other_step(self, optimizer: Optimizer) -> None:
+        """Do what step() does before the update, which this optimizer makes. Every rank is here, as in step()."""
+        if self.is_own_step(optimizer) or pairs.stays_local() or rehearsing.is_on():
+            return
+        if reentrant.current_task() >= 0:
+            return refuse_inside_backward(optimizer) if self.comm.size > 1 else None
+        self.refuse_past_parts(optimizer)
+        self.refuse_unreduced(optimizer)
+        self._reduce_what_came()
+        if not self.window.closed or self.window.applied:
+            return  # the second optimizer that steps after one backward: or one that has nothing to apply
+        if scaling_of(optimizer) is None:
+            self.require_applicable()
+        else:
+            self._checks.before_update()  # the GradScaler judges what is finite
+        self.buckets.adopt_replaced()
+        self.window.applied, self._is_unapplied = True, False
+        if self.index == 0 or self._checks.ranks.looks_after(self.index + 1):
+            self.warn_of_unowned()
+        if self.index and not self.buckets.alone:
+            self._checks.ranks.after_update(self.index)  # of the update before, after which buffers are equal only now
+
+    def refuse_unreduced(self, optimizer: Optimizer) -> None:
+        if self.comm.size > 1 and not self.is_own_step(optimizer):
+            self.look_for_unreduced(optimizer)
+
+    def leave_applied(self) -> None:
+        """Count an update that another optimizer has made. Not at once: the pair's own step() may still follow it."""
+        if self.window.applied:
+            self.index += 1
+            self.weighing.learn(self.window, alone=self.buckets.alone)
+            self.window = Window()
+            self.buckets.restart()
+            progress.at_step(self.index + 1)
 
     def take_local_gradients(self) -> None:
         """Reduce the gradients that lie in `param.grad` now; every rank is here."""
@@ -316,6 +374,9 @@ class Pipeline:
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
+        if self._is_unapplied and not self.buckets.alone and self._compares_ranks:
+            self._checks.ranks.after_unapplied(self._checks.place)
+        self._is_unapplied = True
         if self.stages.merge.micro_steps > 1 or not self.stages.reduce.is_linear:
             self.buckets.before_more(_weak_method(self._set_aside))
 
@@ -352,7 +413,8 @@ class Pipeline:
     def _update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
         self._checks.before_update()
-        if self.index == 0 and self._compares_ranks:
+        self._is_unapplied = False
+        if self._compares_ranks and (self.index == 0 or self._checks.ranks.looks_after(self.index + 1)):
             self.warn_of_unowned()
         if scaling is not None:
             self._finite = scaling.unscale(self.buckets)

@@ -75,6 +75,7 @@ class _Record:
 
     def __init__(self) -> None:
         self.step, self.phase = 0, Phase.SCRIPT
+        self.reduce: object = None
         self.thread = threading.main_thread().ident
         self.listener: Callable[[Phase], None] | None = None
         self._page: mmap.mmap | bytearray = bytearray(RECORD_BYTES)
@@ -97,8 +98,20 @@ _record = _Record()
 
 
 def at_step(step: int, phase: Phase = Phase.SCRIPT) -> None:
-    _record.step = step
+    _record.step, _record.reduce = step, None
     _record.write(phase)
+
+
+def at_reduce(place: object) -> None:
+    """Until the next step: what is reduced, as `str(place)` would say it."""
+    _record.reduce = place
+
+
+def where() -> str:
+    """This rank's place, for an error."""
+    if _record.reduce is not None:
+        return str(_record.reduce)
+    return f"a call before update {_record.step}" if _record.step else "a call before the first update"
 
 
 def write_from_here() -> int | None:

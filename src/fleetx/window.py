@@ -32,6 +32,8 @@ class Window:
     """A micro-step began that optimizer.step() has not ended."""
     closed: bool = False
     """Its gradients are reduced; only the update is left."""
+    applied: bool = False
+    """An optimizer that is not the pair's has made the update; what comes next belongs to another window."""
     broken: bool = False
     """A backward failed half-way."""
     bare: bool = False

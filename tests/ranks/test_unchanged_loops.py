@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -583,6 +585,68 @@ def test_parameters_unfrozen_or_added_in_mid_training_train_from_then_on(how: st
     mine = run_ranks(_joining, 2, how, spelling)
     torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
     torch.testing.assert_close(mine[0], _joined_alone(how), rtol=1e-12, atol=1e-12)
+
+
+def _replace(model: nn.Module, optimizer: Any, how: str) -> None:
+    """As pruning and Gaussian splatting do: a tensor of another shape or values takes a parameter's place, with its state."""
+    old = model[2].weight  # type: ignore[index]
+    new = nn.Parameter(old.detach() * 2)
+    group = next(group for group in optimizer.param_groups if any(p is old for p in group["params"]))
+    optimizer.state[new] = {key: value * 2 for key, value in optimizer.state.pop(old, {}).items() if torch.is_tensor(value)}
+    if how == "a new group":
+        optimizer.param_groups[:] = [other for other in optimizer.param_groups if other is not group]
+        optimizer.add_param_group({**group, "params": [new if p is old else p for p in group["params"]]})
+    else:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    model[2].weight = new  # type: ignore[index]
+
+
+def _replaced(rank: int, how: str, distributed: bool) -> Tensor:
+    model = mlp(torch.float64)
+    held = [{"params": [p]} for p in model.parameters()]
+    optimizer: Any = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+    if distributed:
+        model, optimizer = fleet.distribute(model, optimizer, small_buckets(find_unused_parameters=how == "unused"))
+    for step in range(STEPS):
+        if step == 2 and how != "between backward and step":
+            _replace(model, optimizer, how)
+        for r in [rank] if distributed else [0, 1]:
+            loss = loss_of(model, r, step) / (1 if distributed else 2)
+            optimizer.backward(loss) if how == "optimizer.backward" and distributed else loss.backward()
+        if step == 2 and how == "between backward and step":
+            _replace(model, optimizer, how)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", ["in its group", "a new group", "unused", "optimizer.backward", "between backward and step"])
+def test_a_parameter_replaced_in_model_and_optimizer_trains_from_then_on(how: str) -> None:
+    mine, alone = run_ranks(_replaced, 2, how, True), run_ranks(_replaced, 1, how, False)
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], alone[0], rtol=1e-12, atol=1e-12)
+
+
+def _replaced_otherwise(rank: int) -> list[str]:
+    told = []
+    for change in ("assigned", "parametrized"):
+        model, optimizer = _pair()
+        if change == "assigned":
+            model[2].weight = nn.Parameter(model[2].weight.detach().clone())  # type: ignore[index]
+        else:
+            nn.utils.parametrizations.weight_norm(model[2])  # type: ignore[index]
+        loss_of(model, rank, 0).backward()
+        told.append(raised(optimizer.step))
+    return told
+
+
+def test_a_parameter_replaced_in_the_model_alone_and_one_that_was_parametrized_are_told_apart() -> None:
+    for assigned, parametrized in run_ranks(_replaced_otherwise, 2):
+        assert assigned.startswith("ConfigError: `2.weight` of the model is no longer the tensor that the optimizer holds"), (
+            assigned
+        )
+        assert parametrized.startswith("ConfigError: `2.weight` is no parameter of the model any more"), parametrized
+        assert "weight_norm" in parametrized and "call fleet.distribute(...)" in parametrized
 
 
 def _frozen_later(rank: int) -> Tensor:
@@ -1193,6 +1257,51 @@ def test_weights_that_are_changed_by_hand_are_as_under_ddp() -> None:
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
 
 
+def _changed_by_hand(rank: int, zeroing: str, drifts: bool) -> None:
+    model, optimizer = _pair()
+    for step in range(3 if drifts else 12):
+        (optimizer if zeroing == "optimizer" else model).zero_grad()
+        loss_of(model, rank, step).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1 * (1 + rank * drifts))
+
+
+def _drifting_by_hand(rank: int, zeroing: str) -> list[str]:
+    return [raised(lambda: _changed_by_hand(rank, zeroing, False)), raised(lambda: _changed_by_hand(rank, zeroing, True))]
+
+
+@pytest.mark.parametrize("zeroing", ["model", "optimizer"])
+def test_ranks_whose_weights_are_changed_by_hand_are_compared_too(zeroing: str) -> None:
+    where = "backward 2 of update 1" if zeroing == "model" else "backward 1 of update 2"
+    for alike, apart in run_ranks(_drifting_by_hand, 2, zeroing):
+        assert alike == "nothing raised"
+        assert apart.startswith(f"FleetError: after {where}") and "the ranks no longer hold the same model" in apart, apart
+
+
+def _unfrozen_without_optimizer(rank: int) -> list[str]:
+    model = mlp(torch.float64)
+    model[2].requires_grad_(False)
+    model, optimizer = fleet.distribute(model, sgd(nn.ModuleList([model[0], model[4]])), small_buckets(desync_check_steps=100))
+    for step in range(10):
+        if step == 3:
+            model[2].requires_grad_(True)
+        loss_of(model, rank, step).backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        if seen and step < 9:
+            return [f"too early: {seen[0].message}"]
+    return [str(warning.message) for warning in seen]
+
+
+def test_parameters_unfrozen_in_mid_training_that_no_optimizer_holds_are_told() -> None:
+    first, second = run_ranks(_unfrozen_without_optimizer, 2)
+    assert len(first) == 1 and first[0].startswith("`2.weight` and 1 more parameters are trainable and in no optimizer"), first
+    assert second == []
+
+
 def _half_of_two_calls(rank: int) -> list[str]:
     model = fleet.distributed_model(mlp(torch.float64))
     told = [raised(lambda: loss_of(model, rank, 0).backward())]
@@ -1417,3 +1526,233 @@ def test_a_rank_that_unfreezes_alone_names_the_others_instead_of_waiting_for_eve
     assert "rank 0 waits for rank 1, which added or unfroze no parameters" in first[1]
     assert "which added or unfroze no parameters before this update" in first[0], first
     assert second[0] != "nothing raised"
+
+
+# --- an optimizer that is made later --------------------------------------------------------------------------------
+
+
+def _new_optimizers(rank: int, api: str) -> Tensor:
+    """One for each phase; the first is collected at another moment on each rank."""
+    inner = mlp(torch.float64)
+    model: Any = inner
+    optimizer: Any = sgd(inner)
+    if api == "ours":
+        model, optimizer = fleet.distribute(inner, optimizer, small_buckets())
+    else:
+        model = DistributedDataParallel(inner)
+    for step in range(3 * STEPS):
+        if step % STEPS == 2:
+            optimizer = torch.optim.SGD(inner.parameters(), lr=0.1 / (step + 1), momentum=0.9)
+        if step == 3 + 2 * rank:
+            gc.collect()
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if step % STEPS > 3:
+            loss_of(model, rank, 50 + step).backward()
+        nn.utils.clip_grad_norm_(inner.parameters(), 0.2)
+        optimizer.step()
+    return weights(inner)
+
+
+def test_a_new_optimizer_for_each_phase_trains_as_under_ddp_whenever_the_old_one_is_collected() -> None:
+    mine, theirs = run_ranks(_new_optimizers, 2, "ours"), run_ranks(_new_optimizers, 2, "ddp")
+    torch.testing.assert_close(mine[0], mine[1], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
+
+
+def _two_over_the_same(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """The one that was given, and one beside it that steps before it, after it, or alone; gradients are zeroed now and then."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    other = torch.optim.Adam(inner.parameters(), lr=0.01)  # type: ignore[union-attr]
+    local = fleet.no_sync if inner is model else model.no_sync  # type: ignore[union-attr]
+    for step in range(10):
+        if step % 4:
+            (other if step % 2 else model).zero_grad(set_to_none=step % 3 > 0)
+        with local() if step in (5, 6) else contextlib.nullcontext():  # type: ignore[operator]
+            loss_of(model, rank, step).backward()
+        if step in (5, 6):
+            loss_of(model, rank, 20 + step).backward()
+        for stepped in ([other, optimizer], [optimizer, other], [other], [optimizer])[step % 4]:
+            stepped.step()
+
+
+def test_a_second_optimizer_over_the_same_parameters_steps_before_or_after_the_given_one() -> None:
+    assert_as_under_ddp(_two_over_the_same)
+
+
+def _by_parts(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """An optimizer for each layer, and backwards by the returned one's backward() where there is one."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    parts = [torch.optim.SGD([p], lr=0.05, momentum=0.9) for p in inner.parameters()]  # type: ignore[union-attr]
+    for step in range(STEPS):
+        loss = loss_of(model, rank, step)
+        optimizer.backward(loss) if hasattr(optimizer, "backward") and step % 2 else loss.backward()
+        for part in parts:
+            part.step()
+            part.zero_grad()
+
+
+def test_an_optimizer_for_each_parameter_takes_the_place_of_the_one_that_was_given() -> None:
+    assert_as_under_ddp(_by_parts)
+
+
+def _new_optimizer_with_statistics(rank: int, api: str) -> tuple[Tensor, int]:
+    """Of a ModuleList that only distribute has seen."""
+    first, second = cnn(), cnn()
+    given = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    returned: Any = None
+    if api == "ours":
+        _, returned = fleet.distribute(nn.ModuleList([first, second]), given, small_buckets())
+    del given
+    held = [returned] if rank == 0 else []
+    del returned
+    gc.collect()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    ranks = [rank] if api == "ours" else [0, 1]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for r in ranks:
+            x, y = batch(step * 2 + r, shape=(1, 6, 6))
+            (F.cross_entropy(second.eval()(x), y) + F.cross_entropy(first.eval()(x), y)).div(len(ranks)).backward()
+        optimizer.step()
+    return torch.cat([weights(first), weights(second)]), held[0].pipeline.index if held and held[0] is not None else 0
+
+
+def test_any_module_of_a_model_keeps_its_pair_alive_and_updates_of_others_are_counted() -> None:
+    mine, alone = run_ranks(_new_optimizer_with_statistics, 2, "ours"), run_ranks(_new_optimizer_with_statistics, 1, "alone")
+    torch.testing.assert_close(mine[0][0], mine[1][0], rtol=0, atol=0)
+    torch.testing.assert_close(mine[0][0], alone[0][0], rtol=1e-5, atol=1e-6)
+    assert mine[0][1] == STEPS - 1, "the last one is counted with the next backward"
+
+
+PAST_PARTS: dict[str, dict[str, Any]] = {
+    "lars": {"lars": True},
+    "dgc": {"dgc": True},
+    "localsgd": {"localsgd": True, "localsgd_configs": {"k_steps": 2}},
+    "clip_norm": {"clip_norm": True},
+    "gradient_merge": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+    "on_nan_inf": {"on_nan_inf": "skip"},
+}
+
+
+def _stepped_past(rank: int) -> list[str]:
+    told = []
+    for parts in PAST_PARTS.values():
+        model = mlp(torch.float64)
+        given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, _ = fleet.distribute(model, given, small_buckets(**parts))
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, rank, 0).backward()
+        told.append(raised(other.step))
+        before = weights(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FleetWarning)  # a merge window that was begun goes
+            model, other = fleet.distribute(model, other, small_buckets())  # the line that it says
+        loss_of(model, rank, 1).backward()
+        other.step()
+        assert not torch.equal(before, weights(model))
+    model = mlp(torch.float64)
+    fleet.distribute(model, sgd(model), small_buckets(gradient_merge=True, bf16_allreduce=True))
+    loss_of(model, rank, 0).backward()
+    told.append(raised(sgd(model).step))
+    return told
+
+
+def test_a_step_of_another_optimizer_that_would_leave_a_part_out_is_refused_with_the_line_to_write() -> None:
+    for told in run_ranks(_stepped_past, 2):
+        for message, part in zip(told, PAST_PARTS, strict=False):
+            assert message.startswith("ConfigError: the SGD that is stepped here was not given to fleet.distribute(...)"), message
+            assert f"strategy.{part}" in message and "model, optimizer = fleet.distribute(model, optimizer, strategy)" in message
+        assert told[-1] == "nothing raised"
+
+
+def _new_heads(rank: int) -> list[str]:
+    told = []
+    for of_all in (True, False):
+        model, optimizer = _pair(find_unused_parameters=True)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        model[4] = nn.Linear(16, 4, dtype=torch.float64)
+        optimizer = torch.optim.SGD((model if of_all else model[4]).parameters(), lr=0.1)
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        told.append(raised(optimizer.step))
+    hooked, _ = _pair()
+    by_hook = torch.optim.SGD(hooked.parameters(), lr=0.1)
+    hooked[0].weight.register_post_accumulate_grad_hook(lambda _: by_hook.step())
+    told.append(raised(lambda: loss_of(hooked, rank, 0).backward()))
+    params = _only_parameters()
+    gc.collect()
+    told.append(raised(lambda: (params[0].sum() * rank).backward()))
+    lone = nn.ParameterList(params)
+    lone, optimizer = fleet.distribute(lone, torch.optim.SGD(lone.parameters(), lr=0.1), small_buckets())
+    sum(p.sum() for p in lone).backward()  # type: ignore[union-attr]
+    told.append(raised(optimizer.step))
+    return told
+
+
+def _only_parameters() -> list[nn.Parameter]:
+    model, _ = _pair()
+    return list(model.parameters())
+
+
+def test_a_new_last_layer_a_step_inside_backward_and_a_discarded_model_are_told() -> None:
+    for whole, head, hooked, discarded, together in run_ranks(_new_heads, 2):
+        for message in (whole, head):
+            assert message.startswith("ConfigError: the SGD that is stepped here was not given"), message
+            assert "trains `4.weight`" in message and "fleet.distribute(model, optimizer, strategy)" in message
+        assert hooked.startswith("ConfigError: this SGD is stepped while a backward is going on"), hooked
+        assert discarded.startswith("ConfigError: the pair that fleet.distribute(...) made of these parameters was discarded")
+        assert together == "nothing raised"
+
+
+def _collected_and_copied(rank: int) -> tuple[list[bool], bool, list[str], bool]:
+    model, optimizer = _pair()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    keys = list(model.state_dict())
+    copied, written = copy.deepcopy(model), io.BytesIO()
+    torch.save(model, written)
+    plain = [name for module in copied.modules() for name in vars(module) if "fleetx" in name]
+    F.cross_entropy(copied(rows(rank, 1)[0]), rows(rank, 1)[1]).backward()  # nobody's business
+    watched = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer.pipeline)]
+    del optimizer
+    gc.collect()
+    kept = watched[2]() is not None
+    del model
+    gc.collect()
+    is_plain = keys == list(mlp().state_dict()) and b"fleetx" not in written.getvalue()
+    return [found() is None for found in watched], kept, plain, is_plain
+
+
+def test_a_pair_is_collected_with_its_model_and_copies_of_the_model_have_none() -> None:
+    for gone, kept, in_copy, is_plain in run_ranks(_collected_and_copied, 2):
+        assert all(gone) and kept and in_copy == [] and is_plain
+
+
+# --- ranks that do not come -----------------------------------------------------------------------------------------
+
+
+def _one_backward_fewer(rank: int, spelling: str) -> str:
+    """The last difference: a batch that one rank skips, and a loop that goes on after errors of its own."""
+    model, optimizer = _pair()
+
+    def train() -> None:
+        for step in range(4):
+            if rank == 1 and step == 1:
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            with contextlib.suppress(RuntimeError):
+                loss.backward() if spelling == "bare" else optimizer.backward(loss)
+            optimizer.step()
+
+    return raised(train)
+
+
+@pytest.mark.parametrize("spelling", ["bare", "optimizer.backward"])
+def test_a_rank_that_waits_for_a_backward_that_no_other_makes_says_where_and_is_no_runtime_error(spelling: str) -> None:
+    waiting, gone = run_ranks(_one_backward_fewer, 2, spelling)
+    assert waiting.startswith("PeerError: rank 0 has lost the other ranks in backward 1 of update 4"), waiting
+    assert "fleet.sampler(data)" in waiting and "The transport said: " in waiting
+    assert gone == "nothing raised"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .. import current_autocast
 from ..binding import LossFn, bind, give_up, rehearsal_of
 from ..comm import Comm
-from ..errors import ConfigError, DataError, FleetError, FleetWarning, first_line
+from ..errors import ConfigError, DataError, FleetError, FleetWarning, PeerError, first_line
 from ..memory.measured_growth import rows_in, rows_of
 from ..optimizer import FleetOptimizer
 from ..rehearsal import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, is_out_of_memory
@@ -143,7 +143,7 @@ def agreed(rehearsal: Rehearsal, work: Callable[[], Found]) -> Found:
 
 def raise_if_alone(error: FleetError) -> None:
     """Errors that the other ranks do not have: to go on would leave this one in other collectives than they are in."""
-    if isinstance(error, UpdateOutOfMemory | DataError):
+    if isinstance(error, UpdateOutOfMemory | DataError | PeerError):
         raise error
 
 
