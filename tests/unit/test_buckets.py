@@ -11,7 +11,7 @@ from torch import nn
 from fleetx.bucket import Bucket
 from fleetx.buckets import Buckets
 from fleetx.comm import Pending
-from fleetx.errors import FleetWarning
+from fleetx.errors import ConfigError
 from fleetx.layout import bucket_lengths, bucket_runs
 from fleetx.norms import global_norm
 from harness import make_fake_comm
@@ -133,12 +133,16 @@ def test_a_bare_gradient_of_a_bucket_that_our_backward_does_not_reach_is_kept() 
     assert [bucket.flat.tolist() for bucket in buckets] == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_hooks_of_discarded_buckets_do_nothing_but_warn_once() -> None:
+def test_hooks_of_discarded_buckets_refuse_while_there_are_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(3, 2)
     buckets = _buckets(model)
     del buckets
-    with pytest.warns(FleetWarning, match="was discarded, since nothing holds its optimizer"):
-        model(torch.ones(1, 3)).sum().backward()
+    monkeypatch.setattr("fleetx.buckets.is_initialized", lambda: True)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="was discarded, since neither the model .* nor the optimizer was kept"):
+            model(torch.ones(1, 3)).sum().backward()
+    monkeypatch.undo()
+    model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad._base is None
 
