@@ -356,7 +356,8 @@ def _refuse_when_used(params: Sequence[nn.Parameter]) -> None:
             )
 
     for param in params:
-        param.register_post_accumulate_grad_hook(hook)
+        if param.requires_grad:  # not one that was frozen since
+            param.register_post_accumulate_grad_hook(hook)
 
 
 def _make_early_hook(owner: Callable[[], Buckets | None]) -> Hook:

@@ -57,6 +57,9 @@ class FleetOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     """A GradScaler leaves its scale and what it found on this optimizer, and lets step() decide: on all ranks alike."""
 
+    belongs_to_a_pair = True
+    """Its steps are never those of a stranger's optimizer (other_steps.py)."""
+
     def __init__(self, inner: Optimizer, strategy_waiting: DistributedStrategy | None = None) -> None:
         self.given, self.update = inner, inner
         """The optimizer that changes the parameters: the one given, or the one a strategy put in its place."""
@@ -105,7 +108,7 @@ class FleetOptimizer(Optimizer):
     def handles_step_of(self, optimizer: Optimizer) -> bool:
         """Whether this step is made from here, or refused: that of the optimizer given, where another has taken its place."""
         is_replaced = self.update is not self.given and (optimizer is self.given or optimizer is self.update)
-        return self.stepping or is_replaced or optimizer is self
+        return self.stepping or is_replaced
 
     def takes_calls(self) -> bool:
         return self._bound is not None and not self.ended and not self.stepping

@@ -32,6 +32,8 @@ def watch() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if getattr(optimizer, "belongs_to_a_pair", False):
+        return  # its own step() makes the update, or says why this pair makes none
     reached = pairs.reached_by(optimizer)
     for pair in reached:
         pair.before_other_step(optimizer)
