@@ -36,7 +36,7 @@ from bert_memory_card import LIMIT, Card, CountedCard, CudaCard
 from bert_memory_contestants import LARGE, SMALL, Recipe, Size, adam, our_model, our_step, strategy_of, their_model
 from fleetx import fleet
 from fleetx.auto.candidate import Candidate
-from fleetx.auto.measured import forecast
+from fleetx.auto.measurements import forecast
 from fleetx.errors import FleetError, first_line
 from results import publish, surroundings
 

@@ -20,13 +20,13 @@ from fleetx.auto import candidate as candidates
 from fleetx.auto.candidate import Candidate, at_once
 from fleetx.auto.clock import typical
 from fleetx.auto.cost import Reducer
-from fleetx.binding import give_up, rehearsal_of
+from fleetx.engine.bind import give_up, rehearsal_of
+from fleetx.engine.dry_run import Rehearsal
 from fleetx.errors import FleetWarning
-from fleetx.memory.gauge import gauge_for
-from fleetx.memory.planner import Planner
-from fleetx.memory.profile import peak_bytes
-from fleetx.memory.solve import least_peak
-from fleetx.rehearsal import Rehearsal
+from fleetx.recompute.memory_probe import gauge_for
+from fleetx.recompute.planner import Planner
+from fleetx.recompute.profile import peak_bytes
+from fleetx.recompute.solve import least_peak
 
 PRECISIONS = ("float32", "bfloat16")
 MERGES = (1, 4)

@@ -30,11 +30,11 @@ from auto_regret_grid import (
 from auto_regret_models import fresh, net_of
 from fleetx import fleet
 from fleetx.auto.candidate import Candidate
-from fleetx.auto.measured import Forecast, forecast
+from fleetx.auto.measurements import Forecast, forecast
 from fleetx.auto.plan import Plan
-from fleetx.binding import give_up
+from fleetx.engine.bind import give_up
 from fleetx.errors import ConfigError, first_line
-from fleetx.memory.measured_growth import rows_in
+from fleetx.recompute.growth import rows_in
 
 TURNS = 2
 FAR = 3.0

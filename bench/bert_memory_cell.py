@@ -18,7 +18,7 @@ import torch
 
 from bert_memory_card import LIMIT, Card, CountedCard, CudaCard, foretold, largest_that_fits, line_through
 from bert_memory_contestants import LARGE, SMALL, Batch, Recipe, Size, Step, our_step, their_step
-from fleetx.rehearsal import is_out_of_memory
+from fleetx.engine.dry_run import is_out_of_memory
 
 BUDGET = 31 * 2**30
 """Of the partial plan, which bounds what the allocator reserves; the context has the rest."""

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.applications import Resnet50
-from fleetx.bucket import Bucket
-from fleetx.compression.listed import ListedRows, Row, Rule, accumulate
-from fleetx.compression.piece import pieces_of
-from fleetx.compression.select import largest_by_sorting
-from fleetx.compression.sparse import entries_sent
-from fleetx.layout import bucket_runs
+from fleetx.engine.bucket import Bucket
+from fleetx.engine.layout import bucket_runs
+from fleetx.reduce.dgc import entries_sent
+from fleetx.reduce.entry_list import ListedRows, Row, Rule, accumulate
+from fleetx.reduce.piece import pieces_of
+from fleetx.reduce.top_k import largest_by_sorting
 from results import publish, surroundings
 from step_clock import Contestant, compete, launches, synchronisations, warm_up
 
@@ -140,7 +140,7 @@ def contestants(model: Callable[[], nn.Module], device: torch.device) -> tuple[l
     found, checks = [], {}
     ways: dict[str, Callable[[list[Row]], Any]] = {"list": ListedRows}
     if device.type == "cuda":
-        from fleetx.compression.fused import FusedRows
+        from fleetx.reduce.dgc_fused import FusedRows
 
         ways = {"kernels": FusedRows, **ways}
     for name, make in ways.items():

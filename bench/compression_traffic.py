@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fleetx import wire_cost
-from fleetx.compression.sparse import entries_sent
+from fleetx.dist import wire_cost
+from fleetx.reduce.dgc import entries_sent
 from mlp_contestants import USUAL, Size
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from fleetx import fleet
+from fleetx.engine.slots import Slot
 from fleetx.errors import ConfigError
-from fleetx.slots import Slot
 from fleetx.strategies import catalogue
 
 WIDTHS = (512, 1024, 1024)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import localsgd_methods as methods
 from fleetx import fleet
-from fleetx.report import Report
+from fleetx.engine.report import Report
 from localsgd_methods import Settings, first_period, strategy
 from resnet9 import ResNet9
 

@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.noise_scale import NoiseScaleMeter
-from fleetx.norms import global_norm
-from fleetx.slots import Merge
-from fleetx.window import Window
+from fleetx.engine.noise_scale import NoiseScaleMeter
+from fleetx.engine.norms import global_norm
+from fleetx.engine.slots import Merge
+from fleetx.engine.window import Window
 from overhead import CASES, MERGE, join, paired, start
 from results import publish
 

@@ -144,7 +144,7 @@ def paired(ours: Callable[[], None], theirs: Callable[[], None], *, blocks: int,
 
 def added_microseconds(device: torch.device) -> dict[str, float]:
     """One layer, one rank's own world: what the face adds to backward, step, zero_grad of plain torch."""
-    from fleetx import world
+    from fleetx.dist import world
 
     here = world.current()
     world._current = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fleetx.fleet as face_of_fleet
 from fleetx import fleet
-from fleetx.auto import candidate, exchanges, measuring, probe, subject, trial
+from fleetx.auto import candidate, exchanges, probe, run_measurements, subject, trial
 from fleetx.auto.candidate import DENSE
 from fleetx.auto.cost import Reducer
 from fleetx.auto.link import measured_link
@@ -41,12 +41,12 @@ def short_measuring(*, few: bool = False, slow_from: float | None = None) -> Ite
         for module in (probe, exchanges):
             put(module, "TIMED", 1)
         put(probe, "FEW_TIMED", 1)
-        put(measuring, "measured_link", partial(measured_link, sizes=(4096, 16384, 65536)))
+        put(run_measurements, "measured_link", partial(measured_link, sizes=(4096, 16384, 65536)))
         if few:
             put(candidate, "REDUCERS", (DENSE, Reducer("powersgd", 4), Reducer("dgc", 0.999), Reducer("localsgd", 2)))
             put(candidate, "MERGES", (1, 2))
         if slow_from is not None:
-            put(measuring, "FAR_SLOWER", slow_from)
+            put(run_measurements, "FAR_SLOWER", slow_from)
         yield
 
 

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fleetx.compile import check_parts
+from fleetx.engine.build import check_parts
+from fleetx.engine.slots import Risk
 from fleetx.errors import StrategyConflict
-from fleetx.slots import Risk
 from fleetx.strategies import catalogue
 from fleetx.strategy import DistributedStrategy
 

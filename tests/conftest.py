@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
 from forked import start_forker
 
 

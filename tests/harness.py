@@ -45,7 +45,8 @@ def _one_job(fn: Callable[..., Any], rank: int, size: int, rendezvous: str, args
     import torch
     import torch.distributed as dist
 
-    from fleetx import fleet, world
+    from fleetx import fleet
+    from fleetx.dist import world
 
     os.environ.update(env)
     torch.manual_seed(1234)
@@ -138,7 +139,7 @@ def make_fake_comm(size: int = 2, rank: int = 0) -> Any:
     """A communicator for unit tests: all ranks hold the same tensors, and every call is written down."""
     import torch
 
-    from fleetx.comm import Comm, Pending
+    from fleetx.dist.comm import Comm, Pending
 
     class FakeComm(Comm):
         def __init__(self) -> None:

@@ -25,7 +25,7 @@ from fleetx.optim import TrustRatios
 CHUNK = 256
 LOOP = {"foreach": False, "fused": False}
 OURS = "fleetx.optim.kernels"
-DGC = ("fleetx.compression.kernels", "fleetx.compression.fused")
+DGC = ("fleetx.reduce.dgc_triton", "fleetx.reduce.dgc_fused")
 
 
 def _take_out() -> dict[str, ModuleType]:
@@ -36,7 +36,7 @@ def _take_out() -> dict[str, ModuleType]:
 
 def _import_interpreted() -> None:
     importlib.import_module(f"{OURS}.fused")
-    importlib.import_module("fleetx.compression.fused")
+    importlib.import_module("fleetx.reduce.dgc_fused")
     interpreter = sys.modules["triton.runtime.interpreter"]
     kernel = sys.modules[f"{OURS}.lars"].lars_apply
     assert isinstance(kernel, interpreter.InterpretedFunction), "Triton compiles although TRITON_INTERPRET=1 is set"

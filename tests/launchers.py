@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-PROGRESS = SOURCE / "fleetx" / "progress.py"
+PROGRESS = SOURCE / "fleetx" / "dist" / "heartbeat.py"
 MARK = "FLEETX_TEST_MARK"
 LIMIT_SECONDS = 60.0
 

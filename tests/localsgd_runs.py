@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
 from localsgd_reference import Array, Rule, Workers, net_gradient, simulate
 
 ROWS = 6

@@ -72,6 +72,6 @@ MOVERS = {"early": EarlyMover, "late": LateMover}
 
 def use_mover(monkeypatch: pytest.MonkeyPatch, mover: Any) -> Any:
     """For all that is distributed from now on."""
-    for module in ("fleetx.strategies.recompute", "fleetx.memory.find_batch"):
+    for module in ("fleetx.strategies.recompute", "fleetx.recompute.find_batch"):
         monkeypatch.setattr(f"{module}.mover_for", lambda device: mover, raising=False)
     return mover

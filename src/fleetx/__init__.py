@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import applications, errors, fleet, optim, utils
+    from .cli.train_configs import parse_train_configs
     from .strategy import DistributedStrategy
-    from .train_configs import parse_train_configs
 
 __version__ = "0.1.0"
 __all__ = ["DistributedStrategy", "__version__", "applications", "errors", "fleet", "optim", "parse_train_configs", "utils"]
 
 _MODULES = ("applications", "errors", "fleet", "optim", "utils")
-_HOMES = {"DistributedStrategy": ".strategy", "parse_train_configs": ".train_configs"}
+_HOMES = {"DistributedStrategy": ".strategy", "parse_train_configs": ".cli.train_configs"}
 
 
 def __getattr__(name: str) -> Any:

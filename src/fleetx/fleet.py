@@ -18,26 +18,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import current_autocast, pairs, progress, running, stopping, util, world
-from .binding import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
-from .compile import check_parts, require_plain_optimizer
+from .config.kinds import integer
+from .config.kinds import size as size_in_bytes
+from .data.sampler import FleetSampler
+from .dist import heartbeat, stop_signal, util, world
+from .engine import current_autocast, pairs, registry
+from .engine.bind import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
+from .engine.build import check_parts, require_plain_optimizer
+from .engine.ddp import bare, refuse_steps_of_a_sample
+from .engine.optimizer import FleetOptimizer
+from .engine.overview import without_effect
+from .engine.placement import agree_on_model, named_trainable
+from .engine.random_states import NUMPY, PYTHON, torch_sources
+from .engine.slots import Part
 from .errors import ConfigError, first_line
-from .keys import integer
-from .keys import size as size_in_bytes
-from .memory.random_states import NUMPY, PYTHON, torch_sources
-from .optimizer import FleetOptimizer
-from .overview import without_effect
-from .placement import agree_on_model, named_trainable
-from .sampler import FleetSampler
-from .slots import Part
 from .strategies.auto import Auto
 from .strategy import SCALARS, DistributedStrategy
-from .wrapped import bare, refuse_steps_of_a_sample
 
 if TYPE_CHECKING:  # imported where they are used: few scripts plan, not all save, and `import fleetx` must be quick
     from .checkpoint import load_checkpoint, save_checkpoint, save_model
-    from .memory.find_batch import FoundBatches, Resize
     from .monitor import Monitor
+    from .recompute.find_batch import FoundBatches, Resize
 
 __all__ = [
     "DistributedStrategy",
@@ -180,15 +181,15 @@ def should_stop() -> bool:
 
     Call it after each step, save, and leave the loop. From the first call on these signals no longer end the process at once.
     """
-    stopping.arm()
+    stop_signal.arm()
     comm = world.current().comm
     if comm.size == 1:
-        return stopping.is_requested()
-    agreed = stopping.was_agreed()
+        return stop_signal.is_requested()
+    agreed = stop_signal.was_agreed()
     if agreed is not None:
         return agreed
     # No update carries the request in a job without a pair: ask all ranks here.
-    request = torch.tensor([float(stopping.is_requested())], device=comm.control_device)
+    request = torch.tensor([float(stop_signal.is_requested())], device=comm.control_device)
     comm.all_reduce(request, "max").wait()
     return bool(request > 0)
 
@@ -252,8 +253,8 @@ def find_batch(
 
     `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
     micro-batches make it up without a rest. Model and optimizer are afterwards as they were."""
-    from .memory.find_batch import found_batches, size_of, without_memory_parts
-    from .memory.measured_growth import rows_of
+    from .recompute.find_batch import found_batches, size_of, without_memory_parts
+    from .recompute.growth import rows_of
 
     require_plain_optimizer(optimizer)
     chosen, face = _chosen(strategy), FleetOptimizer(optimizer)
@@ -289,7 +290,7 @@ def distributed_model(model: M) -> M:
             _optimizers_waiting.remove(reference)
         elif mine & face.parameter_ids():
             _optimizers_waiting.remove(reference)
-            _bind(model, face, face.strategy_waiting)
+            _bind(model, face, face.strategy_waiting or DistributedStrategy())
             return model
     _models_waiting.append(_Waiting(model, NO_OPTIMIZER_YET))
     return model
@@ -299,14 +300,15 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     """Fleet's two-call spelling: the optimizer meets the model that `distributed_model` was or will be given."""
     optimizer = _given(optimizer)
     require_plain_optimizer(optimizer)
-    face = FleetOptimizer(optimizer, strategy_waiting=_chosen(strategy))
-    check_parts(face.strategy_waiting.parts())
+    chosen = _chosen(strategy)
+    face = FleetOptimizer(optimizer, strategy_waiting=chosen)
+    check_parts(chosen.parts())
     for waiting in list(_models_waiting):
         model = waiting.model()
         if model is None:
             _models_waiting.remove(waiting)
         elif face.parameter_ids() & {id(p) for p in model.parameters()}:
-            _bind(model, face, face.strategy_waiting)
+            _bind(model, face, face.strategy_waiting or DistributedStrategy())
             return face
     _optimizers_waiting.append(weakref.ref(face))
     return face
@@ -349,8 +351,8 @@ def _planned(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, auto: Auto, sample: Any, loss_fn: LossFn | None
 ) -> tuple[DistributedStrategy, Any]:
     """The strategy that `auto` chooses, by steps that leave no trace, and a batch for it; worker 0 shows why."""
-    from .auto.choose import chosen_plan
     from .auto.fixed import Fixed
+    from .auto.search import chosen_plan
     from .auto.subject import Subject
 
     require_module(model)
@@ -367,7 +369,7 @@ def _planned(
     finally:
         for source, state in random:
             source.set(state)
-        progress.at_step(0)
+        heartbeat.at_step(0)
     if here.comm.rank == 0:
         print(plan, flush=True)
     return plan.strategy, sample
@@ -429,7 +431,7 @@ def _bind_new(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrat
     with _warnings_of(parts):
         bind(model, face, strategy, has_sample=sample is not None)
     current_autocast.use(face)
-    running.enlist(model, face, strategy)
+    registry.enlist(model, face, strategy)
     if is_first_worker():
         print("\n".join([str(strategy), *without_effect(strategy.parts())]), flush=True)
     if sample is not None:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from .config.kinds import Kind, boolean, choice, integer, names, number, once
+from .engine.overview import overview, slot_table
+from .engine.slots import Part
 from .errors import ConfigError, did_you_mean
-from .keys import Kind, boolean, choice, integer, names, number, once
-from .overview import overview, slot_table
-from .slots import Part
 from .strategies import catalogue
 
 
@@ -277,7 +277,7 @@ class DistributedStrategy:
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        from .strict_yaml import load
+        from .config.strict_yaml import load
 
         return cls.from_dict(_read("YAML", lambda: load(text)))
 

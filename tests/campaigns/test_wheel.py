@@ -222,7 +222,7 @@ def test_an_import_adds_few_modules_to_torchs(installed: Installed) -> None:
 
 def test_an_import_does_not_bring_what_few_scripts_use(installed: Installed) -> None:
     """What made it slow once: torch's compiler, and planning."""
-    heavy = ("torch._dynamo", "sympy", "triton", "yaml", "fleetx.auto.choose", "fleetx.memory.planner", "fleetx.checkpoint")
+    heavy = ("torch._dynamo", "sympy", "triton", "yaml", "fleetx.auto.search", "fleetx.recompute.planner", "fleetx.checkpoint")
     script = (
         "import sys, torch; before = set(sys.modules); from fleetx import fleet; "
         f"print([name for name in {heavy!r} if name in set(sys.modules) - before])"

@@ -32,7 +32,7 @@ from auto_runs import (
     trained_before,
 )
 from fleetx import fleet
-from fleetx.auto import choose
+from fleetx.auto import search
 from fleetx.auto.plan import load
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
@@ -137,8 +137,8 @@ def test_a_plan_that_takes_more_when_it_runs_is_tried_again_with_a_smaller_budge
             return replace(found, held_bytes=held)
         return found
 
-    real = choose.tried
-    monkeypatch.setattr(choose, "tried", tried)
+    real = search.tried
+    monkeypatch.setattr(search, "tried", tried)
     model = net(3)
     plan = planned(model, sgd(model), batch(0, ROWS), risk="exact", memory=limit).plan
     assert budgets[0] == limit and budgets[1] == limit - int(max(1.5 * (int(held_share * limit) - limit), 0.02 * limit))

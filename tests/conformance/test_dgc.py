@@ -21,7 +21,7 @@ from compression_runs import (
     share_rows,
     train,
 )
-from fleetx.tail import ALARMS
+from fleetx.engine.sidecar import ALARMS
 from harness import raised, run_ranks
 
 # --- numbers checkable in the head ------------------------------------------------------------------------------------------

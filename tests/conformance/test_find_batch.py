@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from budget_nets import allocated_in, lasting_bytes
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
-from fleetx.memory.find_batch import FoundBatches
+from fleetx.recompute.find_batch import FoundBatches
 from recompute_nets import NETS, WIDTH, Chain, Inner, Norm
 from recompute_runs import random_now, rows, seed
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
+from fleetx.engine.optimizer_state import check_optimizer_state, optimizer_state
 from fleetx.errors import CheckpointError, FleetWarning
 from fleetx.optim import Lamb, Lars
-from fleetx.optimizer_state import check_optimizer_state, optimizer_state
 from harness import run_ranks
 from models import batch
 

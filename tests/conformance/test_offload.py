@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from budget_nets import allocated_in, feed_forward
 from fleetx import fleet
+from fleetx.engine.patching import patched
 from fleetx.errors import ConfigError, FleetWarning, RecomputeError
-from fleetx.memory.parking import Parking
-from fleetx.memory.replay import Replay
-from fleetx.patch import patched
+from fleetx.recompute.offload import Parking
+from fleetx.recompute.replay import Replay
 from parking_runs import MOVERS, EarlyMover, LateMover, use_mover
 from recompute_nets import NETS, WIDTH, Chain, EncoderDecoder, Inner, Net, Norm, call_three_times
 from recompute_runs import (

@@ -13,7 +13,7 @@ import combination_checks
 from combination_checks import Case, checked, verdict
 from combination_sets import ADAPTIVE_WITH_ADAM, BEYOND_FLEET, FLEETS_TEN, PARTS, all_sets, is_legal, refusal
 from fleetx import fleet
-from fleetx.memory import replay
+from fleetx.recompute import replay
 from harness import run_ranks
 
 NAMED = [tuple(sorted(names)) for names in (*FLEETS_TEN, *BEYOND_FLEET)]

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from auto_runs import short_measuring
 from fitting import fitting
 from fleetx import fleet
-from fleetx.compile import check_parts
+from fleetx.engine.build import check_parts
+from fleetx.engine.slots import Slot
 from fleetx.errors import ConfigError, FleetWarning, StrategyConflict
-from fleetx.slots import Slot
 from fleetx.strategies import catalogue
 from harness import run_ranks
 from models import batch, cnn

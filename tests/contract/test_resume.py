@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fitting import fitting
 from fleetx import fleet
+from fleetx.engine.slots import Slot
+from fleetx.engine.window import Window
 from fleetx.errors import FleetWarning
-from fleetx.slots import Slot
 from fleetx.strategies import catalogue
-from fleetx.window import Window
 from harness import run_ranks
 from models import batch
 

@@ -27,7 +27,7 @@ from auto_runs import (
 )
 from fleetx import fleet
 from fleetx.auto.plan import Plan, from_json, to_json
-from fleetx.compile import check_parts
+from fleetx.engine.build import check_parts
 from fleetx.strategies import catalogue
 from harness import raised, run_ranks
 

@@ -32,9 +32,9 @@ from auto_runs import (
 )
 from fleetx import fleet
 from fleetx.auto.candidate import Candidate
-from fleetx.auto.measured import forecast
+from fleetx.auto.explain import STANDS_FOR
+from fleetx.auto.measurements import forecast
 from fleetx.auto.plan import Plan, from_json, load, to_json
-from fleetx.auto.words import STANDS_FOR
 from harness import raised, run_ranks
 
 SMALL = 16

@@ -23,7 +23,8 @@ import torch
 import fleetx as X
 from bad_images import REFUSED
 from data_ranks import TINY_BERT, pack, run_job, write_digital, write_images, write_prose
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
 from harness import raised
 from launchers import launchers, wait_until
 

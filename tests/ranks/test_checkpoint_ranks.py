@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fleetx import fleet
 from fleetx.checkpoint import save as save_module
 from fleetx.checkpoint.snapshot import take_share
-from fleetx.comm import SoloComm
+from fleetx.dist.comm import SoloComm
 from fleetx.errors import FleetWarning
 from harness import raised, run_ranks
 from models import batch, flat_state, mlp

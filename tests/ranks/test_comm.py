@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fleetx import fleet, world
-from fleetx.nodes import two_level
+from fleetx import fleet
+from fleetx.dist import world
+from fleetx.dist.nodes import two_level
 from harness import raised, run_ranks
 
 

@@ -22,9 +22,10 @@ import pytest
 
 import fleetx
 from file_server import Handler, Server, row, serving, snapshot
+from fleetx.download import once_per_node
+from fleetx.download.folder import opened
 from fleetx.errors import ConfigError, DataError
-from fleetx.utils import Downloader, turn
-from fleetx.utils.folder import opened
+from fleetx.utils import Downloader
 from harness import raised, run_ranks
 
 DATA = os.urandom(8_000_000)
@@ -193,7 +194,7 @@ def test_a_process_killed_while_unpacking_leaves_no_file_of_the_archive(
 
 def wait_while(folder: Path, monkeypatch: pytest.MonkeyPatch, note: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What a process said and did that had to wait, while another one worked and left this note."""
-    monkeypatch.setattr(turn, "FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(once_per_node, "FIRST_WORD_S", 0.05)
     (folder / ".fleetx-note.json").write_text('{"pid": 4321, "host": "node7", "doing": "a.bin: 1.0 MB of 8.0 MB"}')
     holder = os.open(folder / ".fleetx-lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(holder, fcntl.LOCK_EX)
@@ -206,7 +207,7 @@ def wait_while(folder: Path, monkeypatch: pytest.MonkeyPatch, note: dict[str, An
         os.close(holder)
 
     with opened(str(folder)) as root:
-        turn.once(root, "mine", lambda _: done.append("worked"), line)
+        once_per_node.once(root, "mine", lambda _: done.append("worked"), line)
     return said, done
 
 

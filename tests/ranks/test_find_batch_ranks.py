@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
+from fleetx.engine.dry_run import Rehearsal, Sample
+from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.errors import FleetError, FleetWarning, RecomputeError
-from fleetx.optimizer import FleetOptimizer
-from fleetx.rehearsal import Rehearsal, Sample
 from harness import raised, run_ranks
 from recompute_nets import WIDTH, Norm
 from recompute_runs import rows

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from fleetx import applications, world
+from fleetx import applications
 from fleetx.auto.plan import load
 from fleetx.cli.flags import bandwidth, duration, settings
 from fleetx.cli.main import main
 from fleetx.cli.plan import APPLICATIONS, CHANGES, RISKS
+from fleetx.dist import world
+from fleetx.engine.slots import Risk
 from fleetx.errors import ConfigError
-from fleetx.memory.measured_growth import rows_in
-from fleetx.slots import Risk
+from fleetx.recompute.growth import rows_in
 
 ROOT = Path(__file__).parents[2]
 MODULE = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fleetx import gloo_threads, world
+from fleetx.dist import gloo_threads, world
 from harness import run_ranks
 
 

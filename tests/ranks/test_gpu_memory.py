@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fleetx as X
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
 from fleetx.errors import ConfigError
 from harness import run_ranks
 

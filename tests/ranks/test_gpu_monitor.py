@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
+from fleetx.dist.heartbeat import Phase
 from fleetx.monitor.split import MOST_EVENTS, DeviceStopwatch
-from fleetx.progress import Phase
 from monitor_runs import records, summary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

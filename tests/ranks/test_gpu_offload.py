@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
+from fleetx.engine.patching import PatchedForward, patched
 from fleetx.errors import ConfigError
-from fleetx.memory.host import CudaMover, Pool
-from fleetx.memory.parking import Parking
-from fleetx.memory.replay import Replay
-from fleetx.patch import PatchedForward, patched
+from fleetx.recompute.host_memory import CudaMover, Pool
+from fleetx.recompute.offload import Parking
+from fleetx.recompute.replay import Replay
 from ranks.test_gpu_memory import NETS, TYPES, Encoder, alone_and_exact, cleared, loss_fn, sentences, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fleetx import fleet
-from fleetx.report import Report
-from fleetx.tail import ALARMS
+from fleetx.engine.report import Report
+from fleetx.engine.sidecar import ALARMS
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state, mlp
 

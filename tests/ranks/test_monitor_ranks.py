@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_is_told_on_every_rank(tmp_path: Path) -
 
 
 def _open_a_bad_folder(rank: int, folder: str) -> str:
-    from fleetx import world
+    from fleetx.dist import world
 
     def go() -> None:
         model, optimizer = pair()

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleetx import fleet
-from fleetx.comm import Pending
-from fleetx.optimizer import FleetOptimizer
-from fleetx.reentrant import queue_callback
-from fleetx.tail import ALARMS
+from fleetx.dist.comm import Pending
+from fleetx.engine.optimizer import FleetOptimizer
+from fleetx.engine.reentrant import queue_callback
+from fleetx.engine.sidecar import ALARMS
 from harness import raised, run_ranks
 from models import batch
 

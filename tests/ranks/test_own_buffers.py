@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.buffer_kinds import LARGE_NUMEL
+from fleetx.engine.buffer_kinds import LARGE_NUMEL
 from fleetx.errors import FleetWarning
 from harness import raised, run_ranks
 from models import batch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from budget_nets import lasting_bytes
 from budget_runs import AMP, cross_entropy, distribute
-from fleetx.memory.gauge import CountingGauge
+from fleetx.recompute.memory_probe import CountingGauge
 from harness import raised, run_ranks
 from recompute_nets import NETS
 from recompute_runs import random_now, rows, seed

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
+from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.errors import ConfigError, FleetWarning
-from fleetx.optimizer import FleetOptimizer
 from fleetx.strategies import catalogue
 from harness import raised, run_ranks
 from models import batch, mlp

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import run_folders
-from fleetx.run_report.page import make_page
-from fleetx.run_report.read import read_run
+from fleetx.report.page import make_page
+from fleetx.report.read import read_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
 CHROMIUM = shutil.which("chromium")

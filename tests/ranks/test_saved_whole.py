@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet20
+from fleetx.engine.patching import PatchedForward
 from fleetx.errors import FleetWarning
-from fleetx.patch import PatchedForward
 from harness import run_ranks
 from models import batch, flat_state
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fleetx import fleet
+from fleetx.engine.optimizer_hooks import may_change_gradients
 from fleetx.errors import ConfigError, FleetWarning
-from fleetx.hooks import may_change_gradients
 from fleetx.optim import Lamb, Lars
-from fleetx.takeover import exclusion_words
+from fleetx.optim.inner_decay import exclusion_words
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state
 

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from fleetx import comm, fleet
+from fleetx import fleet
+from fleetx.dist import comm
 from fleetx.errors import FleetWarning
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state, mlp

@@ -19,8 +19,8 @@ from fleetx.auto.cost import (
     update_cost,
     wire,
 )
+from fleetx.dist.wire_cost import Link
 from fleetx.errors import ConfigError
-from fleetx.wire_cost import Link
 
 GRADIENTS = Gradients(numel=1_000_000, large=900_000, matrices=((1000, 500), (500, 200)))
 MICRO = Micro(forward_s=0.010, backward_s=0.020)

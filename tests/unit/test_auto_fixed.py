@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from fleetx.auto.asked import Asked
 from fleetx.auto.candidate import DENSE, REDUCERS, Candidate, every
 from fleetx.auto.cost import Gradients, Reducer, Rung
 from fleetx.auto.exchanges import gradients_of
+from fleetx.auto.explain import rejected
 from fleetx.auto.fixed import NOTHING, Fixed
 from fleetx.auto.link import LinkProfile
-from fleetx.auto.measured import Forecast, Measured, Pass, Reduced, forecast
+from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast
 from fleetx.auto.own_recompute import computed_again
 from fleetx.auto.plan import Plan, Row, differences, from_json, to_json
+from fleetx.auto.request import Asked
 from fleetx.auto.what_if import Question, candidate_of, curves, same_plan, what_if
-from fleetx.auto.words import rejected
-from fleetx.cli.told import how_to_use
+from fleetx.cli.plan_text import how_to_use
+from fleetx.engine.slots import Risk
 from fleetx.errors import ConfigError
-from fleetx.memory.profile import Element, Profile, Way
-from fleetx.slots import Risk
+from fleetx.recompute.profile import Element, Profile, Way
 from fleetx.strategies import catalogue
 from fleetx.strategies.auto import Auto
 from fleetx.strategy import DistributedStrategy

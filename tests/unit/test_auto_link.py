@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fleetx import world
 from fleetx.auto.link import SIZES, LinkProfile, fitted, measured_link, read_off
-from fleetx.wire_cost import all_reduce
+from fleetx.dist import world
+from fleetx.dist.wire_cost import all_reduce
 from harness import run_ranks
 
 LATENCY, RATE = 50e-6, 1e9

@@ -13,21 +13,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetx.auto.asked import least_share
 from fleetx.auto.candidate import REDUCERS, RISKS, Candidate, allows, at_once, batches_of, every
 from fleetx.auto.cost import Gradients, Reducer, Rung
 from fleetx.auto.exchanges import gradients_of
+from fleetx.auto.explain import rejected
 from fleetx.auto.link import LinkProfile
-from fleetx.auto.measured import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
+from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
 from fleetx.auto.plan import Plan, Row, differences, from_json, load, to_json
 from fleetx.auto.probe import ladder_of, on_line
-from fleetx.auto.words import rejected
-from fleetx.compile import check_parts
+from fleetx.auto.request import least_share
+from fleetx.dist.wire_cost import Link
+from fleetx.engine.build import check_parts
+from fleetx.engine.slots import Risk
 from fleetx.errors import ConfigError
-from fleetx.memory.profile import Element, Profile, Way
-from fleetx.slots import Risk
+from fleetx.recompute.profile import Element, Profile, Way
 from fleetx.strategy import DistributedStrategy
-from fleetx.wire_cost import Link
 
 MB = 10**6
 GRADIENTS = Gradients(numel=1_000_000, large=900_000, matrices=((1000, 500),))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fleetx.averaging.outer import OuterRule, outer_move
-from fleetx.averaging.period import AdaptivePeriod, adaptive_period
-from fleetx.averaging.pieces import STRETCH, Piece, pieces_of
-from fleetx.averaging.told import Row, share_of
-from fleetx.comm import SoloComm
+from fleetx.dist.comm import SoloComm
+from fleetx.engine.rank_status import Row, share_of
 from fleetx.errors import FleetWarning
+from fleetx.local_sgd.outer import OuterRule, outer_move
+from fleetx.local_sgd.period import AdaptivePeriod, adaptive_period
+from fleetx.local_sgd.pieces import STRETCH, Piece, pieces_of
 
 # --- the outer step ----------------------------------------------------------------------------------------------------
 

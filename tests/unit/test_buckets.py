@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fleetx.bucket import Bucket
-from fleetx.buckets import Buckets
-from fleetx.comm import Pending
+from fleetx.dist.comm import Pending
+from fleetx.engine.bucket import Bucket
+from fleetx.engine.buckets import Buckets
+from fleetx.engine.layout import bucket_lengths, bucket_runs
+from fleetx.engine.norms import global_norm
 from fleetx.errors import ConfigError
-from fleetx.layout import bucket_lengths, bucket_runs
-from fleetx.norms import global_norm
 from harness import make_fake_comm
 
 
@@ -137,7 +137,7 @@ def test_hooks_of_discarded_buckets_refuse_while_there_are_other_ranks(monkeypat
     model = nn.Linear(3, 2)
     buckets = _buckets(model)
     del buckets
-    monkeypatch.setattr("fleetx.buckets.is_initialized", lambda: True)
+    monkeypatch.setattr("fleetx.engine.buckets.is_initialized", lambda: True)
     for _ in range(2):
         with pytest.raises(ConfigError, match="was discarded, since neither the model .* nor the optimizer was kept"):
             model(torch.ones(1, 3)).sum().backward()

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fleetx import fleet, world
+from fleetx import fleet
 from fleetx.checkpoint.load import find
+from fleetx.dist import world
 from fleetx.errors import CheckpointError, FleetWarning
 
 pytestmark = pytest.mark.usefixtures("alone")

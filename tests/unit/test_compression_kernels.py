@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import kernel_interpreter
-from fleetx.bucket import Bucket
-from fleetx.compression.listed import ListedRows, Row, Rule
-from fleetx.compression.piece import pieces_of
+from fleetx.engine.bucket import Bucket
+from fleetx.reduce.entry_list import ListedRows, Row, Rule
+from fleetx.reduce.piece import pieces_of
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -41,7 +41,7 @@ class Both:
     """The same updates by kernels and by list operations."""
 
     def __init__(self) -> None:
-        from fleetx.compression.fused import FusedRows
+        from fleetx.reduce.dgc_fused import FusedRows
 
         (self.bucket, self.rows), (self.other_bucket, self.other_rows) = rows_in_a_bucket(), rows_in_a_bucket()
         self.kernels, self.lists = FusedRows(self.rows), ListedRows(self.other_rows)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fleetx.digest import _mix, _shift, fingerprint, mixed
+from fleetx.dist.fingerprint import _mix, _shift, fingerprint, mixed
 
 Print = Callable[[Tensor], int]
 
@@ -181,8 +181,8 @@ def test_the_order_of_several_tensors_counts() -> None:
 def test_small_tensors_are_joined_and_large_ones_cut_and_each_of_them_counts(
     printed: Print, limit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetx.digest._CPU_BYTES", limit_bytes)
-    monkeypatch.setattr("fleetx.digest._GPU_BYTES", limit_bytes)
+    monkeypatch.setattr("fleetx.dist.fingerprint._CPU_BYTES", limit_bytes)
+    monkeypatch.setattr("fleetx.dist.fingerprint._GPU_BYTES", limit_bytes)
     of_all = fingerprint if printed is on_cpu else mixed
     tensors = [values(count, seed=count) for count in (3, 1, 200, 7, 50)]
     original = int(of_all(tensors))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fleetx.doctor import hardware, network, software, told, variables
+from fleetx.doctor import hardware, network, software, variables
+from fleetx.doctor import text as doctor_text
 from fleetx.doctor.checks import judged
 from fleetx.doctor.exchanging import check_tables, check_trial, choose
 from fleetx.doctor.facts import Backends, Devices, Facts, Gpu, Limits, Network, Package, Peer, Software
@@ -384,7 +385,7 @@ TABLE = Table("gloo", 2, (Row(4, 5e-4, 8e3, True), Row(1 << 20, 2e-3, 5.24e8, Fa
 
 
 def test_plain_text_has_whole_lines_no_escapes_and_the_fix_below_its_problem() -> None:
-    lines = told.in_words(FINDINGS, [TABLE], width=told.WIDE, has_colour=False).splitlines()
+    lines = doctor_text.in_words(FINDINGS, [TABLE], width=doctor_text.WIDE, has_colour=False).splitlines()
     assert lines[:4] == [
         "CPU     ok       2 cores",
         "limits  problem  [bold]few[/bold] files",
@@ -397,11 +398,11 @@ def test_plain_text_has_whole_lines_no_escapes_and_the_fix_below_its_problem() -
 
 
 def test_colours_are_there_where_they_are_wanted() -> None:
-    assert "\x1b[" in told.in_words(FINDINGS, [], width=80, has_colour=True)
+    assert "\x1b[" in doctor_text.in_words(FINDINGS, [], width=80, has_colour=True)
 
 
 def test_json_has_findings_tables_and_facts_and_says_whether_all_is_well() -> None:
-    found = json.loads(told.to_json(Facts(), FINDINGS, [TABLE], 1.234))
+    found = json.loads(doctor_text.to_json(Facts(), FINDINGS, [TABLE], 1.234))
     assert (found["ok"], found["problems"], found["notes"], found["seconds"]) == (False, 1, 1, 1.23)
     assert found["findings"][1] == {
         "topic": "limits",

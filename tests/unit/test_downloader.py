@@ -132,7 +132,9 @@ def test_a_finished_folder_that_cannot_be_written_to_is_fine(
     def read_only(*_: Any) -> int:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("fleetx.utils.turn.open_to_write", read_only)  # root writes everywhere: a real one needs a mount
+    monkeypatch.setattr(
+        "fleetx.download.once_per_node.open_to_write", read_only
+    )  # root writes everywhere: a real one needs a mount
     assert downloader().download(manifest, tmp_path) == str(tmp_path)
     (tmp_path / "a.bin").unlink()
     assert "cannot be written to: Read-only file system" in failure(manifest, tmp_path)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from file_server import answers, row, serving, snapshot
+from fleetx.download.address import BadAddress, Remote, check_step, parse_address
+from fleetx.download.manifest import parse_manifest
+from fleetx.download.names import BadName, parts_of
+from fleetx.download.transport import redirected
 from fleetx.errors import DataError
 from fleetx.utils import Downloader
-from fleetx.utils.address import BadAddress, Remote, check_step, parse_address
-from fleetx.utils.manifest import parse_manifest
-from fleetx.utils.names import BadName, parts_of
-from fleetx.utils.transport import redirected
 
 SHA = "ab" * 32
 LOCAL = Path("/data/manifest.yaml")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fleetx.checkpoint.encode import Encoder, decode
 from fleetx.checkpoint.snapshot import apart
-from fleetx.digest import bytes_of
+from fleetx.dist.fingerprint import bytes_of
 from fleetx.errors import CheckpointError
 
 properties = settings(deadline=None, max_examples=200)

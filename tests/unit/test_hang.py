@@ -5,9 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 
+from fleetx.dist.heartbeat import Phase, Progress
 from fleetx.launch import hang
 from fleetx.launch.hang import Sighting, Watched
-from fleetx.progress import Phase, Progress
 
 LIMIT = 10.0
 

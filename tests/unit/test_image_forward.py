@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fleetx.applications.image_model import ImageModel
 from fleetx.applications.resnet import Resnet20, Resnet50
 from fleetx.applications.vgg import VGG16
+from fleetx.engine.patching import patch_forward
 from fleetx.errors import DataError
-from fleetx.patch import patch_forward
 
 Weights = dict[str, Tensor]
 MODELS = [Resnet50, VGG16, Resnet20]

@@ -15,8 +15,8 @@ from bad_images import REFUSED, encoded, photo
 from fleetx.data.images.from_paths import image_folder_source, image_list_source
 from fleetx.data.images.normalise import IMAGENET_MEAN, IMAGENET_STD
 from fleetx.data.loader import Loader
+from fleetx.data.sampler import FleetSampler
 from fleetx.errors import ConfigError, DataError, FleetWarning
-from fleetx.sampler import FleetSampler
 
 COUNT = 12
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import kernel_interpreter
 from fleetx import fleet
-from fleetx.hooks import refuse_before_step
+from fleetx.engine.optimizer_hooks import refuse_before_step
 from kernel_interpreter import by_kernels
 from models import batch
 

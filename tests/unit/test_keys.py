@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fleetx.config.kinds import Kind, boolean, choice, integer, key, names, number, numbers, optional, size
 from fleetx.errors import ConfigError
-from fleetx.keys import Kind, boolean, choice, integer, key, names, number, numbers, optional, size
 
 
 def refusal(kind: Kind, value: Any) -> str:

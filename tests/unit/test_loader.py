@@ -10,8 +10,8 @@ import torch
 from fleetx import fleet
 from fleetx.data.draws import uniforms
 from fleetx.data.loader import Loader
+from fleetx.data.sampler import FleetSampler
 from fleetx.errors import ConfigError, DataError, FleetWarning
-from fleetx.sampler import FleetSampler
 
 # torch's own advice about machines with fewer cores than workers
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

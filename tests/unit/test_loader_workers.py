@@ -16,9 +16,9 @@ import torch
 
 import fleetx as X
 from data_ranks import run_job, write_images
-from fleetx import world
 from fleetx.data import workers
 from fleetx.data.loader import Loader
+from fleetx.dist import world
 from fleetx.errors import DataError
 from harness import raised
 

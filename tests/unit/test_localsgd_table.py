@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fleetx import fleet
+from fleetx.engine.report import Report
 from fleetx.errors import ConfigError
-from fleetx.report import Report
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names

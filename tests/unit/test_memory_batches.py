@@ -7,9 +7,9 @@ import random
 import pytest
 
 from fleetx.errors import ConfigError
-from fleetx.memory.batches import Growth, largest_that, merged, sizes_to_try
-from fleetx.memory.profile import Element, Profile, Way, peak_bytes
-from fleetx.memory.solve import cheapest
+from fleetx.recompute.batches import Growth, largest_that, merged, sizes_to_try
+from fleetx.recompute.profile import Element, Profile, Way, peak_bytes
+from fleetx.recompute.solve import cheapest
 
 # --- a step that grows in a straight line ---------------------------------------------------------------------------------------
 

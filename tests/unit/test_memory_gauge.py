@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward
-from fleetx.memory.gauge import CountingGauge, gauge_for
+from fleetx.recompute.memory_probe import CountingGauge, gauge_for
 
 CLOSE = 0.01
 """Of the profiler's peak without kernels' workspaces, where no random states are kept."""

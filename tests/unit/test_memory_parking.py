@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fleetx.errors import ConfigError
-from fleetx.memory.host import Pool, mover_for
-from fleetx.memory.parkable import parked_way, parking_places
-from fleetx.memory.parking import can_be_parked, is_dense
-from fleetx.memory.profile import Way
-from fleetx.memory.rows import pieces
-from fleetx.memory.tape import record
+from fleetx.recompute.host_memory import Pool, mover_for
+from fleetx.recompute.offload import can_be_parked, is_dense
+from fleetx.recompute.offloadable import parked_way, parking_places
+from fleetx.recompute.profile import Way
+from fleetx.recompute.rows import pieces
+from fleetx.recompute.trace import record
 
 # --- tensors --------------------------------------------------------------------------------------------------------------------
 

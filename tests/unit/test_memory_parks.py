@@ -10,11 +10,11 @@ from fractions import Fraction
 
 import pytest
 
-from fleetx.memory.agreed_profile import from_plain, joined, to_plain
-from fleetx.memory.batches import Growth
-from fleetx.memory.picture import moments
-from fleetx.memory.profile import Element, Profile, Way, host_bytes, peak_bytes
-from fleetx.memory.solve import Solution, cheapest, smallest_budget
+from fleetx.recompute.agreed_profile import from_plain, joined, to_plain
+from fleetx.recompute.batches import Growth
+from fleetx.recompute.picture import moments
+from fleetx.recompute.profile import Element, Profile, Way, host_bytes, peak_bytes
+from fleetx.recompute.solve import Solution, cheapest, smallest_budget
 from limits import within
 
 STORED, AGAIN, JOINS, PARKS = range(4)

@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx import fleet, progress, running
+from fleetx import fleet
+from fleetx.dist import heartbeat
+from fleetx.dist.heartbeat import Phase
+from fleetx.engine import registry
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.monitor import monitor as monitors
 from fleetx.monitor.environment import command_of
 from fleetx.monitor.folder import Folder, last_record
 from fleetx.monitor.split import MOST_EVENTS, PARTS, DeviceStopwatch
-from fleetx.progress import Phase
 from models import batch, mlp
 from monitor_runs import environment, pair, records, summary, train
 
@@ -30,7 +32,7 @@ def closed_afterwards() -> Any:
     yield
     if monitors._open is not None:
         monitors._open.close()
-    running.forget()
+    registry.forget()
 
 
 def quiet(folder: Path, **settings: Any) -> fleet.Monitor:
@@ -244,7 +246,7 @@ def test_nothing_is_left_on_the_model_afterwards(tmp_path: Path) -> None:
         twin = copy.deepcopy(model)
         torch.save(twin, tmp_path / "whole.pt")  # hooks that cannot be written would show here
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert progress._record.listener is None
+    assert heartbeat._record.listener is None
     twin(batch(0)[0])
 
 
@@ -379,7 +381,7 @@ def test_a_thread_other_than_the_main_one_may_train(tmp_path: Path) -> None:
     worker = threading.Thread(target=train, args=(str(tmp_path), 3))
     worker.start()
     worker.join()
-    progress._record.thread = threading.main_thread().ident
+    heartbeat._record.thread = threading.main_thread().ident
     assert all(line["split"]["backward"] > 0 for line in records(tmp_path))
 
 
@@ -471,7 +473,7 @@ def test_a_rerun_with_fewer_pairs_leaves_no_strategy_of_the_old_ones(tmp_path: P
     with quiet(tmp_path):
         assert (tmp_path / "strategy.2.yaml").exists()
     del second
-    running.forget()
+    registry.forget()
     again = pair()
     with quiet(tmp_path):
         assert not (tmp_path / "strategy.2.yaml").exists() and (tmp_path / "strategy.yaml").exists()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fleetx.dist.roles import job_port
 from fleetx.errors import ConfigError
 from fleetx.launch.nodes import Asked, Machine, find_nodes, split_master, this_machine
 from fleetx.launch.topology import Nodes
-from fleetx.roles import job_port
 
 NAMES = {"node0": "10.0.0.1", "node1": "10.0.0.2", "gpu003": "10.0.0.1", "gpu004": "10.0.0.2", "localhost": "127.0.0.1"}
 

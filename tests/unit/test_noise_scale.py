@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
+from fleetx.engine.noise_scale import estimates, noise_scale_of, require_measurable, samples_factor, smoothed, updates_factor
+from fleetx.engine.slots import Merge
 from fleetx.errors import ConfigError, FleetWarning
-from fleetx.noise_scale import estimates, noise_scale_of, require_measurable, samples_factor, smoothed, updates_factor
-from fleetx.slots import Merge
 from fleetx.strategies import catalogue
 from harness import make_fake_comm
 from noise_reference import SIGNAL_SQ, TRACE, distributed, reference, samples, strategy

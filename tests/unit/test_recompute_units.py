@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fleetx as X
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetError
-from fleetx.memory.units import chosen_units
+from fleetx.recompute.units import chosen_units
 from recompute_nets import WIDTH, Chain, ConvNet, EncoderDecoder, Inner, TorchTransformer, UNet
 from recompute_runs import Trace, count_runs, distribute, rows
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fleetx import fleet, rehearsing, world
+from fleetx import fleet
+from fleetx.dist import world
+from fleetx.engine import dry_run_flag
+from fleetx.engine.dry_run import OutOfMemory, Rehearsal, Sample, own_loss
 from fleetx.errors import ConfigError, FleetWarning
-from fleetx.rehearsal import OutOfMemory, Rehearsal, Sample, own_loss
 from recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
 from recompute_runs import random_now, rows, seed
 
@@ -70,7 +72,7 @@ def everything(rehearsal: Rehearsal) -> dict[str, Any]:
         "scale": face.pipeline.stages.backward.scale(),
         "stages": copy.deepcopy(face.pipeline.stages.backward.state_dict()),
         "random": random_now(),
-        "rehearsing": rehearsing.is_on(),
+        "rehearsing": dry_run_flag.is_on(),
     }
 
 
@@ -218,13 +220,13 @@ def test_inside_all_modules_train_and_afterwards_each_has_its_own_mode(alone: No
     rehearsal.model.eval()
     rehearsal.model.draws.train()
     with rehearsal.leaving_no_trace():
-        assert all(module.training for module in rehearsal.model.modules()) and rehearsing.is_on()
+        assert all(module.training for module in rehearsal.model.modules()) and dry_run_flag.is_on()
     assert [name for name, module in rehearsal.model.named_modules() if module.training] == [
         "draws",
         "draws.enter",
         "draws.leave",
     ]
-    assert not rehearsing.is_on()
+    assert not dry_run_flag.is_on()
 
 
 def test_a_step_inside_leaves_no_gradients_and_gathered_ones_are_zero(alone: None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fleetx.dist.roles import ALONE, first_host, job_port, role_from_env, role_in_group
 from fleetx.errors import ConfigError
-from fleetx.roles import ALONE, first_host, job_port, role_from_env, role_in_group
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",

@@ -12,13 +12,13 @@ import pytest
 
 import run_folders
 from fleetx.errors import ConfigError
-from fleetx.run_report import axis, curves, logs, metrics, ranks, strip, tables, words
-from fleetx.run_report.facts import facts_of, one_line, wire_words
-from fleetx.run_report.markup import data, tag
-from fleetx.run_report.metrics import RankTimes, parse_lines, update_from
-from fleetx.run_report.page import make_page
-from fleetx.run_report.read import flat, read_run, run_names
-from fleetx.run_report.thinning import Point, means, thin
+from fleetx.report import axis, curves, logs, metrics, ranks, strip, tables, words
+from fleetx.report.facts import facts_of, one_line, wire_words
+from fleetx.report.markup import data, tag
+from fleetx.report.metrics import RankTimes, parse_lines, update_from
+from fleetx.report.page import make_page
+from fleetx.report.read import flat, read_run, run_names
+from fleetx.report.thinning import Point, means, thin
 from limits import within
 
 # --- reading ----------------------------------------------------------------------------------------------------------------

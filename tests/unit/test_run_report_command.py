@@ -13,7 +13,7 @@ import torch
 import run_folders
 from fleetx import fleet
 from fleetx.cli.main import main
-from fleetx.run_report.read import read_run
+from fleetx.report.read import read_run
 
 ROOT = Path(__file__).parents[2]
 

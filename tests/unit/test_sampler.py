@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from fleetx.data.sampler import FleetSampler, epoch_order, shard, shard_length
 from fleetx.errors import CheckpointError, ConfigError, DataError, FleetWarning
-from fleetx.sampler import FleetSampler, epoch_order, shard, shard_length
 
 lengths = st.integers(1, 200)
 sizes = st.integers(1, 12)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compression_reference import Array, largest_places
-from fleetx.compression import select
-from fleetx.compression.select import largest
+from fleetx.reduce import top_k
+from fleetx.reduce.top_k import largest
 
 
 def random_of(*seed: int) -> np.random.Generator:
@@ -130,11 +130,11 @@ def test_a_bound_that_is_too_high_or_too_low_changes_nothing(monkeypatch: pytest
     row = random_of(8).normal(size=200_000).astype(np.float32)
     wanted = largest_places(row, 200)
     for bound in (0.0, 1e-30, 1.0, float(np.sort(np.abs(row))[-200]), float(np.abs(row).max()), 1e30):
-        monkeypatch.setattr(select, "likely_bound", lambda row, count, bound=bound: bound)
+        monkeypatch.setattr(top_k, "likely_bound", lambda row, count, bound=bound: bound)
         np.testing.assert_array_equal(largest(torch.from_numpy(row), 200).numpy(), wanted)
 
 
-@pytest.mark.parametrize("way", [select.largest_by_sorting, select.largest_by_key])
+@pytest.mark.parametrize("way", [top_k.largest_by_sorting, top_k.largest_by_key])
 @pytest.mark.parametrize("make", HARD)
 def test_the_ways_taken_on_other_devices_choose_the_same(
     way: Callable[[Tensor, int], Tensor], make: Callable[[int], Array]

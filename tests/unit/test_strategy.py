@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetx.config.kinds import Kind
+from fleetx.engine.slots import Part, Slot
 from fleetx.errors import ConfigError
-from fleetx.keys import Kind
-from fleetx.slots import Part, Slot
 from fleetx.strategies import catalogue
 from fleetx.strategy import DistributedStrategy
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from documents import ROOT, Block, read_blocks
 from fleetx import fleet
+from fleetx.engine.slots import Part, Slot
 from fleetx.errors import FleetError, FleetWarning
-from fleetx.slots import Part, Slot
 from fleetx.strategies import catalogue
 from harness import run_ranks
 from quoted import is_said, plain, reads_as

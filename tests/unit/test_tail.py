@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx.buffer_kinds import LARGE_NUMEL, apply_change, average_of_change, sort_buffers
+from fleetx.engine.buffer_kinds import LARGE_NUMEL, apply_change, average_of_change, sort_buffers
+from fleetx.engine.sidecar import Alarms, Tail
 from fleetx.errors import ConfigError
-from fleetx.tail import Alarms, Tail
 
 
 class Net(nn.Module):

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetx.cli.train_configs import OWN, TrainConfigs, parse_train_configs
+from fleetx.config.flag_values import accepts, scalar
+from fleetx.config.kinds import Kind
 from fleetx.errors import ConfigError
-from fleetx.flag_values import accepts, scalar
-from fleetx.keys import Kind
 from fleetx.strategies import catalogue
 from fleetx.strategy import SCALARS, DistributedStrategy
-from fleetx.train_configs import OWN, TrainConfigs, parse_train_configs
 
 PARTS = sorted(catalogue())
 

@@ -16,13 +16,13 @@ from fleetx.auto.candidate import Candidate
 from fleetx.auto.chart import draw, spread
 from fleetx.auto.cost import Gradients, Reducer, Rung
 from fleetx.auto.link import LinkProfile
-from fleetx.auto.measured import Measured, Pass, Reduced
+from fleetx.auto.measurements import Measured, Pass, Reduced
 from fleetx.auto.plan import Plan
 from fleetx.auto.what_if import WORLDS, Curve, Outlook, Question, candidate_of, curves, link_for, same_plan, what_if
-from fleetx.cli.told import curves_text, how_to_use, link_notes, outlook_text, rate, what_changed
+from fleetx.cli.plan_text import curves_text, how_to_use, link_notes, outlook_text, rate, what_changed
+from fleetx.dist.wire_cost import Link, dense, low_rank, sparse
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
-from fleetx.wire_cost import Link, dense, low_rank, sparse
 
 GRADIENTS = Gradients(numel=1_000_000, large=900_000, matrices=((1000, 500), (500, 200)))
 LADDER = (Rung(50_000_000, 0.0, 0), Rung(30_000_000, 0.004, 3))

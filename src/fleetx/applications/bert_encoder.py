@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..engine.patching import PatchedForward
 from ..errors import ConfigError
-from ..memory.replay import result_is_unwanted
-from ..patch import PatchedForward
+from ..recompute.replay import result_is_unwanted
 from .bert_lean import LayerNorm, in_matmul_dtype, linear_of_gelu
 from .bert_weights import before_loading_body
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import fleet
+from ..engine.trees import map_tensors
 from ..errors import ConfigError, DataError
-from ..trees import map_tensors
 
 COUNTS = ("count", "pairs")
 """Entries of a tally that count; every other entry is a sum over what the nearest one before it counted."""

@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
+from ..config.kinds import boolean, choice
 from ..data.images.builtin import BUILTIN, builtin_images
 from ..data.images.from_paths import image_folder_source, image_list_source
 from ..data.loader import Loader
 from ..data.source import Source
 from ..errors import ConfigError, DataError
-from ..keys import boolean, choice
 from .loader_options import OF_LOADER, of_loader, refuse_unknown, require_place, taken
 
 Path: TypeAlias = str | os.PathLike[str]

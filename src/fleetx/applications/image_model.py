@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..config.kinds import boolean, integer, number
 from ..errors import DataError
-from ..keys import boolean, integer, number
 from .image_loading import LoadsImages
 
 COLOURS = 3

@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..config.kinds import boolean
 from ..errors import ConfigError, DataError, did_you_mean
-from ..keys import boolean
 
 OF_LOADER = ("seed", "workers", "drop_last")
 

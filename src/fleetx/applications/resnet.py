@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..keys import boolean, integer
+from ..config.kinds import boolean, integer
 from .image_model import COLOURS, LARGE_IMAGE, ImageModel, initialise_convolutions
 
 

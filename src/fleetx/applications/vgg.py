@@ -14,8 +14,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from ..config.kinds import number
 from ..errors import DataError
-from ..keys import number
 from .image_model import COLOURS, LARGE_IMAGE, ImageModel, initialise_convolutions
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))

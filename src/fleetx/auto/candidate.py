@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from ..slots import Risk
+from ..engine.slots import Risk
 from ..strategy import DistributedStrategy
 from .cost import Reducer
 

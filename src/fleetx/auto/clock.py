@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..rehearsal import Rehearsal
+from ..engine.dry_run import Rehearsal
 
 
 def typical(seconds: Sequence[float]) -> float:

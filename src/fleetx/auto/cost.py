@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from .. import wire_cost
+from ..dist import wire_cost
+from ..dist.wire_cost import Cost, Link
 from ..errors import ConfigError
-from ..wire_cost import Cost, Link
 
 
 @final

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..compression.lowrank import is_worth_it, matrix_shape
-from ..memory.gauge import gauge_for
-from ..memory.replay import Replay
-from ..noise_scale import noise_scale_of
-from ..patch import patched
-from ..rehearsal import Rehearsal
+from ..engine.dry_run import Rehearsal
+from ..engine.noise_scale import noise_scale_of
+from ..engine.patching import patched
+from ..recompute.memory_probe import gauge_for
+from ..recompute.replay import Replay
+from ..reduce.powersgd import is_worth_it, matrix_shape
 from .candidate import at_once, reducer_settings
 from .clock import clocked, typical
 from .cost import Gradients, Reducer, wire
 from .link import LinkProfile
-from .measured import Reduced
+from .measurements import Reduced
 from .probe import TIMED, TIMED_S, lasting_bytes, timed_update
 from .subject import Subject, agreed
 

@@ -23,9 +23,9 @@ from typing import Any, Self, TypeVar, final
 
 import torch
 
+from ..engine.overview import described
+from ..engine.slots import Part, Slot
 from ..errors import ConfigError
-from ..overview import described
-from ..slots import Part, Slot
 from ..strategies import catalogue
 from ..strategies.adaptive_localsgd import AdaptiveLocalSGD
 from ..strategies.amp import Amp

@@ -16,8 +16,8 @@ from typing import Any, final
 
 import torch
 
-from ..comm import Comm
-from ..wire_cost import Link
+from ..dist.comm import Comm
+from ..dist.wire_cost import Link
 from .clock import wait_for
 
 KIB = 2**10

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from ..memory.host import Mover, mover_for
-from ..memory.profile import Profile, peak_bytes
-from ..memory.solve import Solution
-from ..memory.units import chosen_units
+from ..recompute.host_memory import Mover, mover_for
+from ..recompute.profile import Profile, peak_bytes
+from ..recompute.solve import Solution
+from ..recompute.units import chosen_units
 from .subject import Subject
 
 

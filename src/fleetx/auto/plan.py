@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from ..config.kinds import integer
 from ..errors import ConfigError
-from ..keys import integer
 from ..strategy import DistributedStrategy
 from .fixed import Fixed
-from .measured import Measured, from_plain, to_plain
+from .measurements import Measured, from_plain, to_plain
 
 FORMAT = 1
 

@@ -16,19 +16,19 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from ..engine.dry_run import OutOfMemory, Rehearsal
 from ..errors import ConfigError
-from ..memory.batches import Growth
-from ..memory.gauge import storage_of
-from ..memory.measured_growth import Units, measured_growth, profile_from_smaller
-from ..memory.plan import ALLOWANCE
-from ..memory.planner import Planner
-from ..memory.profile import Element, Profile, peak_bytes
-from ..memory.solve import Solution, cheapest, cheapest_that_fits, least_peak
-from ..rehearsal import OutOfMemory, Rehearsal
+from ..recompute.batches import Growth
+from ..recompute.growth import Units, measured_growth, profile_from_smaller
+from ..recompute.memory_probe import storage_of
+from ..recompute.plan import ALLOWANCE
+from ..recompute.planner import Planner
+from ..recompute.profile import Element, Profile, peak_bytes
+from ..recompute.solve import Solution, cheapest, cheapest_that_fits, least_peak
 from .candidate import Candidate
 from .clock import clocked, typical, wait_for
 from .cost import Rung
-from .measured import Pass
+from .measurements import Pass
 from .own_recompute import OwnRecompute
 from .subject import Subject
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import current_autocast
-from ..binding import LossFn, bind, give_up, rehearsal_of
-from ..comm import Comm
+from ..dist.comm import Comm
+from ..engine import current_autocast
+from ..engine.bind import LossFn, bind, give_up, rehearsal_of
+from ..engine.dry_run import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, is_out_of_memory
+from ..engine.optimizer import FleetOptimizer
 from ..errors import ConfigError, DataError, FleetError, FleetWarning, PeerError, first_line
-from ..memory.measured_growth import rows_in, rows_of
-from ..optimizer import FleetOptimizer
-from ..rehearsal import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, is_out_of_memory
+from ..recompute.growth import rows_in, rows_of
 from ..strategy import DistributedStrategy
 from .fixed import Fixed
 

@@ -16,11 +16,11 @@ from typing import final
 
 import torch
 
+from ..engine.dry_run import OutOfMemory, Rehearsal, Snapshot
+from ..engine.dry_run_flag import rehearsing
+from ..engine.report import Report
 from ..errors import FleetError, first_line
-from ..memory.gauge import gauge_for
-from ..rehearsal import OutOfMemory, Rehearsal, Snapshot
-from ..rehearsing import rehearsing
-from ..report import Report
+from ..recompute.memory_probe import gauge_for
 from .candidate import Candidate, at_once
 from .clock import typical, wait_for
 from .cost import Reducer, Rung

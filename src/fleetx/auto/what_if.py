@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+from ..dist.wire_cost import Link
 from ..errors import ConfigError
-from ..memory.plan import shown
-from ..wire_cost import Link
+from ..recompute.plan import shown
 from .candidate import DENSE, MERGES, REDUCERS, RISK_OF, RISKS, Candidate, allows, every
-from .choose import ALIKE
 from .cost import Reducer, wire
 from .fixed import NOTHING, Fixed
-from .measured import Forecast, Measured, Reduced, forecast
+from .measurements import Forecast, Measured, Reduced, forecast
 from .plan import Plan
+from .search import ALIKE
 
 WORLDS = tuple(2**power for power in range(13))
 """Of a chart: 1 to 4096 ranks."""

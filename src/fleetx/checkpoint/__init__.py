@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from .. import progress, world
-from ..comm import Comm
+from ..dist import heartbeat, world
+from ..dist.comm import Comm
+from ..dist.heartbeat import Phase
+from ..engine.optimizer import FleetOptimizer
+from ..engine.pairs import owner_of
 from ..errors import CheckpointError, ConfigError, warn_user
-from ..optimizer import FleetOptimizer
-from ..pairs import owner_of
-from ..progress import Phase
 from .folder import newest_first, step_of
 from .load import Loaded, find, load_into
 from .model_file import write_model
@@ -42,7 +42,7 @@ def save_checkpoint(
     """
     _check_save(directory, step, keep, objects)
     here, path = world.current(), Path(os.path.abspath(directory))  # now: a script may change its folder while we write
-    with progress.during(Phase.SAVE):
+    with heartbeat.during(Phase.SAVE):
         _finish_last(here.comm)
         share = take_share(objects, here.comm, here.device, copies=async_save)
         comm = _background_comm(here.comm) if async_save else here.comm

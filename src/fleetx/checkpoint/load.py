@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..comm import Comm
+from ..data.sampler import FleetSampler
+from ..dist.comm import Comm
 from ..errors import CheckpointError, FleetError, warn_user
-from ..sampler import FleetSampler
 from . import folder
 from .encode import Json, decode
 from .manifest import NAME as MANIFEST

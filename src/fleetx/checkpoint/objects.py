@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..data.sampler import FleetSampler
+from ..engine.optimizer import FleetOptimizer
+from ..engine.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
+from ..engine.state import check_training_state, load_training_state, training_state
 from ..errors import CheckpointError, did_you_mean
-from ..optimizer import FleetOptimizer
-from ..optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
-from ..resume import check_training_state, load_training_state, training_state
-from ..sampler import FleetSampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import TypeVar, final
 
 from safetensors import SafetensorError
 
-from ..comm import Comm
+from ..dist.comm import Comm
 from ..errors import CheckpointError
 from . import folder
 from .manifest import NAME as MANIFEST

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..comm import Comm
-from ..digest import fingerprint
+from ..dist.comm import Comm
+from ..dist.fingerprint import fingerprint
 from ..errors import CheckpointError, FleetError
 from .encode import Encoder, Json, Tensors
 from .objects import kind_of

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from fleetx.cli.flags import count, memory, of
+from fleetx.config.kinds import Kind, require
 from fleetx.errors import ConfigError
-from fleetx.keys import Kind, require
 from fleetx.launch.nodes import DEFAULT_PORT, split_master
 
 HELP = "look at this machine, let two ranks talk, and say what is wrong and how to mend it"

@@ -14,11 +14,11 @@ from ..auto import plan as plans
 from ..auto.chart import draw, require_matplotlib
 from ..auto.plan import Plan
 from ..auto.what_if import Question, candidate_of, curves, link_for, what_if
+from ..dist.roles import role_from_env
+from ..dist.wire_cost import Link
 from ..errors import ConfigError
-from ..roles import role_from_env
-from ..wire_cost import Link
+from .plan_text import curves_text, curves_title, how_to_use, link_notes, outlook_text
 from .target import target_of
-from .told import curves_text, curves_title, how_to_use, link_notes, outlook_text
 
 MEASURES = ("trials", "batch", "out", "strategy")
 """Flags that mean something only where something is measured."""

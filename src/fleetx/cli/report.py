@@ -50,13 +50,13 @@ def write(path: Path, text: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from fleetx.launch.console import escape
-    from fleetx.run_report.facts import facts_of, one_line
-    from fleetx.run_report.page import make_page
-    from fleetx.run_report.read import read_run, run_names
+    from fleetx.report.facts import facts_of, one_line
+    from fleetx.report.page import make_page
+    from fleetx.report.read import read_run, run_names
 
     folders = [Path(one) for one in options.runs]
     if options.png is not None:
-        from fleetx.run_report.figure import require_matplotlib
+        from fleetx.report.figure import require_matplotlib
 
         require_matplotlib()
     runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders), strict=True)]
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     write(out, make_page(runs, options.title))
     print(f"page: {out}")
     if options.png is not None:
-        from fleetx.run_report.figure import draw
+        from fleetx.report.figure import draw
 
         draw(options.png, runs, options.title)
         print(f"figure: {options.png}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..trees import map_tensors
+from ..engine.trees import map_tensors
 from .packing import Packed, unpack
 
 

@@ -14,11 +14,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from ..dist import world
 from ..errors import ConfigError, DataError, warn_user
-from ..sampler import FleetSampler
 from .device import Fetched, on_device
+from .remote_error import Watch, fail_everywhere
+from .sampler import FleetSampler
 from .source import Indices, Source
-from .trouble import Watch, fail_everywhere
 from .workers import Workers
 
 
@@ -71,19 +72,18 @@ class Loader:
     def sampler(self) -> FleetSampler:
         """This rank's order and position; made when first asked for."""
         if self._sampler is None:
-            from .. import fleet  # here, not above: data stands below fleet
-
             # In order, a sampler gives every sample once, and some ranks one more than others: in training that would hang.
             in_order = self.train and not self.shuffle
-            self._sampler = fleet.sampler(len(self.source), shuffle=self.shuffle, seed=self.seed, drop_last=in_order)
+            comm = world.current().comm
+            self._sampler = FleetSampler(
+                len(self.source), rank=comm.rank, size=comm.size, shuffle=self.shuffle, seed=self.seed, drop_last=in_order
+            )
         return self._sampler
 
     @property
     def device(self) -> torch.device:
         if self._device is None:
-            from .. import fleet
-
-            self._device = fleet.device()
+            self._device = world.current().device
         return self._device
 
     def __len__(self) -> int:

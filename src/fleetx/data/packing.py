@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ..engine.trees import map_leaves, map_tensors
 from ..errors import DataError
-from ..trees import map_leaves, map_tensors
 
 ALIGNMENT = 64  # bytes: any type may be read from there, and a device reads it at its best
 

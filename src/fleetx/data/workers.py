@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..errors import DataError
 from .device import Fetched
 from .packing import in_worker, pack
+from .remote_error import fail_everywhere
 from .source import Indices, Source
-from .trouble import fail_everywhere
 
 Key: TypeAlias = tuple[int, Indices]
 """A batch to read: its epoch, and the samples in it."""

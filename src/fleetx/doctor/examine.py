@@ -12,7 +12,7 @@ from typing import final
 
 from fleetx.errors import FleetError, first_line
 
-from . import told
+from . import text
 from .checks import judged
 from .exchanging import TOPIC, Choice, check_tables, check_trial, choose
 from .facts import Facts
@@ -88,7 +88,7 @@ def _patience(asked: Asked, choice: Choice) -> Iterator[None]:
 
 def _tell(asked: Asked, facts: Facts, findings: Sequence[Finding], tables: Sequence[Table], seconds: float) -> None:
     if asked.as_json:
-        print(told.to_json(facts, findings, tables, seconds), flush=True)
+        print(text.to_json(facts, findings, tables, seconds), flush=True)
         return
-    width, has_colour = told.screen()
-    print(told.in_words(findings, tables, width=width, has_colour=has_colour), flush=True)
+    width, has_colour = text.screen()
+    print(text.in_words(findings, tables, width=width, has_colour=has_colour), flush=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from fleetx import fleet, world
+from fleetx import fleet
 from fleetx.auto.link import timed
-from fleetx.comm import Comm
+from fleetx.dist import world
+from fleetx.dist.comm import Comm
 
 from .tables import Row, Table, bus_rate
 

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
+from fleetx.engine.graph import leaves
 from fleetx.errors import CheckpointError, ConfigError
-from fleetx.graph import leaves
 from fleetx.integrations import require_seams
 from fleetx.integrations.accelerate_optimizer import FREED, TAKEN, FleetAcceleratedOptimizer, accelerate, living
 from fleetx.integrations.accelerate_settings import copied, merged, refuse_handlers, with_precision, world_shown

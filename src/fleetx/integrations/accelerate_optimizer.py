@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from fleetx.binding import give_up
+from fleetx.engine.bind import give_up
+from fleetx.engine.optimizer import FleetOptimizer
+from fleetx.engine.report import Report
 from fleetx.errors import ConfigError, FleetError
 from fleetx.integrations import imported
-from fleetx.optimizer import FleetOptimizer
-from fleetx.report import Report
 
 accelerate: Any = imported("accelerate", extra="hf", oldest=(1, 0))
 PlainOptimizer: Any = accelerate.optimizer.AcceleratedOptimizer

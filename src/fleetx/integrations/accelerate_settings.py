@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
 

@@ -23,11 +23,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fleetx import comm as c10d
-from fleetx import fleet, world
-from fleetx.binding import LossFn, give_up
+from fleetx import fleet
+from fleetx.dist import comm as c10d
+from fleetx.dist import world
+from fleetx.engine.bind import LossFn, give_up
+from fleetx.engine.graph import leaves
+from fleetx.engine.optimizer import FleetOptimizer
+from fleetx.engine.placement import broadcast_from_first
+from fleetx.engine.report import Report
 from fleetx.errors import ConfigError
-from fleetx.graph import leaves
 from fleetx.integrations import lightning_checkpoints as checkpoints
 from fleetx.integrations.lightning_refusals import (
     homes_of,
@@ -36,9 +40,6 @@ from fleetx.integrations.lightning_refusals import (
     refuse_overridden,
     refuse_what_both_claim,
 )
-from fleetx.optimizer import FleetOptimizer
-from fleetx.placement import broadcast_from_first
-from fleetx.report import Report
 from fleetx.strategy import DistributedStrategy
 
 OLDEST = (2, 4)

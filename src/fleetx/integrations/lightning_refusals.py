@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..engine.slots import Slot
 from ..errors import ConfigError, StrategyConflict
-from ..slots import Slot
 from ..strategy import DistributedStrategy
 
 

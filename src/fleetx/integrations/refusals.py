@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..engine.slots import Slot
 from ..errors import ConfigError, StrategyConflict
-from ..slots import Slot
 from ..strategy import DistributedStrategy
 
 

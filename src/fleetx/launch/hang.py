@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from fleetx.progress import Phase, Progress
+from fleetx.dist.heartbeat import Phase, Progress
 
 STOPPED_SECONDS = 3.0
 GAP_SECONDS = 1.0

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from fleetx.dist.roles import first_host, is_pmi_of_slurm, is_slurm_shell, job_port, pmi_job
 from fleetx.errors import ConfigError
 from fleetx.launch.topology import Nodes
-from fleetx.roles import first_host, is_pmi_of_slurm, is_slurm_shell, job_port, pmi_job
 
 Env = Mapping[str, str]
 Source = Literal["local", "slurm", "mpi"]

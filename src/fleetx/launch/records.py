@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fleetx import progress
+from fleetx.dist import heartbeat
 from fleetx.launch.agreement import Cause
 from fleetx.launch.outcome import CRASHES, Failure, by_blame
 from fleetx.launch.topology import log_path
@@ -28,15 +28,15 @@ class Records:
     def prepare(self, local_rank: int) -> dict[str, str]:
         """Variables that name this rank's files."""
         self._folder.mkdir(exist_ok=True)
-        progress.make_file(self._progress_file(local_rank))
+        heartbeat.make_file(self._progress_file(local_rank))
         return {
-            progress.PROGRESS_FILE: str(self._progress_file(local_rank)),
+            heartbeat.PROGRESS_FILE: str(self._progress_file(local_rank)),
             FAILURE_FILE: str(self._failure_file(local_rank)),
         }
 
-    def progress(self, local_rank: int) -> progress.Progress | None:
+    def progress(self, local_rank: int) -> heartbeat.Progress | None:
         try:
-            return progress.read(self._progress_file(local_rank))
+            return heartbeat.read(self._progress_file(local_rank))
         except OSError:
             return None
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from fleetx.errors import LaunchError
 from fleetx.launch.agreement import Job
-from fleetx.launch.standing import Standing
+from fleetx.launch.node_status import Standing
 from fleetx.launch.topology import Nodes
 
 POLL_SECONDS = 0.05

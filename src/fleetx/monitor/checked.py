@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..engine.report import Report
 from ..errors import ConfigError
-from ..report import Report
-from .later import Awaited, number
+from .async_values import Awaited, number
 from .sinks import Sink
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..running import Pair
-from ..world import World
+from ..dist.world import World
+from ..engine.registry import Pair
 
 SECRET_WORDS = frozenset(
     "token password passwd pwd pass passphrase secret secrets key apikey auth authorization access credential credentials".split()

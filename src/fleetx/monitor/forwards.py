@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import progress
-from ..plain_copy import keep_copies_plain, left_out
-from ..progress import Phase
+from ..dist import heartbeat
+from ..dist.heartbeat import Phase
+from ..engine.plain_copy import keep_copies_plain, left_out
 
 OUTSIDE = (Phase.SCRIPT, Phase.FORWARD, Phase.EVALUATE)
 """Inside backward a forward may run too: what recompute had dropped."""
@@ -28,14 +28,14 @@ def begins(module: nn.Module, *_: Any) -> None:
     global _evaluating
     if torch.compiler.is_compiling():
         return
-    phase = progress.now()
+    phase = heartbeat.now()
     if phase not in OUTSIDE or _evaluating is not None:
         return
     trains = module.training and torch.is_grad_enabled()
     if trains and phase is Phase.FORWARD:
         return
     _evaluating = None if trains else module
-    progress.enter(Phase.FORWARD if trains else Phase.EVALUATE)
+    heartbeat.enter(Phase.FORWARD if trains else Phase.EVALUATE)
 
 
 @left_out
@@ -45,7 +45,7 @@ def ends(module: nn.Module, *_: Any) -> None:
         return
     if module is _evaluating:
         _evaluating = None
-        progress.enter(Phase.SCRIPT)
+        heartbeat.enter(Phase.SCRIPT)
 
 
 def unwatch(handles: Iterable[RemovableHandle]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from ..progress import Phase
+from ..dist.heartbeat import Phase
 
 AT_UPDATE = 3
 """The update of a start that is looked at: the first ones make gradients and the optimizer's state."""

@@ -23,14 +23,15 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .. import progress, running, stopping, world
+from ..dist import heartbeat, stop_signal, world
+from ..dist.heartbeat import Phase
+from ..engine import registry
+from ..engine.report import Report
 from ..errors import ConfigError
-from ..progress import Phase
-from ..report import Report
 from . import checked, forwards
+from .async_values import Awaited
 from .environment import start_of_run
 from .folder import Folder, OwnLog
-from .later import Awaited
 from .line import Standing, last_line, line
 from .memory_curve import AT_UPDATE, MemoryCurve, memory_peak
 from .ranks import ByRank, Ranks, slowest
@@ -89,7 +90,7 @@ class Monitor:
         self._is_closed = self._is_wrapped = False
         self._watch_pairs()
         self._watch = stopwatch(Phase.SCRIPT, self._device)
-        progress.listen(self._phase_changed)
+        heartbeat.listen(self._phase_changed)
         _open = self
 
     # --- the beginning --------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Monitor:
 
     def _watch_pairs(self) -> None:
         """Those that were distributed since the last look; as a rule all of them, before the first step."""
-        pairs, self._pairs_seen = running.pairs(), running.count()
+        pairs, self._pairs_seen = registry.pairs(), registry.count()
         for pair in pairs:
             model = pair.model()
             if pair.number in self._places or model is None:
@@ -123,7 +124,7 @@ class Monitor:
 
     def _note_start(self, folder: Folder) -> None:
         total = self._now.total_steps
-        folder.begin(start_of_run(folder.start, world.current(), running.pairs(), total_steps=total))
+        folder.begin(start_of_run(folder.start, world.current(), registry.pairs(), total_steps=total))
 
     def _phase_changed(self, phase: Phase) -> None:
         self._watch.changed(phase)
@@ -155,7 +156,7 @@ class Monitor:
         self._pending[-1].add(awaited)
 
     def _micro_step(self, report: Report, samples: int) -> None:
-        if running.count() != self._pairs_seen:
+        if registry.count() != self._pairs_seen:
             self._watch_pairs()
         tally = self._tallies.setdefault(self._places.get(report.pair, 1), Tally())
         tally.micro_step(report.bytes_sent, samples)
@@ -249,7 +250,7 @@ class Monitor:
         if self._is_closed:
             return
         self._is_closed, _open = True, None
-        progress.listen(None)
+        heartbeat.listen(None)
         forwards.unwatch(self._handles)
         if self._curve is not None:
             self._curve.take()
@@ -297,7 +298,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self.close(state="stopped" if stopping.is_requested() else "finished")
+            self.close(state="stopped" if stop_signal.is_requested() else "finished")
         elif isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             self.close(state="stopped", error=type(error).__name__)
         else:

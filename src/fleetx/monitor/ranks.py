@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from ..comm import Comm
+from ..dist.comm import Comm
 from .split import PARTS, Split, added, compute_of, no_time
 
 POST_SECONDS = 1.0

@@ -7,9 +7,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ..noise_scale import noise_scale_of
-from ..report import Report
-from .later import Awaited, Here, finite, number, told_of
+from ..engine.noise_scale import noise_scale_of
+from ..engine.report import Report
+from .async_values import Awaited, Here, finite, number, told_of
 
 DIGITS = 6
 

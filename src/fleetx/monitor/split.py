@@ -12,8 +12,8 @@ from typing import Protocol, final
 
 import torch
 
-from ..progress import Phase
-from .later import Awaited, Here, event_now
+from ..dist.heartbeat import Phase
+from .async_values import Awaited, Here, event_now
 
 NAMES = {
     Phase.SCRIPT: "data",

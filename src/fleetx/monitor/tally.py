@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..report import Report
+from ..engine.report import Report
 
 RECENT = 50
 """Updates over which speed and traffic are averaged."""

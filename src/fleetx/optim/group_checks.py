@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.triton_support import runs_here
 from ..errors import ConfigError, did_you_mean
 
 OF_OTHERS = ("nesterov", "dampening", "amsgrad", "differentiable")
@@ -51,7 +52,6 @@ def refuse_without_kernels(
     devices: Iterable[torch.device], *, carry_norms: bool, foreach: bool | None, fused: bool | None
 ) -> None:
     """What is asked of the kernels where they cannot run. Parameters on the meta device are on their way to another."""
-    from .kernels import runs_here
 
     nowhere = [device for device in devices if device.type != "meta"]
     possible = not nowhere or any(map(runs_here, nowhere))

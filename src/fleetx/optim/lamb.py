@@ -15,8 +15,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from ..config.kinds import boolean, number
 from ..errors import ConfigError
-from ..keys import boolean, number
 from . import cpu
 from .layerwise import Layerwise
 from .lists import Norm, norms, scaled_rates, subtract

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from ..keys import boolean, number
+from ..config.kinds import boolean, number
 from . import cpu
 from .layerwise import Layerwise
 from .lists import Norm, Numbers, norms, scaled_rates

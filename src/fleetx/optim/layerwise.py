@@ -16,12 +16,11 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from ..config.kinds import boolean, names, number
+from ..engine.update import Update, load_in_place
 from ..errors import ConfigError
-from ..keys import boolean, names, number
 from .group_checks import refuse_near_misses, refuse_no_rate, refuse_without_effect, refuse_without_kernels
-from .held_dicts import load_in_place
 from .param_groups import (
     FROZEN,
     Flags,
@@ -39,7 +38,7 @@ from .trust_ratios import TrustRatios
 from .work import NARROW, Work, gather, write_back
 
 
-class Layerwise(Optimizer, abc.ABC):
+class Layerwise(Update, abc.ABC):
     """Abstract: a torch optimizer that scales each tensor's step."""
 
     spellings: ClassVar[Mapping[str, str]]
@@ -47,8 +46,6 @@ class Layerwise(Optimizer, abc.ABC):
     instead: ClassVar[Mapping[str, str]]
     """What to write for an argument that other optimizers have."""
     decay_key: ClassVar[str]
-    rule_settings: ClassVar[tuple[str, ...]]
-    """Keys of a group that only this rule has: what a script says of them, a checkpoint must not undo."""
     moments: ClassVar[tuple[str, ...]]
     """State of the parameter's shape, by name."""
     counts_steps: ClassVar[bool]
@@ -191,6 +188,9 @@ class Layerwise(Optimizer, abc.ABC):
         """What flags depend on, in the groups: a schedule, or a state that is loaded, may change it."""
         keys = ("decay", "adapt", "always_adapt")
         return [(*map(group.get, keys), group[self.decay_key] > 0) for group in self.param_groups]
+
+    def flags_by_name(self) -> dict[str, dict[str, bool]]:
+        return {name: {"decay": flags.decay, "adapt": flags.adapt} for _, _, name, flags in self.parameters_with_flags()}
 
     def describe(self) -> str:
         """One line per parameter: is it decayed, is it adapted, and why."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..config.kinds import integer, number, optional
 from ..errors import ConfigError
-from ..keys import integer, number, optional
 
 Rate = TypeVar("Rate", float, Tensor, float | Tensor)
 

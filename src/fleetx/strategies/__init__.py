@@ -6,7 +6,7 @@ import functools
 import importlib
 import pkgutil
 
-from ..slots import Part
+from ..engine.slots import Part
 
 
 @functools.cache

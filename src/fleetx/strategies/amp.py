@@ -12,12 +12,12 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from ..config.kinds import boolean, choice, integer, key, names, number, optional
+from ..engine.active_patches import as_inside, inside
+from ..engine.patching import patch_forward
+from ..engine.slots import Part, Risk, Site, Slot
+from ..engine.trees import map_tensors
 from ..errors import ConfigError, did_you_mean, warn_user
-from ..inside import as_inside, inside
-from ..keys import boolean, choice, integer, key, names, number, optional
-from ..patch import patch_forward
-from ..slots import Part, Risk, Site, Slot
-from ..trees import map_tensors
 
 SMALLEST_SCALE = 1.0
 

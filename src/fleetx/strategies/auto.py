@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..config.kinds import choice, integer, key, optional, path, size
+from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
-from ..keys import choice, integer, key, optional, path, size
-from ..slots import Part, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..allreduce import NarrowAllReduce
-from ..slots import Part, Risk, Site, Slot
+from ..engine.dense import NarrowAllReduce
+from ..engine.slots import Part, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from ..keys import key, number
-from ..slots import Part, Risk, Site, Slot
+from ..config.kinds import key, number
+from ..engine.slots import Part, Risk, Site, Slot
 
 EPSILON = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds the same to the norm."""

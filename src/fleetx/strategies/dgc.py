@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from ..compression.handover import SGDHandedOver
-from ..compression.sparse import Ramp, SparseReduce
+from ..config.kinds import boolean, integer, key, number, numbers, optional
+from ..dist.wire_cost import ENTRY_BYTES, break_even_ranks, times_less
+from ..engine.optimizer_swap import require_inner, take_over
+from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
-from ..keys import boolean, integer, key, number, numbers, optional
-from ..slots import Part, Risk, Site, Slot
-from ..takeover import require_inner, take_over
-from ..wire_cost import ENTRY_BYTES, break_even_ranks, times_less
+from ..reduce.dgc import Ramp, SparseReduce
+from ..reduce.dgc_sgd import SGDHandedOver
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..keys import boolean, integer, key
-from ..slots import Merge, Part, Risk, Site, Slot
+from ..config.kinds import boolean, integer, key
+from ..engine.slots import Merge, Part, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from ..errors import warn_user
-from ..keys import boolean, key, names, number
-from ..optim import Lamb as LambOptimizer
-from ..slots import Part, Risk, Site, Slot
-from ..takeover import (
+from ..config.kinds import boolean, key, names, number
+from ..engine.optimizer_swap import (
     named_groups,
     require_inner,
     require_neutral,
-    require_no_decay,
     require_no_state,
     take_over,
     way_to_run,
 )
+from ..engine.slots import Part, Risk, Site, Slot
+from ..errors import warn_user
+from ..optim import Lamb as LambOptimizer
+from ..optim.inner_decay import require_no_decay
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..averaging.build import averaging_stages, nothing_saved, require_fit
-from ..averaging.period import FixedPeriod
-from ..keys import boolean, choice, integer, key, number
-from ..slots import Part, Risk, Site, Slot
+from ..config.kinds import boolean, choice, integer, key, number
+from ..engine.slots import Part, Risk, Site, Slot
+from ..local_sgd.build import averaging_stages, nothing_saved, require_fit
+from ..local_sgd.period import FixedPeriod
 
 
 @dataclass(frozen=True, kw_only=True)

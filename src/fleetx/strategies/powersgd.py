@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..compression.lowrank import LowRankReduce
-from ..keys import boolean, integer, key, number
-from ..slots import Part, Risk, Site, Slot
-from ..wire_cost import low_rank_times_less
+from ..config.kinds import boolean, integer, key, number
+from ..dist.wire_cost import low_rank_times_less
+from ..engine.slots import Part, Risk, Site, Slot
+from ..reduce.powersgd import LowRankReduce
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..config.kinds import boolean, key, names, optional, size
+from ..engine.checks.first_batch import is_compiled
+from ..engine.dry_run import Rehearsal
+from ..engine.patching import patch_forward
+from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
-from ..first_look import is_compiled
-from ..keys import boolean, key, names, optional, size
-from ..memory.host import mover_for, warn_of_no_offload
-from ..memory.parking import Parking
-from ..memory.plan import plan_for
-from ..memory.planner import Planner
-from ..memory.replay import Replay
-from ..memory.units import chosen_units
-from ..patch import patch_forward
-from ..rehearsal import Rehearsal
-from ..slots import Part, Risk, Site, Slot
+from ..recompute.host_memory import mover_for, warn_of_no_offload
+from ..recompute.offload import Parking
+from ..recompute.plan import plan_for
+from ..recompute.planner import Planner
+from ..recompute.replay import Replay
+from ..recompute.units import chosen_units
 
 
 @dataclass(frozen=True, kw_only=True)

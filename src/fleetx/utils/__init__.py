@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .downloader import Downloader
+from ..download.downloader import Downloader
 
 __all__ = ["Downloader"]

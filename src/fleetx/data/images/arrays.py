@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ...config.kinds import Kind, boolean, integer, number, numbers
 from ...errors import DataError
-from ...keys import Kind, boolean, integer, number, numbers
 from ..draws import Floats, uniforms
 from ..source import Indices
 from .normalise import Normaliser

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ...config.kinds import choice
 from ...errors import ConfigError, DataError, did_you_mean
-from ...keys import choice
 from .arrays import ArrayImages
 from .idx import read_idx
 

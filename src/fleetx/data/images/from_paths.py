@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any, Literal, TypeAlias
 
+from ...config.kinds import choice
 from ...errors import ConfigError, DataError
-from ...keys import choice
 from .files import open_folder, open_tar, read_list_file
 from .image_list import parse_image_list
 from .list_source import ImageListSource

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ...config.kinds import integer
 from ...errors import DataError
-from ...keys import integer
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 

@@ -16,8 +16,8 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from ...config.kinds import Kind, boolean, choice, integer, number, require
 from ...errors import DataError
-from ...keys import Kind, boolean, choice, integer, number, require
 from ..draws import uniforms
 from ..packing import ALIGNMENT, empty_to_send
 from ..source import Indices

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...dist.file_lock import LocksMissingError, lock_aloud
 from ...errors import DataError, warn_user
-from ...waiting_lock import LocksMissingError, lock_aloud
 
 _FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...engine.triton_support import has_triton, runs_here
 from ...errors import ConfigError, warn_user
 from .order import MOST_GROUPS
 
@@ -50,16 +49,6 @@ def _why_not(optimizer: Layerwise) -> str | None:
     if len(optimizer.param_groups) > MOST_GROUPS:
         return f"there are {len(optimizer.param_groups)} groups, and the kernels know {MOST_GROUPS}"
     return None
-
-
-def runs_here(device: torch.device) -> bool:
-    """Triton can interpret kernels on a CPU, very slowly: for tests."""
-    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -1,0 +1,166 @@
+"""One sentence for each strategy that was not taken, with its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..engine.slots import Risk
+from ..recompute.plan import shown
+from . import candidate as candidates
+from .candidate import RISK_OF, SHORT, Candidate, allows
+from .cost import Micro, Reducer, update_cost, wire
+from .fixed import NOTHING, Fixed
+from .measurements import Forecast, Measured, forecast
+
+STANDS_FOR = {
+    "fp16_allreduce": "was not tried: it sends as much as bf16_allreduce, which stands for both, and may overflow.",
+    "adaptive_localsgd": "was not tried: its period follows the loss over many updates. Periods of localsgd stand for it.",
+}
+"""Strategies that have no forecast of their own."""
+
+
+def rejected(
+    measured: Measured,
+    chosen: Forecast,
+    *,
+    risk: str,
+    memory: int | None,
+    asked_batch: bool,
+    rules: Mapping[str, float | str],
+    ran: Mapping[Candidate, float],
+    fixed: Fixed = NOTHING,
+) -> dict[str, str]:
+    """`asked_batch`: the user said how large an update is; `rules`: seconds of other optimizers, or why they cannot be;
+    `ran`: measured seconds of an update; `fixed`: parts that the user has set, which are no choice."""
+    found: dict[str, str] = {}
+    for precision in ("bfloat16", "float16") if fixed.precision is None else ():
+        is_known = precision in measured.missing or _has(measured, precision)
+        if chosen.candidate.precision != precision and (
+            is_known or (precision == "bfloat16" and not allows(risk, Risk.ROUNDING))
+        ):
+            found[f"amp {SHORT[precision]}"] = _precision(measured, chosen, precision, risk, memory, ran)
+    if not chosen.candidate.recomputes and fixed.recompute is None:
+        found["recompute"] = _recompute(measured, chosen, memory)
+    if chosen.candidate.merge_steps == 1 and fixed.merge_steps is None:
+        found["gradient_merge"] = _merge(measured, chosen, risk=risk, asked_batch=asked_batch)
+    for kind in dict.fromkeys(reducer.kind for reducer in candidates.REDUCERS if reducer.kind != "dense"):
+        if measured.ranks > 1 and chosen.candidate.reducer.kind != kind:
+            found[kind] = fixed.refusal(kind) or _reducer(measured, chosen, kind, risk=risk, ran=ran)
+    if measured.ranks > 1:
+        found |= {name: fixed.refusal(name) or said for name, said in STANDS_FOR.items() if name not in fixed.names}
+    for name, took in rules.items():
+        found[name] = f"{NEVER} Asked for by hand, {_sentence(took)}" if isinstance(took, str) else _rule(measured, took)
+    if measured.ranks == 1:
+        found["reducers"] = "one rank sends nothing; bf16_allreduce, powersgd, dgc and localsgd have nothing to save."
+    return found
+
+
+NEVER = "the rule of an update is never changed by auto."
+
+
+def _has(measured: Measured, precision: str) -> bool:
+    return any(one.precision == precision for one in measured.passes)
+
+
+def _sentence(text: str) -> str:
+    return text.rstrip(".") + "."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _precision(
+    measured: Measured, chosen: Forecast, precision: str, risk: str, memory: int | None, ran: Mapping[Candidate, float]
+) -> str:
+    if not allows(risk, Risk.ROUNDING):
+        return f'changes results by rounding, and auto_configs["risk"] is "{risk}".'
+    if precision in measured.missing:
+        return _sentence(measured.missing[precision])
+    same = replace(chosen.candidate, precision=precision, recomputes=False, recomputed=())
+    other = forecast(measured, same, memory=memory)
+    if isinstance(other, str):
+        return _sentence(other)
+    if other.candidate in ran and chosen.candidate in ran:
+        return f"run, an update took {_ms(ran[other.candidate])}, and {_ms(ran[chosen.candidate])} as chosen."
+    return f"an update would take {_ms(other.cost.seconds)} in place of {_ms(chosen.cost.seconds)}, by the forecast."
+
+
+def _recompute(measured: Measured, chosen: Forecast, memory: int | None) -> str:
+    one = measured.pass_of(chosen.candidate.precision, chosen.candidate.batch)
+    rungs = [rung for rung in one.ladder if rung.units] if one is not None else []
+    least = min(rungs, key=lambda rung: rung.peak_bytes, default=None)
+    could = (
+        f"; {least.units} units computed again would make it {shown(least.peak_bytes)} for {_ms(least.again_s)}" if least else ""
+    )
+    room = "and no limit was given" if memory is None else f"and there are {shown(memory)}"
+    return f"not needed: the step takes {shown(chosen.peak_bytes)}, {room}{could}."
+
+
+def _merge(measured: Measured, chosen: Forecast, *, risk: str, asked_batch: bool) -> str:
+    if asked_batch:
+        return f"not needed: {chosen.candidate.batch} rows a rank make up the global batch at once."
+    exchange = (
+        f"{_ms(chosen.cost.shown_s)} of exchange" if measured.ranks > 1 else f"the {_ms(measured.update_s)} of an update's rule"
+    )
+    if not allows(risk, Risk.SCHEDULE):
+        return (
+            f"would share {exchange} among k times the batch of an update, which changes the algorithm: "
+            f'auto_configs["risk"] is "{risk}". Say how large an update is to be by auto_configs["global_batch"].'
+        )
+    most = max(candidates.MERGES)
+    return f"would share {exchange} among up to {most} micro-steps; no such plan was faster for a sample."
+
+
+def _rule(measured: Measured, seconds: float) -> str:
+    return (
+        f"its update takes {_ms(seconds)}, the optimizer's own {_ms(measured.update_s)}; {NEVER} "
+        "It is for batches beyond what the noise scale bears."
+    )
+
+
+def _reducer(measured: Measured, chosen: Forecast, kind: str, *, risk: str, ran: Mapping[Candidate, float]) -> str:
+    reducer = max((one for one in candidates.REDUCERS if one.kind == kind), key=lambda one: one.setting)
+    dense, own = (wire(one, measured.gradients, measured.link.link()) for one in (Reducer(), reducer))
+    if not allows(risk, RISK_OF[kind]):
+        less = f"{own.bytes_sent / reducer.period / 1e6:,.2f} MB in place of {dense.bytes_sent / 1e6:,.2f} an update"
+        return (
+            f"would send {less}, in {_ms(own.seconds / reducer.period)} in place of {_ms(dense.seconds)} if nothing hides them; "
+            f'its risk is "{RISK_OF[kind].value}", and auto_configs["risk"] is "{risk}".'
+        )
+    if kind in measured.missing:
+        return _sentence(measured.missing[kind])
+    return _compared(measured, chosen, reducer) + _run(chosen, kind, ran)
+
+
+def _run(chosen: Forecast, kind: str, ran: Mapping[Candidate, float]) -> str:
+    """What was measured, where the two were run."""
+    others = [one for one in ran if one.reducer.kind == kind]
+    if not others or chosen.candidate not in ran:
+        return ""
+    other = min(others, key=lambda one: ran[one] / (one.merge_steps * max(1, one.batch)))
+    return f" Run, {other.name} took {_ms(ran[other])}, and {chosen.candidate.name} {_ms(ran[chosen.candidate])}."
+
+
+def _compared(measured: Measured, chosen: Forecast, reducer: Reducer) -> str:
+    """Against a dense one, in the plan that was chosen otherwise."""
+    one = measured.pass_of(chosen.candidate.precision, chosen.candidate.batch)
+    dense, other = measured.exchange(Reducer()), measured.exchange(reducer)
+    if one is None or dense is None or other is None:
+        return "was not measured."
+    micro = Micro(one.forward_s, one.backward_s, chosen.again_s)
+    costs = [
+        update_cost(
+            micro,
+            exchange,
+            update_s=measured.update_s,
+            merge_steps=chosen.candidate.merge_steps,
+            hidden_share=measured.hidden_share,
+        )
+        for exchange in (dense, other)
+    ]
+    saved = costs[0].shown_s - (costs[1].shown_s - other.work_s / reducer.period)
+    wired = f"saves {_ms(saved)} of wire" if saved >= 0 else f"waits {_ms(-saved)} longer for the wire"
+    took = f"an update takes {_ms(costs[1].seconds)} with it, and {_ms(chosen.cost.seconds)} as chosen"
+    return f"{wired}, costs {_ms(other.work_s / reducer.period)} of work; {took}."

@@ -1,0 +1,163 @@
+"""All that `auto` has measured, as plain numbers: every candidate follows from them, here or for another link or card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, final
+
+from ..dist.wire_cost import Link
+from ..recompute.plan import shown
+from .candidate import Candidate
+from .cost import Exchange, Gradients, Micro, Reducer, Rung, UpdateCost, rung_for, update_cost, wire
+from .link import LinkProfile
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward and backward of one precision and batch."""
+
+    precision: str
+    batch: int
+    forward_s: float
+    backward_s: float
+    ladder: tuple[Rung, ...] = ()
+    """Plans of recompute, from none on. Empty where memory was not measured."""
+    is_foretold: bool = False
+    """From two other batches."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """One reducer's exchange and the optimizer's step, run after backward."""
+
+    reducer: Reducer
+    seconds: float
+    bytes_sent: float
+    lasting_bytes: int = 0
+    """What it keeps from update to update, beyond a dense one."""
+    peak_bytes: int = 0
+    """While it exchanges and updates: all that is in use."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measured:
+    device: str
+    link: LinkProfile
+    gradients: Gradients
+    update_s: float
+    """Of the optimizer's step alone."""
+    passes: tuple[Pass, ...]
+    reduced: tuple[Reduced, ...]
+    hidden_share: float = 1.0
+    noise_scale: float | None = None
+    """In samples of all ranks; rough, from few updates."""
+    seconds: float = 0.0
+    """That measuring took."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What could not be measured, and why."""
+
+    @property
+    def ranks(self) -> int:
+        return self.link.ranks
+
+    def pass_of(self, precision: str, batch: int) -> Pass | None:
+        return next((one for one in self.passes if (one.precision, one.batch) == (precision, batch)), None)
+
+    def reduced_of(self, reducer: Reducer) -> Reduced | None:
+        wanted = reducer.every_update()
+        return next((one for one in self.reduced if one.reducer == wanted), None)
+
+    def exchange(self, reducer: Reducer, link: Link | None = None) -> Exchange | None:
+        """As measured; or with its own work here, and the wire of another link."""
+        found = self.reduced_of(reducer)
+        if found is None:
+            return None
+        here = wire(reducer, self.gradients, self.link.link())
+        whole = max(0.0, found.seconds - self.update_s)
+        if link is None:
+            # One rank sends nothing: what it takes beyond the optimizer's step is looking at gradients, after all of them came.
+            wire_s = (whole if reducer.is_hidden else min(whole, here.seconds)) if self.ranks > 1 else 0.0
+            return Exchange(reducer, wire_s, whole - wire_s, found.bytes_sent)
+        there = wire(reducer, self.gradients, link)
+        return Exchange(reducer, there.seconds, max(0.0, whole - here.seconds), there.bytes_sent)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    candidate: Candidate
+    cost: UpdateCost
+    samples: int
+    """Of one update of all ranks."""
+    peak_bytes: int
+    again_s: float
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return self.cost.seconds / max(1, self.samples)
+
+
+def forecast(
+    measured: Measured,
+    candidate: Candidate,
+    *,
+    memory: float | None = None,
+    link: Link | None = None,
+    settled: Rung | None = None,
+) -> Forecast | str:
+    """What an update of it takes; or a sentence that says why there is none. `settled`: the plan of recompute that is used, in
+    place of the cheapest that keeps to the memory."""
+    one, found = measured.pass_of(candidate.precision, candidate.batch), measured.reduced_of(candidate.reducer)
+    exchange = measured.exchange(candidate.reducer, link)
+    if one is None or found is None or exchange is None:
+        missing = candidate.precision if one is None else candidate.reducer.kind
+        return measured.missing.get(missing, f"{missing} was not measured")
+    limit = float("inf") if memory is None else memory
+    if found.peak_bytes > limit:
+        return f"its update alone needs {shown(found.peak_bytes)}"
+    rung = settled or rung_for(one.ladder, limit - found.lasting_bytes)
+    if rung is None:
+        if one.ladder or limit != float("inf"):
+            least = min((rung.peak_bytes for rung in one.ladder), default=0) + found.lasting_bytes
+            return f"needs at least {shown(least)}" if one.ladder else "its memory was not measured"
+        rung = Rung(0, 0.0, 0)
+    micro = Micro(one.forward_s, one.backward_s, rung.again_s)
+    cost = update_cost(
+        micro, exchange, update_s=measured.update_s, merge_steps=candidate.merge_steps, hidden_share=measured.hidden_share
+    )
+    ranks = measured.ranks if link is None else link.ranks
+    samples = max(1, candidate.batch) * candidate.merge_steps * ranks
+    chosen = replace(candidate, recomputes=rung.units > 0, recomputed=rung.names)
+    return Forecast(chosen, cost, samples, max(rung.peak_bytes + found.lasting_bytes, found.peak_bytes), rung.again_s)
+
+
+# --- as JSON ----------------------------------------------------------------------------------------------------------------
+
+
+def to_plain(measured: Measured) -> dict[str, Any]:
+    return asdict(measured)
+
+
+def from_plain(told: Mapping[str, Any]) -> Measured:
+    """Of what `to_plain` gave, read back from JSON: tuples have become lists."""
+    link = told["link"]
+    points = {
+        name: tuple((float(count), float(seconds)) for count, seconds in link[name]) for name in ("all_reduce", "all_gather")
+    }
+    gradients = {**told["gradients"], "matrices": tuple(tuple(shape) for shape in told["gradients"]["matrices"])}
+    plain = {
+        **told,
+        "link": LinkProfile(int(link["ranks"]), **points),
+        "gradients": Gradients(**gradients),
+        "passes": tuple(Pass(**{**one, "ladder": tuple(_rung(rung) for rung in one["ladder"])}) for one in told["passes"]),
+        "reduced": tuple(Reduced(**{**one, "reducer": Reducer(**one["reducer"])}) for one in told["reduced"]),
+    }
+    return Measured(**plain)
+
+
+def _rung(told: Mapping[str, Any]) -> Rung:
+    return Rung(**{**told, "names": tuple(told["names"])})

@@ -1,0 +1,89 @@
+"""The plan in a file: is there one that is for this very training? Rank 0 reads and writes it for all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..engine.placement import plain_name
+from ..engine.trees import tensors_in
+from ..errors import ConfigError
+from ..strategies.auto import Auto
+from .plan import Plan, differences, from_json
+from .subject import Subject
+
+
+def require_folder(subject: Subject, auto: Auto) -> None:
+    """Before a minute is spent on a plan that cannot be written. Rank 0 writes it."""
+    folder = Path(auto.plan).parent if auto.plan is not None else None
+    mine = folder is None or subject.comm.rank > 0 or os.access(folder, os.W_OK | os.X_OK)
+    is_there = subject.comm.gather_json(mine)[0]
+    if not is_there:
+        raise ConfigError(
+            f'auto_configs["plan"] is {auto.plan!r}, and rank 0 cannot write into a folder {str(folder)!r}. Make it first.'
+        )
+
+
+def key_of(subject: Subject, auto: Auto) -> dict[str, Any]:
+    """What a plan is for. Collective: the samples of the ranks may differ in their last batch, and rank 0's counts."""
+    model, optimizer = subject.model, subject.optimizer
+    lines = [f"{plain_name(name)} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    lines += [f"{plain_name(name)} {type(module).__qualname__}" for name, module in model.named_modules()]
+    lines += [type(optimizer).__qualname__]
+    is_gpu = subject.device.type == "cuda"
+    key = {
+        "model": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
+        "sample": [[list(t.shape), str(t.dtype)] for t in tensors_in(subject.batch)],
+        "device": torch.cuda.get_device_name(subject.device) if is_gpu else f"{platform.machine()} CPU",
+        "ranks": subject.comm.size,
+        "torch": torch.__version__,
+        "fleetx": __version__,
+        "scalars": dict(subject.scalars),
+        "fixed": subject.fixed.settings,
+        "asked": {"risk": auto.risk, "trials": auto.trials, "memory": auto.memory, "global_batch": auto.global_batch},
+    }
+    agreed: dict[str, Any] = subject.comm.gather_json(key)[0]
+    return agreed
+
+
+def kept_plan(subject: Subject, auto: Auto, key: dict[str, Any]) -> Plan | None:
+    """Rank 0 reads it for all; what is wrong with it is wrong for all."""
+    if auto.plan is None:
+        return None
+    text: str | None = None
+    problem: str | None = None
+    if subject.comm.rank == 0 and os.path.exists(auto.plan):
+        try:
+            text = Path(auto.plan).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"the plan {auto.plan} cannot be read: {error}."
+    text, problem = subject.comm.gather_json([text, problem])[0]
+    if problem is not None:
+        raise ConfigError(problem)
+    if text is None:
+        return None
+    plan = from_json(text, source=auto.plan)
+    other = differences(key, plan.key)
+    if not other:
+        return plan
+    if subject.comm.rank == 0:
+        print(f"auto: the plan in {auto.plan} is for something else, and is made anew: {'; '.join(other)}.", flush=True)
+    return None
+
+
+def save(subject: Subject, plan: Plan, path: str) -> None:
+    problem = None
+    if subject.comm.rank == 0:
+        try:
+            plan.save(path)
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"the plan cannot be written to {path}: {error}."
+    problem = subject.comm.gather_json(problem)[0]
+    if problem is not None:
+        raise ConfigError(problem)

@@ -1,0 +1,158 @@
+"""What is measured for `auto`, in which order, and what is left out when time runs short or something does not work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ..errors import FleetError, first_line
+from ..strategies import catalogue
+from . import candidate
+from .candidate import RISKS, allows
+from .cost import Reducer
+from .exchanges import gradients_of, noise_scale, reduced_by, rule_seconds
+from .link import measured_link
+from .measurements import Measured, Reduced
+from .probe import PrecisionProbe, precisions
+from .request import Asked
+from .subject import Subject, raise_if_alone
+
+MEASURING_S = 35.0
+"""After so long nothing more is measured that could be left out."""
+FAR_SLOWER = 1.5
+"""Times as long as the fastest precision's step."""
+
+
+@final
+class Measuring:
+    """Collective throughout; what it comes to is the same on all ranks."""
+
+    def __init__(self, subject: Subject, asked: Asked) -> None:
+        self._subject, self._asked, self._auto, self._fixed = subject, asked, asked.auto, subject.fixed
+        self._batches = asked.batches(subject.rows)
+        self._missing: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.rules: dict[str, float | str] = {}
+        """Seconds of an update by other rules; or why they cannot be."""
+        self.kept_bytes = 0
+        """By the optimizer, once it has made an update."""
+
+    def run(self) -> Measured:
+        subject, memory = self._subject, self._asked.memory
+        subject.comm.barrier()
+        link = measured_link(subject.comm, subject.device)
+        trained = {id(p): p for group in subject.optimizer.param_groups for p in group["params"]}
+        gradients = gradients_of(trained.values(), **self._fixed.compressed())
+        probes = self._probes(memory)
+        units, update_s = probes[0].units, probes[0].update_s
+        self.kept_bytes = probes[0].state_bytes
+        reduced: list[Reduced] = []
+        plain_bytes = 0
+        for reducer in self._reducers():
+            known = {"link": link, "gradients": gradients, "units": units, "kept_bytes": self.kept_bytes}
+            found = self._reduced(reducer, reduced, plain_bytes=plain_bytes, **known)
+            if found is not None:
+                reduced.append(found[0])
+                plain_bytes = plain_bytes or found[1]
+        limits = [] if memory is None else sorted({memory - one.lasting_bytes for one in reduced}, reverse=True)
+        passes = [probe.pass_of(batch, limits) for probe in probes for batch in dict.fromkeys(b for b, _ in self._batches)]
+        scale = None
+        is_quick = bool(reduced) and reduced[0].reducer.is_hidden and reduced[0].seconds < 1
+        if subject.comm.size > 1 and is_quick and subject.elapsed_s() < MEASURING_S:
+            scale = self._noise_scale(units)
+        name = torch.cuda.get_device_name(subject.device) if subject.device.type == "cuda" else "CPU"
+        self._time_rules()
+        seconds = subject.elapsed_s()
+        return Measured(name, link, gradients, update_s, tuple(passes), tuple(reduced), 1.0, scale, seconds, dict(self._missing))
+
+    def _probes(self, memory: int | None) -> list[PrecisionProbe]:
+        """The first must work, float32 or the user's own; another precision that does not is left out, with what it said. One far
+        slower than the fastest is measured as it must be, and no more: other batches would not make it the best."""
+        grows, batches = self._asked.share is not None, [batch for batch, _ in self._batches]
+        names = self._precisions()
+        probes = {name: PrecisionProbe(self._subject, name, memory=memory, grows=grows) for name in names}
+        looks = {name: self._look(probe, is_first=name == names[0]) for name, probe in probes.items()}
+        fastest, best = min(((seconds, name) for name, seconds in looks.items() if seconds), default=(0.0, ""))
+        found: list[PrecisionProbe] = []
+        for name, probe in probes.items():
+            is_slow = looks[name] > FAR_SLOWER * fastest > 0
+            if found and is_slow and found[0].fits_somehow(min(batches)):
+                told = f"a step takes {looks[name] / fastest:.1f} times as long as in {best} here"
+                self._missing.setdefault(name, told)
+            if name in self._missing:
+                continue
+            if found and self._subject.elapsed_s() > MEASURING_S:
+                self._missing[name] = "was not measured, for want of time"
+                continue
+            try:
+                probe.run([] if is_slow else batches, is_first=not found)
+                found.append(probe)
+            except FleetError as error:
+                raise_if_alone(error)
+                if not found:
+                    raise
+                self._missing[name] = f"does not run here ({first_line(error)})"
+        return found
+
+    def _precisions(self) -> list[str]:
+        if self._fixed.precision is not None:
+            return [self._fixed.precision]
+        return precisions(self._subject.device) if allows(self._auto.risk, RISKS[1]) else ["float32"]
+
+    def _look(self, probe: PrecisionProbe, *, is_first: bool) -> float:
+        try:
+            return probe.look()
+        except Exception as error:  # `everywhere` has raised on all ranks, each what it knows
+            if isinstance(error, FleetError):
+                raise_if_alone(error)
+            if is_first:
+                raise
+            self._missing[probe.precision] = f"does not run here ({type(error).__name__}: {first_line(error)})"
+            return 0.0
+
+    def _noise_scale(self, units: Mapping[str, nn.Module]) -> float | None:
+        try:
+            return noise_scale(self._subject, units)
+        except FleetError as error:
+            raise_if_alone(error)
+            self.notes.append(f"the gradient noise scale could not be measured: {first_line(error)}")
+            return None
+
+    def _time_rules(self) -> None:
+        """What LARS or LAMB would take, where they could take this optimizer's place. They are not chosen: told, no more."""
+        for name in ("lars", "lamb"):
+            if type(self._subject.optimizer) not in catalogue()[name].inner or name in self._fixed.names:
+                continue
+            if self._fixed.refusal(name) is not None or self._subject.elapsed_s() > MEASURING_S:
+                continue
+            try:
+                self.rules[name] = rule_seconds(self._subject, name)
+            except FleetError as error:
+                raise_if_alone(error)
+                self.rules[name] = first_line(error)
+
+    def _reducers(self) -> list[Reducer]:
+        """Local SGD once, with an averaging in every update: what a longer period costs follows."""
+        if self._fixed.reducer is not None:
+            return [self._fixed.reducer.every_update()]
+        if self._subject.comm.size == 1:
+            return [Reducer()]
+        allowed = [one for one in candidate.REDUCERS if allows(self._auto.risk, candidate.Candidate(reducer=one).risk)]
+        beside = [one for one in allowed if one == candidate.DENSE or self._fixed.refusal(one.kind) is None]
+        return list(dict.fromkeys(one.every_update() for one in beside))
+
+    def _reduced(self, reducer: Reducer, before: Sequence[Reduced], **known: Any) -> tuple[Reduced, int] | None:
+        if before and self._subject.elapsed_s() > MEASURING_S:
+            self._missing[reducer.kind] = "was not measured, for want of time"
+            return None
+        try:
+            return reduced_by(self._subject, reducer, **known)
+        except FleetError as error:
+            raise_if_alone(error)
+            if not before:
+                raise
+            self._missing[reducer.kind] = f"refused: {first_line(error)}"
+            return None

@@ -1,0 +1,248 @@
+"""`strategy.auto`: measure, foretell every candidate, run the best few and the plain one, choose, and say why.
+
+Every rank comes to the same plan: it rests on numbers that all of them share, and rank 0's is the one that is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, final
+
+from ..errors import ConfigError
+from ..recompute.plan import shown
+from ..strategies.auto import Auto
+from . import candidate as candidates
+from .candidate import Candidate, every
+from .cost import Micro, hidden_share, statistical_efficiency
+from .explain import rejected
+from .measurements import Forecast, Measured, forecast
+from .plan import Plan, Row, from_json, to_json
+from .plan_file import kept_plan, key_of, require_folder, save
+from .request import Asked, asked_for, require_sample
+from .run_measurements import Measuring
+from .subject import Subject
+from .trial import Trial, tried
+
+PLANNING_S = 50.0
+"""After so long no further trial begins."""
+CORRECTIONS, STEP_DOWN = 2, 0.02
+"""So many smaller budgets are tried for a plan that took too much, each at least by this share."""
+MOST_FAILED = 6
+"""Trials that do not come to an end, before no more are begun."""
+ALIKE = 0.02
+"""Plans that differ by less are as good as each other, and the less risky one is taken."""
+
+
+def chosen_plan(subject: Subject, auto: Auto) -> Plan:
+    """Collective."""
+    require_sample(subject)
+    require_folder(subject, auto)
+    asked = asked_for(subject, auto)
+    key = key_of(subject, auto)
+    kept = kept_plan(subject, auto, key)
+    if kept is not None:
+        return kept
+    plan = _Planning(subject, asked).plan(key)
+    plan = from_json(subject.comm.gather_json(to_json(plan))[0], source="")
+    if auto.plan is not None:
+        save(subject, plan, auto.plan)
+    return plan
+
+
+@final
+class _Planning:
+    def __init__(self, subject: Subject, asked: Asked) -> None:
+        self._subject, self._asked, self._auto, self._fixed = subject, asked, asked.auto, subject.fixed
+        self._measuring, self._batches = Measuring(subject, asked), asked.batches(subject.rows)
+        self._notes: list[str] = []
+        self._trials: dict[Candidate, Trial] = {}
+        self._taken: dict[Candidate, tuple[Candidate, int | None]] = {}
+        """What was run for a candidate, and the budget of its recompute."""
+
+    def plan(self, key: dict[str, Any]) -> Plan:
+        measured = self._measuring.run()
+        baseline = self._baseline(measured)
+        measured = self._with_overlap(measured, baseline)
+        forecasts, refused = self._forecasts(measured)
+        if not forecasts:
+            raise ConfigError(self._nothing_fits(refused))
+        self._run_best(measured, forecasts)
+        best = self._best(forecasts)
+        return self._written(key, measured, forecasts, best)
+
+    # --- foretelling ------------------------------------------------------------------------------------------------------
+
+    def _forecasts(self, measured: Measured) -> tuple[dict[Candidate, Forecast], dict[str, str]]:
+        names = list(dict.fromkeys(one.precision for one in measured.passes))
+        of_user = self._fixed.reducer
+        reducers = [one for one in ([of_user] if of_user else candidates.REDUCERS) if measured.reduced_of(one) is not None]
+        found: dict[Candidate, Forecast] = {}
+        refused: dict[str, str] = {}
+        own = self._asked.share is None
+        kept = self._fixed.names
+        for candidate in every(names, self._batches, reducers, own_batch=own, risk=self._auto.risk, kept=kept):
+            told = self._forecast(measured, candidate)
+            if isinstance(told, str):
+                refused[candidate.name] = told
+            else:
+                found[told.candidate] = told
+        return found, refused
+
+    def _forecast(self, measured: Measured, candidate: Candidate) -> Forecast | str:
+        return forecast(measured, candidate, memory=self._asked.memory)
+
+    def _nothing_fits(self, refused: dict[str, str]) -> str:
+        told = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-4:])
+        return (
+            f"auto: nothing that the risk allows keeps to {shown(self._asked.memory or 0)} ({told}). Give a smaller "
+            'sample, more memory, or a global_batch, which may be made up of smaller micro-batches: auto_configs["global_batch"].'
+        )
+
+    # --- running ----------------------------------------------------------------------------------------------------------
+
+    def _baseline(self, measured: Measured) -> Forecast:
+        """What the user would have without `auto`: float32 and dense but for the parts that are set, the largest batch that fits,
+        else the cheapest that does."""
+        fixed, own_steps = self._fixed, self._fixed.merge_steps or 1
+        plain_of = Candidate(fixed.precision or "float32", reducer=fixed.reducer or candidates.DENSE, kept=fixed.names)
+        forecasts = [
+            told
+            for batch, steps in self._batches
+            if (self._asked.share is not None or steps == own_steps)
+            and not isinstance(told := self._forecast(measured, replace(plain_of, batch=batch, merge_steps=steps)), str)
+        ]
+        plain = [one for one in forecasts if not one.candidate.recomputes]
+        if not forecasts:
+            found, refused = self._forecasts(measured)
+            if not found:
+                raise ConfigError(self._nothing_fits(refused))
+            return min(found.values(), key=lambda one: one.seconds_per_sample)
+        return max(plain or forecasts, key=lambda one: one.candidate.batch)
+
+    def _try(self, one: Forecast, measured: Measured) -> Trial:
+        """As foretold; where recompute takes more memory than that when it runs, as allocators do, by a budget that is as much
+        smaller."""
+        candidate, budget = one.candidate, self._asked.memory
+        trial = self._run(candidate, budget, one, measured)
+        for _ in range(CORRECTIONS):
+            if budget is None or not candidate.recomputes or not trial.lacked_memory or self._fixed.recompute is not None:
+                break
+            over = max(0, trial.held_bytes - budget)
+            candidate, budget = replace(candidate, recomputed=()), budget - int(max(1.5 * over, STEP_DOWN * budget))
+            trial = self._run(candidate, budget, one, measured)
+        self._trials[one.candidate], self._taken[one.candidate] = trial, (candidate, budget)
+        return trial
+
+    def _of_what_ran(self, one: Forecast, measured: Measured) -> Forecast:
+        """A budget may come to another plan of recompute than the first forecast rests on: torch's allocator holds more than what
+        is in use, and a plan that keeps to the memory with that may be a tighter one."""
+        trial, found = self._trials[one.candidate], measured.reduced_of(one.candidate.reducer)
+        if trial.failed or trial.settled is None or found is None:
+            return one
+        settled = replace(trial.settled, peak_bytes=trial.settled.peak_bytes - found.lasting_bytes)
+        told = forecast(measured, one.candidate, settled=settled)
+        return one if isinstance(told, str) else replace(told, candidate=one.candidate)
+
+    def _run(self, candidate: Candidate, budget: int | None, one: Forecast, measured: Measured) -> Trial:
+        found, memory = measured.reduced_of(candidate.reducer), self._asked.memory
+        kept = self._measuring.kept_bytes + (found.lasting_bytes if found is not None else 0)
+        trial = tried(self._subject, candidate, memory=budget, expected_s=one.cost.seconds, kept_bytes=kept)
+        if not trial.failed and memory is not None and trial.held_bytes > memory:
+            return replace(trial, failed=f"{shown(trial.held_bytes)} when it ran", lacked_memory=True)
+        return trial
+
+    def _with_overlap(self, measured: Measured, baseline: Forecast) -> Measured:
+        """Run the plain one; by how much sooner it is done than its parts one after the other, so much is hidden."""
+        trial, candidate = self._try(baseline, measured), baseline.candidate
+        exchange = measured.exchange(candidate.reducer)
+        one = measured.pass_of(candidate.precision, candidate.batch)
+        if trial.failed or exchange is None or one is None or measured.ranks == 1 or not candidate.reducer.is_hidden:
+            return measured
+        micro = Micro(one.forward_s, one.backward_s, self._of_what_ran(baseline, measured).again_s)
+        seconds = trial.seconds - (candidate.merge_steps - 1) * micro.seconds
+        return replace(measured, hidden_share=hidden_share(micro, exchange, update_s=measured.update_s, seconds=seconds))
+
+    def _run_best(self, measured: Measured, forecasts: dict[Candidate, Forecast]) -> None:
+        """Until so many have run: one that does not makes room for the next, for a while. The best of all is run in any case."""
+        worked = failed = 0
+        for one in sorted(forecasts.values(), key=lambda one: (one.seconds_per_sample, one.candidate.name)):
+            is_late = worked + failed > 0 and self._subject.elapsed_s() > PLANNING_S
+            if worked == self._auto.trials or failed == MOST_FAILED or (is_late and (worked or self._has_run())):
+                break
+            trial = self._trials.get(one.candidate) or self._try(one, measured)
+            worked, failed = worked + (not trial.failed), failed + bool(trial.failed)
+        if worked < self._auto.trials and self._subject.elapsed_s() > PLANNING_S:
+            self._notes.append(f"after {PLANNING_S:.0f} s no further plan was run.")
+
+    def _has_run(self) -> bool:
+        return any(not trial.failed for trial in self._trials.values())
+
+    def _best(self, forecasts: dict[Candidate, Forecast]) -> Forecast:
+        """The fastest that was run; of those about as fast the least risky."""
+        ran = {forecasts[c]: t.seconds / forecasts[c].samples for c, t in self._trials.items() if not t.failed and c in forecasts}
+        if not ran:
+            told = "; ".join(f"{c.name}: {t.failed}" for c, t in self._trials.items())
+            raise ConfigError(f"auto: no plan that was foretold to fit could be run ({told}).")
+        limit = min(ran.values()) * (1 + ALIKE)
+        good = [one for one, seconds in ran.items() if seconds <= limit]
+        return min(good, key=lambda one: (*one.candidate.daring, ran[one]))
+
+    # --- writing ----------------------------------------------------------------------------------------------------------
+
+    def _written(self, key: dict[str, Any], measured: Measured, forecasts: dict[Candidate, Forecast], best: Forecast) -> Plan:
+        by_speed = sorted(forecasts.values(), key=lambda one: one.seconds_per_sample)
+        run = [(one, self._row(one, measured)) for one in by_speed if one.candidate in self._trials]
+        rows = [row for _, row in sorted(run, key=lambda pair: pair[1].seconds / pair[0].samples)]
+        why = rejected(
+            measured,
+            self._of_what_ran(best, measured),
+            risk=self._auto.risk,
+            memory=self._asked.memory,
+            asked_batch=self._asked.share is not None,
+            rules=self._measuring.rules,
+            fixed=self._fixed,
+            ran={candidate: trial.seconds for candidate, trial in self._trials.items() if not trial.failed},
+        )
+        chosen = best.candidate
+        taken, budget = self._taken[chosen]
+        strategy = self._subject.strategy(taken.settings(budget))
+        if self._asked.share is not None:
+            self._notes.append(f"give {chosen.batch} rows to each micro-step; {chosen.merge_steps} of them make one update.")
+        return Plan(
+            strategy=strategy,
+            chosen=chosen.name,
+            rows=tuple(rows),
+            rejected=why,
+            key=key,
+            micro_batch=chosen.batch if self._asked.share is not None else 0,
+            merge_steps=chosen.merge_steps,
+            measured=measured,
+            memory=self._asked.memory,
+            notes=(*self._measuring.notes, *self._notes, *_noise_note(measured, best)),
+            seconds=self._subject.elapsed_s(),
+        )
+
+    def _row(self, one: Forecast, measured: Measured) -> Row:
+        trial, foretold = self._trials[one.candidate], self._of_what_ran(one, measured)
+        ran = not trial.failed
+        return Row(
+            name=one.candidate.name,
+            risk=one.candidate.risk.value,
+            predicted_s=foretold.cost.seconds,
+            measured_s=trial.seconds if ran else None,
+            samples=one.samples if one.candidate.batch else 0,
+            predicted_bytes=foretold.peak_bytes,
+            measured_bytes=trial.peak_bytes if ran else None,
+            sent_bytes=trial.bytes_sent if ran else one.cost.bytes_sent,
+            note=trial.failed,
+        )
+
+
+def _noise_note(measured: Measured, best: Forecast) -> list[str]:
+    if measured.noise_scale is None or not best.candidate.batch:
+        return []
+    share = statistical_efficiency(best.samples, measured.noise_scale)
+    return [
+        f"gradient noise scale, roughly: {measured.noise_scale:,.0f} samples; of what a sample teaches in a small batch, one of "
+        f"{best.samples:,} still teaches {100 * share:.0f} %. No speed above has that in it."
+    ]

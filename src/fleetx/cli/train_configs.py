@@ -1,0 +1,255 @@
+"""`parse_train_configs()`: what the seeds' scripts read from their command line, and the whole strategy with it.
+
+train.py --lr 0.1 --batch_size 64 --lars.lars_coeff 0.01 --amp --steps 20
+         `--------- ours -------' `--- the strategy's keys ----' `-------' left to the caller, in configs.rest
+
+A key of a part switches the part on. `--strategy FILE` is read first, wherever it stands, and flags change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config.flag_values import accepts, value_of
+from ..config.kinds import Kind, boolean, integer, key, number, require
+from ..errors import ConfigError, did_you_mean
+from ..strategies import catalogue
+from ..strategy import COMMUNICATION, DIAGNOSTICS, GUARDS, SCALARS, DistributedStrategy
+
+RESUME_FOLDER = "checkpoints"
+BOOLEANS = frozenset({"true", "false", "True", "False"})
+NEAR_BOOLEANS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "1", "0", "t", "f", "none", "null"})
+
+
+def _text(what: str) -> Kind:
+    def parse(value: Any) -> str:
+        require(isinstance(value, str) and value != "")
+        return str(value)
+
+    return Kind(what, parse)
+
+
+@dataclass(kw_only=True)
+class TrainConfigs:
+    """What a training script is told. Defaults are Fleet's, unless the script has its own."""
+
+    lr: float = key(1e-4, number(above=0.0), "learning rate")
+    momentum: float = key(0.9, number(0.0, below=1.0), "momentum of SGD")
+    beta1: float = key(0.9, number(0.0, below=1.0), "decay of Adam's first moment")
+    beta2: float = key(0.997, number(0.0, below=1.0), "decay of Adam's second moment")
+    epsilon: float = key(1e-9, number(0.0), "added to Adam's denominator")
+    batch_size: int = key(32, integer(1), "samples in a micro-batch of one worker")
+    epochs: int = key(1, integer(1), "passes over the data")
+    data: str | None = key(None, _text("a folder, a file, or the name of built-in data"), "what to train on")
+    resume: str | None = key(None, _text("a folder"), f"continue from this folder (without a value: {RESUME_FOLDER})")
+    strategy: DistributedStrategy = field(default_factory=DistributedStrategy)
+    rest: list[str] = field(default_factory=list)
+
+    def refuse_rest(self) -> None:
+        """For scripts without flags of their own: a flag that is not known here is an error, with the nearest name."""
+        if self.rest:
+            name, _, _ = self.rest[0].removeprefix("--").partition("=")
+            hint = did_you_mean(name.replace("-", "_"), _flags())
+            raise ConfigError(f"unknown argument {self.rest[0]!r}.{hint} See --help.")
+
+
+OWN: dict[str, Kind] = {f.name: f.metadata["kind"] for f in dataclasses.fields(TrainConfigs) if "kind" in f.metadata}
+STRATEGY_FILE = _text("a file that ends in .yaml, .yml or .json")
+
+
+def parse_train_configs(
+    argv: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    parser: argparse.ArgumentParser | None = None,
+) -> TrainConfigs:
+    """Read our flags, and every key of the strategy as a flag, from `argv` (default: the command line, which is not changed).
+
+    `defaults` are the script's own: `{"lr": 0.1, "strategy": DistributedStrategy(lars=True)}`. A `--strategy FILE` takes the
+    place of that strategy. What is not ours is in `configs.rest`, in order and untouched; so is all from `--` on. `parser` is
+    the script's own, which reads `configs.rest` later: its flags are shown by `--help` too.
+    """
+    own, strategy = _checked_defaults({} if defaults is None else defaults)
+    _check_parser(parser)
+    given, rest = _scan(_checked_argv(argv), TrainConfigs(**own, strategy=strategy), parser)
+    if "strategy" in given:
+        strategy = _load(given.pop("strategy"))
+    own |= {name: given.pop(name) for name in list(given) if name in OWN}
+    _apply(given, strategy)
+    return TrainConfigs(**own, strategy=strategy, rest=rest)
+
+
+def _checked_argv(argv: Sequence[str] | None) -> list[str]:
+    if argv is None:
+        return sys.argv[1:]
+    if not isinstance(argv, (list, tuple)) or not all(isinstance(word, str) for word in argv):
+        raise ConfigError(f'argv is {argv!r}; it must be a list of words, such as ["--lr", "0.1"].')
+    return list(argv)
+
+
+def _checked_defaults(defaults: Mapping[str, Any]) -> tuple[dict[str, Any], DistributedStrategy]:
+    if not isinstance(defaults, Mapping):
+        raise ConfigError(f'defaults is {defaults!r}; it must be a dict, such as {{"lr": 0.1}}.')
+    known = [*OWN, "strategy"]
+    for name in defaults:
+        if name not in known:
+            raise ConfigError(f"defaults has no {name!r}.{did_you_mean(str(name), known)} Its names are: {', '.join(known)}.")
+    strategy = defaults.get("strategy", DistributedStrategy())
+    if not isinstance(strategy, DistributedStrategy):
+        raise ConfigError(f'defaults["strategy"] is {strategy!r}; it must be a DistributedStrategy.')
+    own = {
+        name: kind.check(f'defaults["{name}"]', defaults[name])
+        for name, kind in OWN.items()
+        if name in defaults and not (defaults[name] is None and name in ("data", "resume"))
+    }
+    return own, strategy.copy()
+
+
+def _check_parser(parser: object) -> None:
+    if parser is None:
+        return
+    if not isinstance(parser, argparse.ArgumentParser):
+        raise ConfigError(f"parser is {parser!r}; it must be the script's own argparse.ArgumentParser.")
+    for flag in (flag for action in parser._actions for flag in action.option_strings):
+        if flag.removeprefix("--").replace("-", "_") in _flags():
+            raise ConfigError(
+                f"the script's parser has {flag}, which is read here and would never reach it. Give it another name."
+            )
+
+
+def _flags() -> dict[str, Kind]:
+    """Every flag, without its dashes."""
+    flags = OWN | {"strategy": STRATEGY_FILE} | {name: scalar.kind for name, scalar in SCALARS.items()}
+    for name, part in catalogue().items():
+        flags[name] = boolean()
+        flags.update({f"{name}.{f.name}": f.metadata["kind"] for f in dataclasses.fields(part)})
+    return flags
+
+
+def _scan(argv: list[str], defaults: TrainConfigs, parser: argparse.ArgumentParser | None) -> tuple[dict[str, Any], list[str]]:
+    """Our flags with their values, the last of each, and the words that are not ours."""
+    flags, given, rest = _flags(), dict[str, Any](), list[str]()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            return given, [*rest, word, *words]
+        if word in ("-h", "--help"):
+            print(_help(defaults, parser), end="")
+            raise SystemExit(0)
+        flag, has_value, text = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        if not flag.startswith("--") or name not in flags:
+            _refuse_near_miss(flag, name, flags)
+            rest.append(word)
+        else:
+            given[name] = value_of(flag, text, flags[name]) if has_value else _next_value(flag, name, flags[name], words)
+    return given, rest
+
+
+def _next_value(flag: str, name: str, kind: Kind, words: list[str]) -> Any:
+    """The value of a flag without `=`: the next word, which a switch and --resume may do without."""
+    if accepts(kind, True):
+        following = words[0] if words else ""
+        if following in BOOLEANS:
+            return value_of(flag, words.pop(0), kind)
+        # Left to the caller, as other words after a switch are, `--amp off` would switch it on.
+        if following.lower() in NEAR_BOOLEANS:
+            raise ConfigError(f"{flag} is followed by {following!r}; write {flag} true or {flag} false.")
+        return True
+    if name == "resume" and (not words or words[0].startswith("-")):
+        return RESUME_FOLDER
+    if not words or words[0].startswith("--"):
+        raise ConfigError(f"{flag} needs a value: {kind.allowed}.")
+    return value_of(flag, words.pop(0), kind)
+
+
+def _refuse_near_miss(flag: str, name: str, flags: Mapping[str, Kind]) -> None:
+    """A name with one of our parts before its dot is meant for us: left to the caller, it would be lost."""
+    if not flag.startswith("--"):
+        return
+    part, dot, entry = name.partition(".")
+    plain = part.removesuffix("_configs")
+    if plain in catalogue() and (dot or plain != part):
+        keys = [known for known in flags if known.startswith(f"{plain}.")]
+        listed = f" Its keys are: {', '.join(f'--{known}' for known in keys)}." if keys else f" It is a switch: --{plain}."
+        raise ConfigError(f"there is no flag {flag}.{did_you_mean(f'{plain}.{entry}', keys)}{listed}")
+    if dot and (hint := did_you_mean(part, [known for known in catalogue() if f"{known}.{entry}" in flags])):
+        raise ConfigError(f"there is no strategy `{part}` for {flag}.{hint}")
+
+
+def _load(path: str) -> DistributedStrategy:
+    try:
+        return DistributedStrategy.load(path)
+    except OSError as error:
+        raise ConfigError(f"--strategy {path} cannot be read: {error.strerror or error}.") from None
+
+
+def _apply(given: Mapping[str, Any], strategy: DistributedStrategy) -> None:
+    """Scalars and switches, then keys. A part that is switched off goes back to its defaults: nobody would read its keys."""
+    keys = {name: value for name, value in given.items() if "." in name}
+    for name, value in given.items():
+        if name not in keys:
+            setattr(strategy, name, value)
+        if value is False and name in catalogue():
+            _switch_off(name, [known for known in keys if known.startswith(f"{name}.")], strategy)
+    for name, value in keys.items():
+        part, _, entry = name.partition(".")
+        setattr(strategy, part, True)
+        getattr(strategy, f"{part}_configs")[entry] = value
+
+
+def _switch_off(name: str, keys: Sequence[str], strategy: DistributedStrategy) -> None:
+    if keys:
+        raise ConfigError(f"--{name} false and --{keys[0]} contradict each other: a key switches its part on. Keep one of them.")
+    if dataclasses.fields(catalogue()[name]):
+        setattr(strategy, f"{name}_configs", dict(getattr(DistributedStrategy(), f"{name}_configs")))
+
+
+def _help(configs: TrainConfigs, script: argparse.ArgumentParser | None) -> str:
+    """Generated from the keys: what is not in the strategy cannot be promised here, nor forgotten."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags] [flags of the script]",
+        description="A flag is written --name value or --name=value, with - or _ between its words.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
+        parents=[] if script is None else [script],
+        add_help=False,
+        allow_abbrev=False,
+    )
+    for title, description, rows in _groups(configs):
+        group = parser.add_argument_group(title, description)
+        for name, kind, doc, default in rows:
+            is_switch = accepts(kind, True)
+            about = doc if is_switch else f"{doc}; {kind.allowed}"
+            shown = "none" if default is None else str(default)
+            group.add_argument(
+                f"--{name}",
+                nargs="?" if is_switch or name == "resume" else None,
+                metavar="true|false" if is_switch else "VALUE",
+                help=f"{about} (default: {shown})".strip().replace("%", "%%"),
+            )
+    return parser.format_help()
+
+
+Row = tuple[str, Kind, str, Any]
+
+
+def _groups(configs: TrainConfigs) -> Iterator[tuple[str, str | None, list[Row]]]:
+    docs = {f.name: f.metadata["doc"] for f in dataclasses.fields(TrainConfigs) if "doc" in f.metadata}
+    yield "training", None, [(name, kind, docs[name], getattr(configs, name)) for name, kind in OWN.items()]
+    file: Row = ("strategy", STRATEGY_FILE, "the strategy; flags change it", None)
+    yield "the strategy", "A key of a part switches the part on.", [file]
+    for name, part in catalogue().items():
+        lines = (sys.modules[part.__module__].__doc__ or "").splitlines()
+        missing = [] if part.available else ["Not available yet in this version."]
+        settings = getattr(configs.strategy, f"{name}_configs", {})
+        rows: list[Row] = [(name, boolean(), "switches it on or off", getattr(configs.strategy, name))]
+        rows += [(f"{name}.{f.name}", f.metadata["kind"], f.metadata["doc"], settings[f.name]) for f in dataclasses.fields(part)]
+        yield name, " ".join([*lines[:1], *missing]) or None, rows
+    for title, scalars in {"communication": COMMUNICATION, "guards": GUARDS, "diagnostics": DIAGNOSTICS}.items():
+        yield title, None, [(name, one.kind, one.doc, getattr(configs.strategy, name)) for name, one in scalars.items()]

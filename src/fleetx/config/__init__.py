@@ -1,0 +1,1 @@
+"""Settings: kinds of values, files, flags. Knows nothing of training."""

@@ -1,0 +1,1 @@
+"""The job: ranks, collectives, signals. The only user of torch.distributed."""

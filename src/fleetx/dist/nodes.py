@@ -1,0 +1,87 @@
+"""Ranks by node: one thing inside a node, where links are fast, and another between nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from .comm import Comm, Pending
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLevel:
+    """Ranks of this node, and the ranks that hold the same place on every node."""
+
+    inside: Comm
+    across: Comm
+
+
+def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel:
+    """Split a world by node (as the launcher counts them, or by host name), for one thing inside and another between nodes."""
+    own = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+    nodes: list[Any] = list(node_of_rank) if node_of_rank is not None else comm.gather_json(own)
+    by_node = [[r for r in range(comm.size) if nodes[r] == node] for node in dict.fromkeys(nodes)]
+    widths = {len(members) for members in by_node}
+    if len(widths) > 1:
+        raise ConfigError(
+            f"two levels need equally many ranks on every node; there are {[len(members) for members in by_node]} on those of "
+            f"ranks {[members[0] for members in by_node]} and their neighbours. Start as many on each, or leave two levels out."
+        )
+    across = [list(peers) for peers in zip(*by_node, strict=True)]
+    return TwoLevel(inside=comm.subgroup(by_node), across=comm.subgroup(across))
+
+
+@final
+class BetweenNodes(Comm):
+    """The nodes, each as one rank: the first rank of a node speaks with those of the others, and its node hears from it.
+
+    All ranks of a node must call alike; what they give is the same on all of them."""
+
+    def __init__(self, levels: TwoLevel) -> None:
+        self._inside, self._across = levels.inside, levels.across
+        self.rank, self.size = levels.across.rank, levels.across.size
+        self.control_device = levels.inside.control_device
+
+    def _count(self) -> None:
+        self.bytes_sent += self._inside.bytes_sent + self._across.bytes_sent
+        self._inside.bytes_sent = self._across.bytes_sent = 0.0
+
+    def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
+        # The others of the node are in the broadcast meanwhile, where they wait for the one that speaks.
+        if self._inside.rank == 0:
+            self._across.all_reduce(tensor, mode).wait()
+        pending = self._inside.broadcast(tensor)
+        self._count()
+        return pending
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        if self._inside.rank == 0:
+            gathered, pending = self._across.all_gather(tensor)
+            pending.wait()
+        else:
+            gathered = tensor.new_empty((self.size, *tensor.shape))
+        pending = self._inside.broadcast(gathered)
+        self._count()
+        return gathered, pending
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        if self._inside.rank == 0:
+            self._across.broadcast(tensor, source).wait()
+        pending = self._inside.broadcast(tensor)
+        self._count()
+        return pending
+
+    def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
+        raise ConfigError("nodes have no groups of their own; make them of ranks.")
+
+
+def between_nodes(comm: Comm) -> TwoLevel:
+    """`inside` a node its ranks, `across` the nodes as one rank each."""
+    levels = two_level(comm)
+    return TwoLevel(inside=levels.inside, across=BetweenNodes(levels))

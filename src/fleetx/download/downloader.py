@@ -1,0 +1,233 @@
+"""X.utils.Downloader: the files of a manifest, verified, in a folder; once per node, while the other ranks wait.
+
+lock -> read the manifest -> room on the disk? -> each file: there already? else fetch, verify -> unpack -> record -> unlock
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, DataError
+from .address import Address, BadAddress, parse_address
+from .complete import is_there, is_unpacked, read_records, record_of, write_records
+from .fetch import Listener, Patience, fetch, fetch_small, holds, refuse_folder
+from .folder import below, opened
+from .manifest import MAX_BYTES, NAMES, PART, Entry, parse_manifest
+from .once_per_node import Turn, once
+from .reporter import Reporter, readable, reporting
+from .unpack import unpack
+from .writer import Limits
+
+RECORD_EVERY_S = 10.0
+
+
+class Downloader:
+    """Brings data to this node: `X.utils.Downloader().download("https://host/data/manifest.yaml", "./data")`."""
+
+    def __init__(
+        self,
+        *,
+        retries: int = 5,
+        timeout_seconds: float = 30.0,
+        backoff_seconds: float = 0.5,
+        max_unpacked_bytes: int = 2**40,
+        max_files: int = 5_000_000,
+        max_ratio: float = 200.0,
+    ) -> None:
+        _check_integer("retries", retries, least=0)
+        _check_number("timeout_seconds", timeout_seconds, above=0)
+        _check_number("backoff_seconds", backoff_seconds, above=0)
+        _check_integer("max_unpacked_bytes", max_unpacked_bytes, least=1)
+        _check_integer("max_files", max_files, least=1)
+        _check_number("max_ratio", max_ratio, above=0)
+        self._patience = Patience(retries, timeout_seconds, backoff_seconds)
+        self._limits = Limits(max_unpacked_bytes, max_files, max_ratio)
+
+    def download(self, manifest: str | os.PathLike[str], local_path: str | os.PathLike[str]) -> str:
+        """Returns the folder, which then holds every file of the manifest with the right bytes.
+
+        Files of the manifest, and of its archives, replace others of the same name. Needs no fleet.init().
+        """
+        origin = _origin(manifest)
+        path = os.path.expanduser(_text("local_path", local_path))
+        request = hashlib.sha256(f"{_key(origin)} {self._limits}".encode("utf-8", "surrogateescape")).hexdigest()
+        with reporting() as reporter, _errors_named(path):
+            _make_folder(path)
+            with opened(path) as root:
+                work = _Work(root, os.path.realpath(path), origin, self._patience, self._limits, reporter)
+                try:
+                    once(root, request, work.run, reporter.line)
+                except OSError as error:
+                    # A finished data set on a read-only disk is fine: there is nothing to write.
+                    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not work.is_complete():
+                        raise
+        return path
+
+    def download_from_bos(self, fs_yaml: str | os.PathLike[str], local_path: str | os.PathLike[str] = "./") -> str:
+        """Fleet's spelling of `download`. `fs_yaml` is a manifest."""
+        return self.download(fs_yaml, local_path)
+
+
+class _Work:
+    """What the one process that holds the lock does."""
+
+    def __init__(
+        self, root: int, root_path: str, origin: Address, patience: Patience, limits: Limits, reporter: Reporter
+    ) -> None:
+        self._root, self._root_path, self._origin = root, root_path, origin
+        self._patience, self._limits, self._reporter = patience, limits, reporter
+        self._records = read_records(root)
+        self._recorded_at = time.monotonic()
+
+    def run(self, turn: Turn) -> None:
+        with _errors_named(self._root_path):
+            self._run(turn)
+
+    def _run(self, turn: Turn) -> None:
+        self._records = read_records(self._root)  # anew: while we waited, another may have written it
+        entries = self._entries()
+        missing = [entry for entry in entries if not self._is_done(entry)]
+        if not missing:
+            return
+        total = sum(entry.size for entry in entries)
+        files = "1 file" if len(entries) == 1 else f"{len(entries)} files"
+        self._reporter.line(f"{files}, {readable(total)}, from {self._origin} into {self._root_path}")
+        self._check_room(missing)
+        kept = {entry.path for entry in entries}
+        try:
+            for entry in missing:
+                with below(self._root, entry.parts[:-1], make=True) as folder:
+                    self._bring(entry, folder, turn)
+                    if entry.unpack:
+                        self._unpack(entry, folder, turn, kept)
+                    self._record_now_and_then()
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk, perhaps: the first error is the one to tell
+                write_records(self._root, self._records)
+            raise
+        write_records(self._root, self._records)
+
+    def is_complete(self) -> bool:
+        return all(self._is_done(entry) for entry in self._entries())
+
+    def _entries(self) -> list[Entry]:
+        return parse_manifest(fetch_small(self._origin, MAX_BYTES, self._patience, self._reporter.line), self._origin)
+
+    def _is_done(self, entry: Entry) -> bool:
+        record = self._records.get(entry.path)
+        return is_there(self._root, entry, record) and (not entry.unpack or is_unpacked(self._root, entry, record))
+
+    def _check_room(self, missing: list[Entry]) -> None:
+        """Before hours of waiting, not after. Of archives at least their own size is asked for once more, to unpack."""
+        room = os.fstatvfs(self._root)
+        free = room.f_bavail * room.f_frsize
+        need = sum(self._bytes_to_come(entry) + (entry.size if entry.unpack else 0) for entry in missing)
+        if need > free:
+            raise DataError(
+                f"{self._root_path} has {readable(free)} left; {readable(need)} are needed. Make room or choose another folder."
+            )
+
+    def _bytes_to_come(self, entry: Entry) -> int:
+        name = entry.parts[-1]
+        with contextlib.suppress(OSError, DataError), below(self._root, entry.parts[:-1]) as folder:
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(name, dir_fd=folder).st_size == entry.size:
+                    return 0
+            return max(0, entry.size - os.stat(name + PART, dir_fd=folder).st_size)
+        return entry.size
+
+    def _bring(self, entry: Entry, folder: int, turn: Turn) -> None:
+        if is_there(self._root, entry, self._records.get(entry.path)):
+            return
+        self._records.pop(entry.path, None)
+        refuse_folder(folder, entry)
+        received = self._received(entry, turn)
+        if not holds(folder, entry, lambda: self._reporter.begin(f"checking {entry.path}", entry.size), received):
+            self._reporter.begin(f"downloading {entry.path}", entry.size)
+            fetch(entry, folder, self._patience, Listener(self._reporter.line, received))
+        self._records[entry.path] = record_of(folder, entry)
+
+    def _unpack(self, entry: Entry, folder: int, turn: Turn, kept: set[str]) -> None:
+        self._reporter.begin(f"unpacking {entry.path}", entry.size)
+        unpacked = unpack(self._root, self._root_path, entry, self._limits, kept, self._received(entry, turn))
+        self._records[entry.path] = record_of(folder, entry, unpacked)
+
+    def _received(self, entry: Entry, turn: Turn) -> Callable[[int], None]:
+        """Tells the user, and the processes that wait."""
+
+        def received(count: int) -> None:
+            self._reporter.received(count)
+            turn.tell(f"{entry.path}: {readable(count)} of {readable(entry.size)}")
+
+        return received
+
+    def _record_now_and_then(self) -> None:
+        """Not after each file: with a hundred thousand of them that would be most of the work."""
+        if time.monotonic() - self._recorded_at >= RECORD_EVERY_S:
+            write_records(self._root, self._records)
+            self._recorded_at = time.monotonic()
+
+
+def _origin(manifest: str | os.PathLike[str]) -> Address:
+    """Where the manifest lies: a folder is asked for the usual names."""
+    text = _text("manifest", manifest)
+    try:
+        origin = parse_address(text) if isinstance(manifest, str) else Path(text)
+    except BadAddress as error:
+        raise ConfigError(f"manifest: {error}") from None
+    if not isinstance(origin, Path) or not origin.is_dir():
+        return origin
+    found = [name for name in NAMES if (origin / name).exists()]
+    if not found:
+        raise DataError(f"the folder {origin} holds no manifest; it should be called {', '.join(NAMES[:-1])} or {NAMES[-1]}.")
+    if len(found) > 1:
+        raise DataError(f"the folder {origin} holds {' and '.join(found)}; name the one to use.")
+    return origin / found[0]
+
+
+def _key(origin: Address) -> str:
+    return os.path.realpath(origin) if isinstance(origin, Path) else origin.url
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"local_path is {path!r}, where there is a file; name a folder.") from None
+
+
+@contextlib.contextmanager
+def _errors_named(path: str) -> Iterator[None]:
+    """Of what the disk may answer (full, read-only, no right), a message that says where."""
+    try:
+        yield
+    except OSError as error:
+        name = f" ({error.filename})" if isinstance(error.filename, str) else ""
+        raise DataError(f"{path} cannot be written to{name}: {error.strerror or error}.") from error
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name} is a {type(value).__name__}; it must be a path or an address, as text.")
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} is {text!r}; it must be a path or an address, as text.")
+    return text
+
+
+def _check_integer(name: str, value: Any, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}.")
+
+
+def _check_number(name: str, value: Any, *, above: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+        raise ConfigError(f"{name} is {value!r}; it must be a finite number above {above}.")

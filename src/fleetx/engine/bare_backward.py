@@ -1,0 +1,162 @@
+"""A bare `loss.backward()`: reduced while it runs, with true gradients at its end, as under DDP.
+
+first gradient   its hook finds that no backward of ours is under way: enter the window, arm the buckets, ask autograd for a call
+                 at the end
+the others       are counted bucket by bucket, and a complete bucket starts to travel, as in optimizer.backward
+the end          reduce what is left, wait, judge; or, inside a merge window, keep the sums and hide them
+
+What is reduced is what `param.grad` holds at the end: earlier backwards, gradients left local by fleet.no_sync(), and all that
+the user did to them are in it. That is DDP's rule. Dividing the sum of all by the number of ranks is right for what was reduced
+before as well, since that is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from ..dist import heartbeat
+from ..errors import ConfigError, FleetError
+from . import dry_run_flag, pairs, reentrant
+from .bucket import Bucket
+
+if TYPE_CHECKING:
+    from .step import Pipeline
+
+
+@final
+class BareBackward:
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = weakref.ref(pipeline)
+        self._task: int | None = None
+        """Autograd's number of the one under way."""
+        self._thread: int | None = None
+        """The thread that trains, while autograd's own thread (of a GPU) says where this rank is."""
+        self._counts = False
+        """Buckets are reduced as they become complete; else all of them at the end."""
+        self._armed = False
+        """The reduce was made ready when backward began, and not at its end."""
+        self._is_stale = False
+        """Parameters were unfrozen or added: at the end a new layout takes this one's place, and reduces."""
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether a backward is over whose gradients wait for a new layout."""
+        return self._is_stale
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._task is not None
+
+    def on_gradient(self, bucket: Bucket, i: int) -> bool:
+        """Handle a gradient that no backward of ours awaits. Whether its bucket counts gradients from now on."""
+        pipeline = self._pipeline()
+        if pipeline is None or pairs.stays_local() or dry_run_flag.is_on():
+            bucket.note_local(i)
+            return False
+        task = reentrant.current_task()
+        if task == self._task:
+            if bucket.closed:
+                raise self._second_gradient(bucket.names[i])
+            bucket.note_arrival(i)
+            return False
+        self._refuse_graph(bucket.names[i])
+        # A hook that the user registered later than ours runs after this one, and may change the gradient: not counted, its
+        # bucket waits for the end of this backward. For all others, and from now on, ours is the last (`admit`).
+        is_final = bucket.has_last_hook(i)
+        self._begin(pipeline, task)
+        if self._counts and is_final:
+            return True
+        bucket.elsewhere = True
+        bucket.note_arrival(i)
+        return False
+
+    def _begin(self, pipeline: Pipeline, task: int) -> None:
+        """Every rank is here: a bare backward reaches a model on all ranks or on none, as under DDP."""
+        if reentrant.is_inside_function() and not reentrant.is_inside_segment():
+            raise FleetError(
+                "a backward inside another one (a custom autograd function calls it) has reached the model: when it ends, the "
+                "outer one may still add gradients. Call optimizer.backward(loss), which knows where the outer one ends."
+            )
+        if self.is_under_way:
+            self.abandon()
+        pipeline.leave_applied()
+        window, reopened = pipeline.window, pipeline.window.closed
+        pipeline.refuse_inside_averaged()
+        window.refuse_broken()
+        pipeline.weighing.refuse_bare(window)
+        pipeline.buckets.require_unchanged_type()
+        self._is_stale = pipeline.layout_is_stale()
+        if not self._is_stale:
+            pipeline.enter_bare()
+        elif reopened:
+            raise ConfigError(
+                "parameters were added, replaced or unfrozen between two backwards of one update. Call optimizer.step() "
+                "first, or do it before the first of them."
+            )
+        # With several pairs, or gradients that come twice, nothing may start before the end: see pairs.finish_backward and
+        # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
+        # collectives come in the same order either way.
+        self._armed = pairs.is_only_one() and not self._is_stale and pipeline.is_last_micro_step
+        self._counts = pairs.is_only_one() and not self._is_stale and not reentrant.was_used()
+        self._task, self._thread = task, heartbeat.write_from_here()
+        pairs.join_backward(pipeline, task)
+        try:
+            if self._armed:
+                pipeline.arm(again=reopened)
+            if self._counts:
+                pipeline.buckets.begin_bare(task, reduces=pipeline.is_last_micro_step, reopened=reopened)
+            elif not self._is_stale:
+                pipeline.buckets.admit(reopened=reopened)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def end(self, *, shared: bool) -> None:
+        """Reduce, where the window is full. `shared`: the backward has reached other pairs too."""
+        pipeline = self._pipeline()
+        assert pipeline is not None and self._task is not None
+        if self._is_stale:
+            self._task = None
+            heartbeat.write_from(self._thread)
+            return pipeline.when_stale()
+        reopened, pipeline.window.shared = pipeline.window.closed, shared
+        try:
+            if not pipeline.is_last_micro_step:
+                pipeline.keep_hidden()
+            elif self._armed:
+                pipeline.close(bare=True)
+            else:
+                pipeline.reduce_now(bare=True, again=reopened)
+        except BaseException:
+            self.abandon()
+            raise
+        self._task = None
+        heartbeat.at_step(pipeline.index + 1)
+        heartbeat.write_from(self._thread)
+
+    def abandon(self) -> None:
+        """Drop a backward that failed half-way. What it added to a merge window cannot be taken out again."""
+        if self._task is not None:
+            heartbeat.write_from(self._thread)
+        self._task = None
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.buckets.abandon()
+            pipeline.break_window()
+
+    def _refuse_graph(self, name: str) -> None:
+        if torch.is_grad_enabled():  # in a backward only with create_graph=True
+            raise ConfigError(
+                f"the gradient of `{name}` has a graph of its own, from backward(create_graph=True); ranks can "
+                "exchange its numbers, but not its graph. Write torch.autograd.grad(loss, parameters, create_graph=True) for "
+                "the inner gradient and backward() for the whole loss, or stay local: with fleet.no_sync():"
+            )
+
+    def _second_gradient(self, name: str) -> FleetError:
+        return FleetError(
+            f"`{name}` got two gradients in one backward, and the first is reduced already. Does a custom autograd function run "
+            "a backward inside its own? Let one backward give it one gradient."
+        )

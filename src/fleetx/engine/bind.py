@@ -1,0 +1,290 @@
+"""A model, an optimizer and a strategy become a pair that trains; or are given up again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..dist import world
+from ..errors import ConfigError, warn_user
+from . import pairs
+from .buffer_kinds import refuse_unknown_buffers
+from .build import check_parts, compile_strategy
+from .ddp import bare, refuse_unfit, wrapper_of
+from .dry_run import Rehearsal, Sample, own_loss
+from .keep_alive import keep_with, let_go
+from .optimizer import FleetOptimizer
+from .optimizer_swap import give_back, mark_state
+from .other_steps import part_in_step, refuse_past, refuse_unreduced, watch
+from .patching import restore_forwards
+from .placement import (
+    OUTSIDE,
+    agree_on_model,
+    broadcast_from_first,
+    broadcast_tensors,
+    frozen_parameters,
+    move,
+    named_trainable,
+    plain_name,
+    refuse_unsuited,
+    strip_compiled_prefix,
+    warn_of_other_modules,
+    warn_of_unowned_gradients,
+)
+from .routing import stop_routing
+from .slots import Part, Site, Slot
+from .step import Pipeline
+
+if TYPE_CHECKING:
+    from ..strategy import DistributedStrategy
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+
+_in_forward: weakref.WeakKeyDictionary[Pipeline, tuple[weakref.ref[nn.Module], list[Part]]] = weakref.WeakKeyDictionary()
+"""The model of each pair, and what its strategy does in the model's forward."""
+
+
+def require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"distribute was given {type(model).__name__} as the model; it takes a torch.nn.Module.")
+
+
+def require_loss_fn(loss_fn: object) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {loss_fn!r}; it must be a function: loss_fn(model, batch) gives the loss.")
+
+
+def bind(
+    model: nn.Module,
+    face: FleetOptimizer,
+    strategy: DistributedStrategy,
+    *,
+    has_sample: bool = False,
+    checks: DistributedStrategy | None = None,
+    is_placed: bool = False,
+) -> None:
+    """What can be refused is refused before the model is touched; parts may still refuse while they are built.
+
+    `checks`: the strategy that is looked at for that, where another one is built. `is_placed`: the model is on its device, and
+    the same on all ranks, since an earlier pair was bound to it."""
+    require_module(model)
+    here = world.current()
+    optimizer, whole, wrapper = face.update, model, wrapper_of(model)
+    model = bare(whole)  # names, parts and checks are of the module that the user wrote; DDP around it only reduces
+    check_parts(strategy.parts(), by_ddp=wrapper is not None)
+    params = named_trainable(model, optimizer)
+    refuse_unsuited(model, params)
+    agree_on_model(params, whole, optimizer, strategy.to_json(), here.comm)
+    refuse_unknown_buffers(model, strategy.local_buffers)  # by all ranks: they have the same buffers, and the same strategy
+    if wrapper is not None:
+        refuse_unfit(wrapper, params, strategy.parts(), here.comm, here.device)
+    site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)
+    for part in (checks or strategy).parts():
+        part.check(site)
+    _refuse_unlike_forward(model, strategy)
+    restore_forwards(model)
+    if not is_placed:
+        move(model, optimizer, params, here.device)
+        broadcast_from_first(model, params, here.comm)
+    strip_compiled_prefix(model)
+    compiled = compile_strategy(
+        strategy,
+        model=model,
+        optimizer=optimizer,
+        params=params,
+        comm=here.comm.metered(),
+        device=here.device,
+        wrapper=wrapper,
+    )
+    face.bind(compiled.pipeline, frozen=frozen_parameters(model))
+    face.forward_stage = compiled.forward
+    keep_with(model, face)
+    watch()
+    _in_forward[face.pipeline] = (weakref.ref(model), _forward_parts(strategy))
+    _connect(whole, face, strategy, params)
+    if not is_placed:
+        warn_of_other_modules(params, here.comm)
+
+
+def _forward_parts(strategy: DistributedStrategy) -> list[Part]:
+    return [part for part in strategy.parts() if part.claims() & {Slot.MODULE, Slot.FORWARD}]
+
+
+def _refuse_unlike_forward(model: nn.Module, strategy: DistributedStrategy) -> None:
+    """Two optimizers of one model share its forward: a part that acts there acts for both, or for none."""
+    mine, modules = _forward_parts(strategy), set(model.modules())
+    for pipeline, (held, theirs) in list(_in_forward.items()):
+        other = held()
+        if pairs.is_alive(pipeline) and other is not None and theirs != mine and not modules.isdisjoint(other.modules()):
+            names = " and ".join(
+                ", ".join(f"`{part.name}`" for part in parts) if parts else "none of them" for parts in (theirs, mine)
+            )
+            shared = next(name for name, module in model.named_modules() if module in set(other.modules()))
+            what = f"`{shared}` of this model is in another distributed one" if shared else "this model has another optimizer"
+            raise ConfigError(
+                f"{what} already, under a strategy with other settings of what acts in its forward "
+                f"(amp, recompute, sync_batch_norm): {names}. Give both strategies the same."
+            )
+
+
+def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, params: dict[str, nn.Parameter]) -> None:
+    """Let the pair end, follow new parameters and explain missing gradients; by weak references, so that it can be discarded."""
+    model_of, face_of, chosen = weakref.ref(model), weakref.ref(face), strategy.copy()
+    ids = {name: id(param) for name, param in params.items()}
+    face_comm = face.pipeline.comm
+
+    def end(why: str) -> None:
+        held, optimizer = model_of(), face_of()
+        if held is not None and optimizer is not None:
+            end_pair(held, optimizer, why)
+
+    def follow() -> None:
+        held, optimizer = model_of(), face_of()
+        if held is not None and optimizer is not None:
+            lay_out_again(held, optimizer, chosen)
+
+    def follow_in_backward() -> None:
+        follow()
+        optimizer = face_of()
+        if optimizer is not None:
+            optimizer.pipeline.take_local_gradients()
+
+    def warn() -> None:
+        held = model_of()
+        if held is not None:
+            warn_of_unowned_gradients(bare(held), face_comm)
+
+    def hint() -> str:
+        held = model_of()
+        optimizer = face_of()
+        holds = set() if optimizer is None else optimizer.parameter_ids()
+        return "" if held is None else replaced_parameter(bare(held), ids, holds)
+
+    part = part_in_step(strategy.parts(), on_nan_inf=strategy.on_nan_inf)
+
+    pipeline = face.pipeline
+    own = pipeline.param_ids
+    pipeline.refuse_past_parts = lambda optimizer: refuse_past(part, optimizer)
+    pipeline.look_for_unreduced = lambda optimizer: refuse_unreduced(model_of(), optimizer, own)
+    pipeline.when_ended, pipeline.when_stale, face.follow = end, follow_in_backward, follow
+    pipeline.warn_of_unowned = warn
+    pipeline.hint_at_missing(hint)
+
+
+def replaced_parameter(model: nn.Module, ids: Mapping[str, int], held: Collection[int]) -> str:
+    """A sentence on a parameter of the model that is not the tensor which was distributed; empty if all are.
+
+    `ids`: of those that were distributed, by name. `held`: of those that the optimizer holds now."""
+    found = {plain_name(name): id(param) for name, param in model.named_parameters()}
+    for name, known in ids.items():
+        if name not in found and known not in found.values() and not name.startswith(OUTSIDE):
+            return (
+                f" `{name}` is no parameter of the model any more: it was parametrized (weight_norm, pruning) or taken out after "
+                "fleet.distribute(...). Do so first, then build the optimizer and call fleet.distribute(...)."
+            )
+        if found.get(name, known) != known and found[name] in held:
+            return (
+                f" `{name}` was replaced, in the model and in the optimizer, after its gradients were laid out. Replace it "
+                "between two updates, or call fleet.distribute(...) again."
+            )
+        if found.get(name, known) != known:
+            return (
+                f" `{name}` of the model is no longer the tensor that the optimizer holds: "
+                "load_state_dict(assign=True) or an assignment has replaced it. Load with assign=False; put the new tensor into "
+                "the optimizer's group too; or load first, then build the optimizer and call fleet.distribute(...)."
+            )
+    return ""
+
+
+def rehearse(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, rehearsal: Rehearsal) -> None:
+    """Let each part run the steps that it needs to settle itself."""
+    try:
+        for part in strategy.parts():
+            part.rehearse(rehearsal)
+    except BaseException:
+        give_up(model, face)
+        raise
+
+
+def rehearsal_of(model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: LossFn | None) -> Rehearsal:
+    here = world.current()
+    return Rehearsal(model, face, loss_fn or own_loss, Sample(sample, here.device), here.comm, here.device)
+
+
+def give_up(model: nn.Module, face: FleetOptimizer) -> None:
+    """Nothing of this pair may act in the next one."""
+    restore_forwards(model)
+    let_go(face)
+    face.pipeline.give_up()
+    if face.update is not face.given:
+        face.given.state = face.update.state  # what was put back was put back into the one that stood in its place
+        mark_state(face.given, face.update)
+    give_back(face.given)
+    stop_routing(face.given)
+    face.end("this pair was given up, and trains nothing any more. Call fleet.distribute(...) again.")
+
+
+def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
+    """End a pair whose model is distributed again: the optimizer's state stays, gradients go."""
+    pipeline = face.pipeline
+    pipeline.settle()
+    if pipeline.window.micro_steps and not pipeline.window.shared and pipeline.comm.rank == 0:
+        warn_user(
+            f"fleet.distribute(...) has ended a pair with {pipeline.window.micro_steps} micro-batches that made no update yet; "
+            "their gradients are dropped.",
+        )
+    give_up(model, face)
+    pipeline.buckets.release()
+    face.end(why)
+
+
+def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
+    """Make new buckets for parameters that were added, replaced or unfrozen, between two updates; every rank is here, or comes.
+
+    A rank that has added none stays in its backward, where it waits for the others' gradients: it is named (`meet`).
+    Weights, the optimizer's state, counters, loss scale and statistics go on as they are."""
+    old = face.pipeline
+    old.comm.meet(
+        f"fleetx/layout/{old.teller.pair}/{old.index}/{len(face.parameter_ids())}",
+        lacking="added or unfroze no parameters before this update, as this rank did, nor replaced any. "
+        "Do it on every rank at the same place.",
+    )
+    _refuse_fixed_layout(face)
+    state = {"counters": old.counters(), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
+    common, number, known = old.common_buffers(), old.teller.pair, old.param_ids
+    if not old.buckets.touched() and not old.bare.was_reached:
+        old.buckets.release()  # the last update's gradients; those of a backward that is just over stay
+    give_up(model, face)
+    face.update, face.ended = face.given, ""
+    bind(model, face, strategy, is_placed=True)
+    new = face.pipeline
+    here = world.current()
+    new_params = [p for bucket in new.buckets for p in bucket.params if id(p) not in known]
+    broadcast_tensors([p.data for p in new_params], here.comm)
+    new.teller.pair = number
+    new.load_counters(state["counters"])
+    new.stages.backward.load_state_dict(state["backward"])
+    new.meter.load_state_dict(state["noise"], here.device)
+    new.load_common_buffers(common, None)
+
+
+def _refuse_fixed_layout(face: FleetOptimizer) -> None:
+    """Name what keeps a number for each parameter of the old layout, and cannot go on with another."""
+    pipeline = face.pipeline
+    again = "Call fleet.distribute(model, optimizer, strategy) again instead, which begins a new pair with the same weights."
+    if pipeline.window.micro_steps:
+        raise ConfigError(
+            "parameters were added, replaced or unfrozen inside a merge window. Do it between two updates: when report.due."
+        )
+    if face.memory_plan is not None or face.plan is not None:
+        raise ConfigError(
+            f"parameters were added, replaced or unfrozen after recompute's budget or auto was planned without them. {again}"
+        )
+    if pipeline.stages.reduce.keeps_state() or pipeline.trains_alone:
+        raise ConfigError(
+            "parameters were added, replaced or unfrozen while the strategy keeps state of the others: what a compressor has "
+            f"not sent yet, or the last average of Local SGD. {again}"
+        )

@@ -1,0 +1,369 @@
+"""All buckets of one model: filled by autograd hooks, reduced while backward goes on.
+
+    hook of each parameter:  gradient arrives -> count down its bucket
+    bucket complete:         its gradients are in the flat buffer, `param.grad` is a view of it
+    when armed:              multiply by the factor that makes true gradients, start REDUCE, in index order
+    close:                   complete what is left, start it, wait for all
+
+The layout is fixed for the run: reversed registration order, which is about the order of backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ..dist.comm import Comm, Pending, is_initialized
+from ..errors import ConfigError, PeerError
+from .bucket import Bucket, Hook
+from .layout import bucket_runs
+from .pairs import owner_of
+from .sidecar import ALARMS, NO_ALARMS, Alarms, Tail
+
+Start = Callable[[Bucket], Pending]
+
+
+def note_local(bucket: Bucket, i: int) -> bool:
+    """Leave a gradient as this rank's own."""
+    bucket.note_local(i)
+    return False
+
+
+@final
+class Buckets:
+    """All buckets of one model, with the hooks that fill them."""
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        *,
+        bucket_bytes: int,
+        tail: Tail | None,
+        carries_tail: bool,
+        comm: Comm,
+        whole: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.tail = tail
+        runs = bucket_runs(list(params.items())[::-1], bucket_bytes=bucket_bytes)
+        joins = tail is not None and carries_tail and runs[-1][0][1].dtype == tail.dtype
+        tail_numels = [0] * (len(runs) - 1) + [tail.numel if tail is not None and joins else 0]
+        pieces = enumerate(zip(runs, tail_numels, strict=True))
+        self._buckets = [Bucket(i, run, tail_numel=n, whole=whole) for i, (run, n) in pieces]
+        last = self._buckets[-1]
+        self._tail_tensor = last.tail
+        if tail is not None and not joins:
+            self._tail_tensor = torch.zeros(tail.numel, dtype=tail.dtype, device=last.flat.device)
+        self._tail_joins = joins
+        self.overlaps = True
+        """Complete buckets are reduced while backward goes on."""
+        self._start: Start | None = None
+        self.alone = False
+        """The window is not reduced: the tail stays here too, and what it would carry is this rank's own."""
+        self._alarms = Alarms()
+        self._launched = 0
+        self._pending: list[Pending] = []
+        self.when_unexpected: Callable[[Bucket, int], bool] = note_local
+        """What to do with a gradient that no backward of ours awaits."""
+        # Weak: hooks outlive a discarded optimizer, and must then do nothing.
+        self._myself: Callable[[], Buckets | None] = weakref.ref(self)
+        self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(self._myself)]
+        self._early_hooks: list[tuple[dict[int, Hook], int, Hook]] = []
+        self._before_more: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if getattr(self, "_handles", None) and self.comm.size > 1:
+            _refuse_when_used([param for bucket in self._buckets for param in bucket.params])
+        self.give_up()
+
+    def give_up(self) -> None:
+        """No gradient is taken any more."""
+        for handle in getattr(self, "_handles", []):
+            handle.remove()
+        self._handles = []
+
+    def release(self) -> None:
+        """Let go of gradients that lie in these buffers."""
+        for bucket in self._buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view:
+                    param.grad = None
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def flats(self) -> list[Tensor]:
+        return [bucket.flat for bucket in self._buckets]
+
+    # --- one backward -----------------------------------------------------------------------------------------
+
+    def touched(self) -> bool:
+        """Gradients of this rank alone came since the last micro-step ended."""
+        return any(bucket.touched for bucket in self._buckets)
+
+    def has_new(self) -> bool:
+        """Gradients came so, or were put in place by the user."""
+        for bucket in self._buckets:
+            if bucket.touched:
+                return True
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                grad = param.grad
+                if grad is not None and grad is not view:
+                    return True
+        return False
+
+    def begin(self) -> None:
+        """Before a backward of ours: the last update's gradients go, those of a bare backward or of this window stay."""
+        self.require_unchanged_type()
+        if self._buckets[0].keeps:
+            self.show_window()
+            return
+        if self.has_new():
+            for bucket in self._buckets:
+                bucket.sure, bucket.touched = False, True
+            return
+        for bucket in self._buckets:
+            bucket.make_room()
+
+    def begin_bare(self, task: int, *, reduces: bool, reopened: bool) -> None:
+        """A bare backward has begun: its first gradient is there."""
+        self.admit(reopened=reopened)
+        for bucket in self._buckets:
+            bucket.expect_bare(task, reduces=reduces)
+
+    def admit(self, *, reopened: bool) -> None:
+        """Be ready for gradients that are added to what `param.grad` holds now."""
+        for bucket in self._buckets:
+            bucket.elsewhere = bucket.touched
+            bucket.admit(reopened=reopened)
+
+    def count_shown(self) -> None:
+        """Count what `param.grad` shows as part of this window: left by the last update, or zeros of zero_grad."""
+        for bucket in self._buckets:
+            bucket.count_shown()
+
+    def reopen(self) -> None:
+        """What was reduced may be added to, and is then reduced again."""
+        for bucket in self._buckets:
+            bucket.closed = False
+
+    def before_more(self, action: Callable[[], None]) -> None:
+        """Call `action` once, before the next gradient is added to what `param.grad` holds.
+
+        By a hook on each parameter that autograd calls before it adds; taken out and put back without being registered again."""
+        if not self._early_hooks:
+            hook = _make_early_hook(self._myself)
+            params = [param for bucket in self._buckets for param in bucket.params if param.requires_grad]
+            handles = [param.register_hook(hook) for param in params]
+            self._handles += handles
+            self._early_hooks = [(handle.hooks_dict_ref(), handle.id, hook) for handle in handles]
+        self._before_more = action
+        for hooks, key, hook in self._early_hooks:
+            hooks[key] = hook
+
+    def on_more(self) -> None:
+        action, self._before_more = self._before_more, None
+        for hooks, key, _ in self._early_hooks:
+            hooks.pop(key, None)
+        if action is not None:
+            action()
+
+    def require_unchanged_type(self) -> None:
+        for bucket in self._buckets:
+            bucket.require_unchanged_type()
+
+    def hide(self) -> None:
+        for bucket in self._buckets:
+            bucket.hide()
+
+    def show_window(self) -> None:
+        """Where DDP reduces, it reduces the sums of the whole window: they must be in `param.grad`."""
+        for bucket in self._buckets:
+            if bucket.whole and bucket.keeps:
+                bucket.show_window()
+
+    def arm(self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS, alone: bool = False) -> None:
+        """From now on a complete bucket is multiplied by `factor` and reduced at once; `alarms` travel with the last."""
+        self._start, self._alarms, self.alone = start, alarms, alone
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.aim(factor)
+        self._pending = []
+
+    def expect(self, *, reduces: bool) -> None:
+        """A backward of ours begins."""
+        for bucket in self._buckets:
+            bucket.expect(reduces=reduces)
+
+    def keep(self) -> None:
+        """A micro-step inside a window is over: its gradients are safe in the flat buffers."""
+        for bucket in self._buckets:
+            bucket.collect()
+            bucket.end_micro_step()
+
+    def abandon(self) -> None:
+        """A backward failed half-way: wait for what was started, start nothing more."""
+        pending, self._start, self._pending = self._pending, None, []
+        for work in pending:
+            with contextlib.suppress(RuntimeError, PeerError):  # an error of this backward, or of the next call
+                work.wait()
+        for bucket in self._buckets:
+            bucket.wake_hooks()
+            bucket.expecting = False
+
+    def close(self) -> None:
+        """Start what backward left over, wait for everything; every view then holds the mean over ranks."""
+        for bucket in self._buckets:
+            if not bucket.closed:
+                bucket.collect()
+                bucket.zero_missing()
+                bucket.closed, bucket.expecting = True, False
+        self._launch_ready()
+        for pending in self._pending:
+            pending.wait()
+        self._start, self._pending = None, []
+        for bucket in self._buckets:
+            bucket.touched = False
+        if self.tail is not None and not self.alone:
+            self.tail.unpack(self._tail_tensor)
+
+    def on_complete(self, bucket: Bucket) -> None:
+        """The last gradient of a bucket came."""
+        bucket.collect()
+        if self._start is not None:
+            bucket.closed, bucket.expecting = True, False
+            if self.overlaps:
+                self._launch_ready()
+
+    def on_unexpected(self, bucket: Bucket, i: int) -> bool:
+        return self.when_unexpected(bucket, i)
+
+    def _launch_ready(self) -> None:
+        # Launch in index order. If rank 0 sends bucket 1 while rank 1 sends bucket 2, both wait for ever.
+        while self._launched < len(self._buckets) and self._buckets[self._launched].closed:
+            self._launch(self._buckets[self._launched])
+            self._launched += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        assert self._start is not None
+        bucket.make_true()
+        if self.tail is not None and not self.alone and bucket is self._buckets[-1]:
+            used = self.filled() if self.tail.flags else None
+            self.tail.pack(self._tail_tensor, alarms=self.own_alarms(), used=used)
+            if not self._tail_joins:
+                self._pending.append(self.comm.all_reduce(self._tail_tensor))
+        self._pending.append(self._start(bucket))
+
+    # --- a reduced window -------------------------------------------------------------------------------------
+
+    def filled(self) -> list[bool]:
+        """Which parameters have a gradient in this window, on this rank, in bucket order."""
+        return [filled for bucket in self._buckets for filled in bucket.filled]
+
+    def missing(self) -> list[str]:
+        """Parameters without a gradient in this window, on this rank; not those that were frozen since."""
+        gaps = [bucket for bucket in self._buckets if not all(bucket.filled)]  # as a rule none: names are looked for only then
+        rows = (row for bucket in gaps for row in zip(bucket.names, bucket.params, bucket.filled, strict=True))
+        return [name for name, param, filled in rows if not filled and param.requires_grad]
+
+    def own_alarms(self) -> Alarms:
+        return self._alarms._replace(missing=len(self.missing()))
+
+    def alarm_sums(self) -> Tensor | None:
+        """The alarms after `close`, summed over ranks; None where there is nobody to sum with."""
+        return None if self.tail is None or self.alone else self._tail_tensor[:ALARMS]
+
+    def use_counts(self) -> list[float]:
+        """On how many ranks each parameter was used, in bucket order."""
+        if self.tail is None or self.alone:
+            return [float(filled) for filled in self.filled()]
+        counts: list[float] = self._tail_tensor[ALARMS : ALARMS + self.tail.flags].tolist()
+        return counts
+
+    def expose(self, used: Sequence[bool] | None) -> None:
+        """Let `param.grad` be the reduced gradient, or None where no rank used the parameter."""
+        wanted = iter(used) if used is not None else itertools.repeat(True)
+        for bucket in self._buckets:
+            if used is None and not (bucket.elsewhere or bucket.hidden) and all(bucket.filled):
+                continue
+            bucket.hidden = False
+            for param, view, filled in zip(bucket.params, bucket.views, bucket.filled, strict=True):
+                param.grad = view if next(wanted) and (filled or param.requires_grad) else None
+
+    def adopt_replaced(self) -> None:
+        """The user put other tensors in place of reduced gradients: take their values, so that clipping sees them."""
+        for bucket in self._buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                grad = param.grad
+                if grad is None:
+                    view.zero_()
+                elif grad is not view:
+                    view.copy_(grad)
+                    param.grad = view
+
+    def restart(self) -> None:
+        """A new window begins; what came since the last one was reduced is part of it."""
+        for bucket in self._buckets:
+            touched = bucket.touched
+            bucket.restart()
+            bucket.touched = touched
+
+    def finish_window(self, *, recycle: bool) -> None:
+        """The update is done; unless recycled, the gradients may be looked at until the next backward or zero()."""
+        if recycle:
+            return self.zero()
+        self.adopt_replaced()  # or a replaced gradient would look like a new one
+        for bucket in self._buckets:
+            bucket.restart()
+
+    def zero(self, *, set_to_none: bool = True) -> None:
+        """As torch: None, or zeros where there was a gradient."""
+        for bucket in self._buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is not None:
+                    param.grad = None if set_to_none else view
+            bucket.restart()
+            if set_to_none:
+                bucket.zero_small()  # here, while the update has left them in the cache
+            else:
+                bucket.flat.zero_()
+
+
+def _refuse_when_used(params: Sequence[nn.Parameter]) -> None:
+    """A pair was collected as garbage, and was not ended: a backward that reaches its parameters would be this rank's alone.
+
+    An error, since other ranks may not have collected theirs yet: they would wait for this one."""
+
+    def hook(param: Tensor) -> None:
+        if is_initialized() and owner_of(param) is None:
+            raise ConfigError(
+                "the pair that fleet.distribute(...) made of these parameters was discarded, since neither the model (nor a "
+                "module of it) nor the optimizer was kept: gradients would be this rank's own. Keep one of them as long as the "
+                "parameters train, or call fleet.distribute(...) with what trains them now."
+            )
+
+    for param in params:
+        if param.requires_grad:  # not one that was frozen since
+            param.register_post_accumulate_grad_hook(hook)
+
+
+def _make_early_hook(owner: Callable[[], Buckets | None]) -> Hook:
+    def hook(_: Tensor) -> None:
+        found = owner()
+        if found is not None:
+            found.on_more()
+
+    return hook

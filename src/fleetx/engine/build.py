@@ -1,0 +1,142 @@
+"""From a strategy to a pipeline: collect claims, refuse conflicts all at once, build each part, fill the empty slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..dist.comm import Comm
+from ..errors import ConfigError, StrategyConflict
+from .buckets import Buckets
+from .checks.alarms import AlarmReader
+from .checks.checks import Checks
+from .checks.deferred import Unheard
+from .checks.first_batch import FirstLook
+from .checks.guards import NonFiniteGuard, RankCheck
+from .checks.unused import UnusedCheck
+from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
+from .dense import DenseAllReduce
+from .noise_scale import NoiseScaleMeter, require_measurable
+from .optimizer import FleetOptimizer
+from .overview import conflict_lines
+from .sidecar import Tail
+from .slots import Merge, Part, Site, Slot, not_available
+from .stages import Stages
+from .step import Pipeline
+
+if TYPE_CHECKING:
+    from ..strategy import DistributedStrategy
+
+
+@final
+class PlainBackward:
+    """BACKWARD when nothing scales the loss."""
+
+    needs_loss = False
+    checks_finite = False
+
+    def scale(self) -> float:
+        return 1.0
+
+    def expects_overflow(self) -> bool:
+        return False
+
+    def settle(self, *, finite: bool) -> None:
+        return None
+
+    def adopt_scale(self, smallest: float) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    pipeline: Pipeline
+    forward: Any | None
+    """The FORWARD stage (autocast), if a part claims it."""
+
+
+def check_parts(parts: Sequence[Part], *, by_ddp: bool = False) -> None:
+    """All conflicts at once; then what is not built yet. Nothing asked for is ever dropped. `by_ddp`: `reduce` is claimed."""
+    lines = conflict_lines(parts) + (reduce_conflicts(parts) if by_ddp else [])
+    if lines:
+        raise StrategyConflict("\n".join(line.removeprefix("Conflict: ") for line in lines))
+    missing = [part.name for part in parts if not part.available]
+    if missing:
+        raise not_available(*missing)
+
+
+def compile_strategy(
+    strategy: DistributedStrategy,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    comm: Comm,
+    device: torch.device,
+    wrapper: DistributedDataParallel | None = None,
+) -> Compiled:
+    """`wrapper`: of the model, where it reduces."""
+    parts = strategy.parts()
+    check_parts(parts, by_ddp=wrapper is not None)
+    local = strategy.local_buffers
+    site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device, local_buffers=local)
+    filled: dict[Slot, Any] = {}
+    merge = next((part.build(site)[Slot.MERGE] for part in parts if Slot.MERGE in part.claims()), Merge())
+    # Before a part changes anything.
+    require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm, by_ddp=wrapper is not None)
+    for part in parts:
+        filled.update(part.build(site))
+    stages = Stages(
+        merge=merge,
+        backward=filled.get(Slot.BACKWARD, PlainBackward()),
+        reduce=filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm)),
+        clip=filled.get(Slot.CLIP),
+        update=filled.get(Slot.UPDATE, optimizer),
+        average=filled.get(Slot.AVERAGE),
+    )
+    allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
+    flags = len(params) if allowed else 0
+    tail = Tail(model, rank=comm.rank, size=comm.size, flags=flags, local=local) if comm.size > 1 else None
+    bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
+    carries_tail, whole = stages.reduce.carries_tail, wrapper is not None
+    buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=carries_tail, comm=comm, whole=whole)
+    stages.reduce.attach(buckets)
+    # A rank that misses a gradient starts its bucket later than the others. If a part's own collective lies in between,
+    # one rank sends a bucket while another sends that: both go wrong. So nothing starts before backward has ended.
+    buckets.overlaps = not any(part.talks_in_backward for part in parts)
+    may_skip = stages.backward.checks_finite or strategy.on_nan_inf == "skip"
+    checks = Checks(
+        unused=UnusedCheck(buckets, comm, allowed=allowed),
+        first_look=FirstLook(model),
+        finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
+        ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
+        alarms=AlarmReader(buckets),
+        unheard=Unheard(),
+        comm=comm,
+    )
+    meter = NoiseScaleMeter(strategy.noise_scale_steps, merge=stages.merge, comm=comm)
+    pipeline = Pipeline(stages, buckets, comm, checks, meter)
+    return Compiled(pipeline=pipeline, forward=filled.get(Slot.FORWARD))
+
+
+def require_plain_optimizer(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"distribute was given {type(optimizer).__name__} as the optimizer; it takes a torch.optim.Optimizer.")
+    if isinstance(optimizer, FleetOptimizer):
+        raise ConfigError("this optimizer is already distributed. Give the torch optimizer itself, once.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS needs a closure, which runs backward several times for one update, past the reducer. Use SGD or Adam."
+        )

@@ -1,0 +1,183 @@
+"""What looks over a step's shoulder. Alarms travel with the gradients, are read on all ranks alike, and heeded by everybody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from ...dist import heartbeat, stop_signal
+from ...dist.comm import Comm
+from ...errors import FleetError
+from ..rank_status import Row
+from ..sidecar import Alarms
+from ..slots import Backward
+from ..window import Window
+from .alarms import AlarmReader
+from .deferred import Unheard
+from .first_batch import FirstLook
+from .guards import NonFiniteGuard, RankCheck
+from .unused import UnusedCheck
+
+
+class Place(NamedTuple):
+    """Where a rank is when it reduces: the same on all ranks, or they reduce different things together."""
+
+    update: int
+    reduce: int
+    dropped: int = 0
+    """Updates whose gradients were reduced and then thrown away by zero_grad()."""
+
+    def number(self) -> float:
+        """A small number that differs between neighbours: its square, summed over thousands of ranks, is exact in float32."""
+        return float((31 * self.update + 7 * self.reduce + 17 * self.dropped) % 61)
+
+    def __str__(self) -> str:
+        dropped = f", {self.dropped} dropped by zero_grad() so far" if self.dropped else ""
+        return f"backward {self.reduce} of update {self.update}{dropped}"
+
+
+def are_equal(total: float | Tensor, squares: float | Tensor, count: int) -> bool:
+    """Whether `count` numbers with this sum and sum of squares are all the same (Cauchy and Schwarz)."""
+    return float(total) ** 2 == count * float(squares)
+
+
+@final
+@dataclass(slots=True)
+class Checks:
+    unused: UnusedCheck
+    first_look: FirstLook | None
+    """Once."""
+    finite: NonFiniteGuard
+    ranks: RankCheck
+    alarms: AlarmReader
+    unheard: Unheard
+    comm: Comm
+    deferred: Alarms | None = None
+    """Missing gradients of a window that was reduced by a bare backward: an error in step(), if no other backward fills them."""
+    deferred_alone: bool = False
+    """The same of a rank that trains alone."""
+    place: Place | None = None
+    """Of the last reduce."""
+
+    def before_reduce(self, window: Window, *, again: bool = False) -> None:
+        """Act on alarms read late; and once, before the first reduce: all ranks weigh or none, and each has its own data.
+
+        `again`: the window was reduced before, and its alarms are sent once more."""
+        self.deferred, self.deferred_alone = None, False
+        if again:
+            self.alarms.forget()
+        late = self.alarms.sent_before()
+        if late is not None:
+            self._heed(late)
+        if self.first_look is not None:
+            look, self.first_look = self.first_look, None
+            look.finish(self.comm, loss=window.losses[0] if window.losses else None, weighted=bool(window.weights))
+
+    def before_update(self) -> None:
+        """Raise what a bare backward has left open: every rank is in step(), with the same sums."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            self.unused.heed(deferred)
+        if self.deferred_alone:
+            self.deferred_alone = False
+            self.unheard.note_missing(self.unused.missing)
+
+    def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
+        bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses()
+        self.place = Place(index + 1, window.reduces, dropped)
+        heartbeat.at_reduce(self.place)
+        number = self.place.number()
+        return Alarms(bad_losses=bad_losses, stops=float(stop_signal.is_requested()), place=number, place_squared=number * number)
+
+    def looks_at_norm(self, backward: Backward) -> bool:
+        return backward.checks_finite or self.finite.mode != "off"
+
+    def judge(self, norm: Tensor | None, *, first: bool, defer: bool = False) -> bool:
+        """Whether the window just reduced may update: equal gradients and equal sums give every rank the same answer.
+
+        `norm`: of the gradients, where it is looked at; without it the alarms are read when that is free. `defer`: missing
+        gradients are no error before step()."""
+        finite = True
+        if norm is not None or self.alarms.is_free() or first or self.ranks.tables_change:
+            alarms, value = self.alarms.read(norm)
+            finite = value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
+            self._heed(alarms, defer=defer)
+        else:
+            self.alarms.send()
+            self.ranks.hears_later()
+        return finite
+
+    def judge_alone(self, norm: Tensor | None, *, defer: bool = False) -> bool:
+        """The same of a window that was not reduced: what all ranks must act on is kept until they meet."""
+        alarms, value = self.alarms.read(norm)
+        if not self.unused.allowed and alarms.missing:
+            if defer:
+                self.deferred_alone = True
+            else:
+                self.unheard.note_missing(self.unused.missing)
+        return value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
+
+    def heed_round(self, rows: Sequence[Row]) -> None:
+        """The ranks have met: everybody knows what each had to tell, and does the same."""
+        stop_signal.heed(agreed=any(row.stops for row in rows))
+        self.unheard.heed(rows, self.comm)
+
+    def after_round(self, index: int, *, equal: bool) -> None:
+        """Weights and buffers are an average. `equal`: the same on all ranks."""
+        self.finite.remember()
+        if equal:
+            self.ranks.after_round(index)
+
+    def stop(self, step: int, losses: list[Tensor], *, alone: bool) -> None:
+        """Now, or, since the others know of nothing, when the ranks meet."""
+        if not alone:
+            self.finite.refuse(step, losses)
+        told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
+        self.unheard.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
+
+    def must_stop(self, backward: Backward) -> bool:
+        """An overflow is what a loss scale expects, while it can shrink; elsewhere it is an accident."""
+        return self.finite.mode == "stop" and not backward.expects_overflow()
+
+    def agree_to_flush(self, window: Window) -> None:
+        """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
+        counts = self.comm.gather_json(window.micro_steps) if self.comm.size > 1 else []
+        if any(counts) and not all(counts):
+            raise FleetError(
+                f"optimizer.flush() found {counts} micro-batches in the ranks' windows; one with none has nothing to reduce. "
+                "Give every rank equally many batches: fleet.sampler(data) does."
+            )
+
+    def forget(self) -> None:
+        """A checkpoint was loaded: what is under way is of the weights before."""
+        self.alarms.forget()
+        self.ranks.forget()
+        self.unheard.forget()
+
+    def _heed(self, alarms: Alarms, *, defer: bool = False) -> None:
+        """Every rank has the same sums, and does the same."""
+        self._require_one_place(alarms)
+        stop_signal.heed(agreed=bool(alarms.stops > 0))
+        if defer:
+            self.deferred = alarms
+        else:
+            self.unused.heed(alarms)
+        self.ranks.heed(alarms)
+        self.ranks.exchange()
+
+    def _require_one_place(self, alarms: Alarms) -> None:
+        """Ranks that reduce different updates together train wrong numbers, and hang at the end: all of them see it here."""
+        if self.comm.size > 1 and not are_equal(alarms.place, alarms.place_squared, self.comm.size):
+            places = [Place(*place) for place in self.comm.gather_json(list(self.place or Place(0, 0)))]
+            listed = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            raise FleetError(
+                f"the ranks have reduced different backwards together. {listed}. A rank has skipped a step() or a backward that "
+                "the others made: let every rank make the same calls, or decide by fleet.util.all_reduce."
+            )
+
+    def _losses_are_bad(self, alarms: Alarms) -> bool:
+        return self.finite.mode != "off" and not alarms.bad_losses == 0

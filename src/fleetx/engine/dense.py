@@ -1,0 +1,89 @@
+"""Dense all-reduce: the mean over ranks, in the gradients' own type or in 16 bits on the wire.
+
+The parts that put them in are strategies/fp16_allreduce.py and bf16_allreduce.py. Plain is the default.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from ..dist.comm import Comm, Pending
+from .bucket import Bucket
+from .slots import Kept, Step
+
+if TYPE_CHECKING:
+    from .buckets import Buckets
+
+
+class KeepsNothing(abc.ABC):
+    """What all reducers share that send whole gradients."""
+
+    is_linear = True
+
+    def is_local(self) -> bool:
+        return False
+
+    def attach(self, buckets: Buckets) -> None:
+        return None
+
+    @abc.abstractmethod
+    def start(self, bucket: Bucket, step: Step) -> Pending: ...
+
+    def refuse_again(self) -> None:
+        return None
+
+    def keeps_state(self) -> bool:
+        return False
+
+    def used(self, used: list[bool] | None) -> list[bool] | None:
+        return used
+
+    def kept(self) -> Kept | None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def check_state_dict(self, state: Mapping[str, Any], index: int) -> None:
+        return None
+
+    def forget(self) -> None:
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+@final
+class DenseAllReduce(KeepsNothing):
+    """Sum in place; buckets come pre-divided, so the sum is the mean. Starts as soon as a bucket is complete."""
+
+    carries_tail = True
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def start(self, bucket: Bucket, step: Step) -> Pending:
+        return self.comm.all_reduce(bucket.wire)
+
+
+@final
+class NarrowAllReduce(KeepsNothing):
+    """Half the bytes: cast the pre-divided gradients, sum, cast back. Float64 gradients are narrowed too."""
+
+    carries_tail = False  # a running variance or a byte of a counter must not pass through 16 bits
+
+    def __init__(self, comm: Comm, wire_dtype: torch.dtype) -> None:
+        self.comm, self.wire_dtype = comm, wire_dtype
+
+    def start(self, bucket: Bucket, step: Step) -> Pending:
+        narrow = bucket.flat.to(self.wire_dtype)
+
+        def widen() -> None:
+            bucket.flat.copy_(narrow)
+
+        return self.comm.all_reduce(narrow).then(widen)

@@ -1,0 +1,86 @@
+"""A GradScaler by hand: what it leaves on the optimizer for one step, and what is done with it there.
+
+scaler.scale(loss).backward()      ends with reduced gradients, still scaled: the same on every rank
+scaler.unscale_(optimizer)         optional, by the scaler itself; clipping follows
+scaler.step(optimizer)             looks for infinities in the reduced gradients, so that all ranks skip or none does
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .buckets import Buckets
+from .slots import Slot
+from .stages import Stages
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GradScaling:
+    found_inf: Tensor | float
+    """0 where all gradients are finite."""
+    grad_scale: Tensor | None
+    """What the gradients are still multiplied by; None: nothing, or the optimizer's own kernel divides by it."""
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.grad_scale is None else float(self.grad_scale)
+
+    @torch.no_grad()
+    def unscale(self, buckets: Buckets) -> bool:
+        """Make true gradients of scaled ones. Whether they are finite."""
+        if bool(self.found_inf):
+            return False
+        if self.grad_scale is not None:
+            buckets.adopt_replaced()
+            inverse = self.grad_scale.double().reciprocal()
+            for flat in buckets.flats:
+                flat.mul_(inverse.to(flat.device, flat.dtype))
+        return True
+
+
+def scaling_of(optimizer: Any, *, by_kernel: bool = False) -> GradScaling | None:
+    """What a GradScaler has left on an optimizer that it is about to step; None where there is none."""
+    found_inf = vars(optimizer).get("found_inf")
+    if found_inf is None:
+        return None
+    return GradScaling(found_inf, None if by_kernel else vars(optimizer).get("grad_scale"))
+
+
+@contextlib.contextmanager
+def unscaled_here(given: Any, scaling: GradScaling | None) -> Iterator[None]:
+    """Hide the scale from the given optimizer's own kernel, where gradients are unscaled before it runs."""
+    held = vars(given)
+    hides = scaling is not None and scaling.grad_scale is not None and "grad_scale" in held
+    before = held.get("grad_scale")
+    if hides:
+        held["grad_scale"] = None
+    try:
+        yield
+    finally:
+        if hides:
+            held["grad_scale"] = before
+
+
+def refuse_unfit(stages: Stages) -> None:
+    """Name the parts beside which a GradScaler by hand trains wrong numbers."""
+    if stages.backward.checks_finite:
+        raise ConfigError("a GradScaler by hand beside strategy.amp in float16, which scales the loss itself. Keep one of them.")
+    if stages.merge.micro_steps > 1:
+        raise ConfigError(
+            "a GradScaler by hand beside strategy.gradient_merge: its scale may change inside a merge window, whose sums would "
+            'then be of two scales. Write strategy.amp = True with amp_configs = {"dtype": "float16"} instead of the scaler, or '
+            "accumulate by hand inside `with fleet.no_sync():`."
+        )
+    if not stages.reduce.is_linear:
+        raise ConfigError(
+            f"a GradScaler by hand beside a strategy that claims `{Slot.REDUCE.value}` and keeps what it did not send: kept in "
+            'scaled units it is wrong once the scale changes. Write strategy.amp = True with amp_configs = {"dtype": "float16"}.'
+        )

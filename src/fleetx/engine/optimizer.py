@@ -1,0 +1,345 @@
+"""The face a user sees: a torch optimizer that holds the very groups of the one given, and runs the pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, final, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from .grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
+from .keep_alive import KeptPairs
+from .optimizer_hooks import refuse_before_step
+from .report import Report
+from .routing import route
+from .step import Pipeline
+from .update import Update
+
+if TYPE_CHECKING:
+    from ..auto.plan import Plan
+    from ..recompute.plan import MemoryPlan
+    from ..strategy import DistributedStrategy
+
+
+def _as_number(weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"weight is {weight!r}; it must be one number: the tokens or samples of this micro-batch.") from None
+
+
+OWNER = "_fleetx_owner"
+
+
+def _refuse_step_past_the_pipeline(update: Optimizer, *_: Any) -> None:
+    """Its gradients would be this rank's alone."""
+    owner = update.__dict__.get(OWNER, lambda: None)()
+    if owner is not None and owner.update is update and not owner.stepping:
+        raise ConfigError(
+            f"optimizer.update is the {type(update).__name__} that fleet.distribute(...) steps when gradients are reduced; "
+            "called here, it would move this rank alone. Call step() or minimize(loss) of the optimizer that "
+            "fleet.distribute(...) returned."
+        )
+
+
+@final
+class FleetOptimizer(Optimizer):
+    """What `fleet.distribute` returns. `minimize(loss)`, or `backward(loss)`, `step()`, `zero_grad()`."""
+
+    _step_supports_amp_scaling = True
+    """A GradScaler leaves its scale and what it found on this optimizer, and lets step() decide: on all ranks alike."""
+
+    belongs_to_a_pair = True
+    """Its steps are never those of a stranger's optimizer (other_steps.py)."""
+
+    def __init__(self, inner: Optimizer, strategy_waiting: DistributedStrategy | None = None) -> None:
+        self.given, self.update = inner, inner
+        """The optimizer that changes the parameters: the one given, or the one a strategy put in its place."""
+        self.strategy_waiting = strategy_waiting
+        """Given to fleet.distributed_optimizer(...), until its model comes; else None."""
+        self._bound: Pipeline | None = None
+        self.frozen: dict[str, nn.Parameter] = {}
+        """The model's parameters that were not trainable when it was distributed."""
+        self._zeroes_after_step = False
+        self.stepping = False
+        """Whether `update`, or the optimizer given, is being called from here: such calls are not sent back."""
+        self.ended = ""
+        """Why this pair trains nothing any more; empty while it does."""
+        self.kept_by: list[KeptPairs] = []
+        """Where the modules of the model hold this optimizer."""
+        self.follow: Callable[[], None] = lambda: None
+        """Makes a new layout of buckets for parameters that have joined the optimizer or were unfrozen."""
+        self.forward_stage: Any = None
+        """Autocast, under amp."""
+        self.memory_plan: MemoryPlan | None = None
+        """What recompute's budget came to."""
+        self.plan: Plan | None = None
+        """What strategy.auto came to."""
+        # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
+        super().__setstate__({"defaults": dict(inner.defaults)})
+
+    def bind(self, pipeline: Pipeline, *, frozen: dict[str, nn.Parameter]) -> None:
+        self._bound, self.frozen = pipeline, frozen
+        self.update = pipeline.stages.update
+        route(self.given, self)
+        pipeline.layout_is_stale = _stale_layout(weakref.ref(self))
+        pipeline.is_own_step = _own_step(weakref.ref(self))
+        if isinstance(self.update, Update):
+            self.update.__dict__[OWNER] = weakref.ref(self)
+            refuse_before_step(self.update, _refuse_step_past_the_pipeline)
+        self._ids_seen = self._ids_in_order()
+        self._frozen_here = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+
+    def end(self, why: str) -> None:
+        """Train nothing any more: later calls raise, and say why."""
+        self.ended, self.forward_stage = why, None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle or copy the optimizer inside: a plain one, that needs no pair to be loaded."""
+        return self.update.__reduce_ex__(1)  # a later protocol makes pickle insist on the class of this very object
+
+    def handles_step_of(self, optimizer: Optimizer) -> bool:
+        """Whether this step is made from here, or refused: that of the optimizer given, where another has taken its place."""
+        is_replaced = self.update is not self.given and (optimizer is self.given or optimizer is self.update)
+        return self.stepping or is_replaced
+
+    def takes_calls(self) -> bool:
+        return self._bound is not None and not self.ended and not self.stepping
+
+    def has_stale_layout(self) -> bool:
+        """Whether a parameter joined this optimizer, was replaced in it or was unfrozen since the buckets were laid out."""
+        return self._ids_in_order() != self._ids_seen or any(p.requires_grad for p in self._frozen_here)
+
+    def _ids_in_order(self) -> list[int]:
+        """By which a replaced parameter is seen: the buckets keep the old one alive, so that its id is not used again."""
+        return [id(param) for group in self.param_groups for param in group["params"]]
+
+    @property
+    def pipeline(self) -> Pipeline:
+        if self._bound is None:
+            raise ConfigError(
+                "this optimizer has met no model yet. Call fleet.distributed_model(model) too, or use fleet.distribute(...)."
+            )
+        return self._bound
+
+    def parameter_ids(self) -> set[int]:
+        return {id(p) for group in self.param_groups for p in group["params"]}
+
+    # Shared, not copied: load_state_dict gives the inner optimizer new dicts, and a scheduler must see those.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.update.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.update.state
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming micro-step closes a window (after its backward: whether it has)."""
+        return self.pipeline.due
+
+    @property
+    def skipped(self) -> int:
+        """Updates left out so far because a loss or gradient was not finite."""
+        return self.pipeline.skipped
+
+    def minimize(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> Report:
+        """One micro-step: backward; when due reduce, update, average, zero."""
+        self.backward(loss, weight, retain_graph=retain_graph)
+        if not self.pipeline.window.closed:
+            with self._steps():
+                return self.pipeline.step()  # past torch's profiling of step(): inside a window nothing steps
+        self._zeroes_after_step = True
+        try:
+            return self.step()  # the attribute, which a scheduler may have wrapped
+        finally:
+            self._zeroes_after_step = False
+
+    def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
+        """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
+        self._refuse_ended()
+        self.pipeline.leave_applied()
+        self.follow_changed_parameters()
+        self.pipeline.backward(loss, None if weight is None else _as_number(weight), retain_graph=retain_graph)
+
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> Report: ...
+    @overload
+    def step(self, closure: Callable[[], Any]) -> Any: ...
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End a micro-step; when due, update. Returns the report; with a closure, what the closure returned, as torch does."""
+        if closure is None:
+            return self._step()
+        returned: list[Any] = []
+
+        def noted() -> Any:
+            with torch.enable_grad():
+                returned.append(closure())
+            return returned[-1]
+
+        if self.pipeline.window.closed and not self._runs_closure_first():
+            self._refuse_own_update("step(closure)")
+            self._step(noted)  # inside, as SAM does, whose second gradient is of other weights
+        else:
+            noted()
+            self._step()
+        return returned[-1] if returned else None
+
+    def _runs_closure_first(self) -> bool:
+        """torch's own optimizers, and ours, call it once, before they look at a gradient."""
+        return type(self.update).__module__.startswith(("torch.optim.", "fleetx."))
+
+    def _refuse_ended(self) -> None:
+        if self.ended:
+            raise ConfigError(self.ended)
+
+    def _step(self, inside: Callable[[], Any] | None = None) -> Report:
+        self._refuse_ended()
+        self.follow_changed_parameters()
+        scaling = self._scaling()
+        with self._steps(), unscaled_here(self.given, scaling):
+            return self.pipeline.step(recycle=self._zeroes_after_step, scaling=scaling, closure=inside)
+
+    def _scaling(self) -> GradScaling | None:
+        """What a GradScaler has left here, or on the optimizer that was given and whose fused kernel unscales by itself."""
+        stages = self.pipeline.stages
+        scaling = scaling_of(self) or scaling_of(self.given, by_kernel=self.update is self.given and stages.clip is None)
+        if scaling is not None:
+            refuse_unfit(self.pipeline.stages)
+        return scaling
+
+    @contextlib.contextmanager
+    def _steps(self) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, also those reduced but not applied yet; inside a merge window nothing happens."""
+        self.pipeline.forget_gradients(set_to_none=set_to_none)
+
+    def flush(self) -> Report:
+        """Close a window early, with the micro-batches it has. Every rank must call it, at the same place."""
+        self._refuse_ended()
+        with self._steps():
+            return self.pipeline.flush()
+
+    def rehearse_update(self) -> None:
+        """For rehearsal.py, which undoes it."""
+        with self._steps():
+            self.pipeline.rehearse_update()
+
+    def average(self) -> None:
+        """Average the weights now; every rank must call it. Under a per-step reducer they are equal already.
+
+        A whole round of Local SGD, the outer step too. The schedule of later rounds stays as it is."""
+        self._refuse_ended()
+        self.pipeline.average_now()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards; every rank must enter it.
+
+        For evaluation and export under Local SGD. Under a per-step reducer, or before `begin_step`, the two are the same."""
+        with self.pipeline.mean_shown():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's plain form, which has no place for what a compressor keeps back: fleet.save_checkpoint(...) has."""
+        return self.update.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What a compressor had kept back belongs to the weights before, and goes."""
+        with self._steps():
+            self.update.load_state_dict(state_dict)
+        if self._bound is not None:
+            self._bound.stages.reduce.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters from the next update on. Every rank must call it, between two updates."""
+        if self._bound is not None:
+            self._bound.leave_applied()
+        if self._bound is not None and self._bound.window.closed and not self._bound.window.shared:
+            raise ConfigError(
+                "add_param_group between backward and step(): the new parameters' gradients are this rank's own. Call it before "
+                "the backward, or after step()."
+            )
+        with self._steps():
+            self.given.add_param_group(param_group)
+        if self._bound is not None:
+            self.follow_changed_parameters()
+
+    def describe(self) -> str:
+        """How the update treats each parameter, where a strategy has put an optimizer of its own in place."""
+        described = self.update.describe() if isinstance(self.update, Update) else None
+        return described or f"{type(self.update).__name__} treats the parameters of a group alike, as its groups say."
+
+    def forget_norms(self) -> None:
+        """For LARS with carry_norms, after somebody has written parameters through `.data`, which nobody can see."""
+        if not isinstance(self.update, Update):
+            raise ConfigError(f"{type(self.update).__name__} keeps no norms from the last update. Leave forget_norms() out.")
+        self.update.forget_norms()
+
+    def __repr__(self) -> str:
+        return f"FleetOptimizer({self.update!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods and attributes that the given optimizer has of its own: schedule-free's train(), SAM's first_step()."""
+        if name.startswith("_") or name in ("grad_scale", "found_inf") or "given" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = getattr(self.given, name)
+        if "step" in name and callable(value):
+            self._refuse_own_update(name)
+            return self._checked_first(value)
+        return value
+
+    def _checked_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that moves weights by itself meets the guards that step() would."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **settings: Any) -> Any:
+            self.pipeline.require_applicable()
+            return method(*args, **settings)
+
+        return call
+
+    def _refuse_own_update(self, name: str) -> None:
+        """Refuse a method that moves weights by itself where a stage between REDUCE and the next update would be left out."""
+        part = self.pipeline.stages.after_reduce()
+        if part is not None:
+            raise ConfigError(
+                f"{type(self.given).__name__}.{name} updates the weights by itself, past optimizer.step(), where strategy.{part} "
+                f"acts. Leave strategy.{part} out, or use an optimizer whose step() makes the whole update."
+            )
+
+    def follow_changed_parameters(self) -> None:
+        """Lay out buckets for parameters that were added, replaced or unfrozen; every rank has done so at the same place."""
+        if self._bound is None or self.ended or self._bound.window.closed:
+            return  # a window that is reduced gets its update first
+        if self.has_stale_layout():
+            self.follow()
+
+
+def _stale_layout(optimizer: Callable[[], FleetOptimizer | None]) -> Callable[[], bool]:
+    def is_stale() -> bool:
+        found = optimizer()
+        return found is not None and found.has_stale_layout()
+
+    return is_stale
+
+
+def _own_step(held: Callable[[], FleetOptimizer | None]) -> Callable[[Optimizer], bool]:
+    def is_own_step(optimizer: Optimizer) -> bool:
+        found = held()
+        return found is not None and found.handles_step_of(optimizer)
+
+    return is_own_step

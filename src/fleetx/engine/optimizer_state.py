@@ -1,0 +1,102 @@
+"""The state of a plain torch optimizer: taken, checked, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError
+from .update import Update
+
+CLASS, FLAGS = "class", "flags"
+SHAPED_AS_THE_PARAMETER = frozenset(
+    "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev ax".split()
+)
+"""In torch's own optimizers. Others may be factored, flattened or single numbers."""
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict and the class: Adam's state looks like AdamW's, and would silently turn one into the other.
+
+    Of LARS and LAMB also who is decayed and adapted: settings of the script, which the state dict does not hold."""
+    said: dict[str, Any] = {CLASS: type(optimizer).__name__}
+    if isinstance(optimizer, Update) and optimizer.rule_settings:
+        said[FLAGS] = optimizer.flags_by_name()
+    return {**said, **optimizer.state_dict()}
+
+
+def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise if this state is another optimizer's; nothing is changed."""
+    if state[CLASS] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint was saved by another kind of optimizer than {type(optimizer).__name__}: by {state[CLASS]}."
+        )
+    mine, saved = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    if mine != saved:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {saved} parameters, this one of {mine}. "
+            "Build the optimizer as in the run that saved."
+        )
+    _check_shapes(optimizer, state)
+    if isinstance(optimizer, Update) and optimizer.rule_settings:
+        _check_rule(optimizer, state)
+
+
+def _check_rule(optimizer: Update, state: Mapping[str, Any]) -> None:
+    """torch would let the file's settings win; those that the script has asked for would be dropped without a word."""
+    differ = [
+        f"{key} {saved[key]!r} in group {number}, this one {group[key]!r}"
+        for number, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True))
+        for key in optimizer.rule_settings
+        if key in saved and saved[key] != group[key]
+    ]
+    before, now = state.get(FLAGS, {}), optimizer.flags_by_name()  # a file of an older version has none
+    differ += [
+        f"{key}={before[name][key]} for {name}, this one {value}"
+        for name, flags in now.items()
+        if name in before
+        for key, value in flags.items()
+        if before[name][key] != value
+    ]
+    if differ:
+        more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
+        part = type(optimizer).__name__.lower()
+        raise CheckpointError(
+            f"the checkpoint's {type(optimizer).__name__} has {'; '.join(differ[:5])}{more}. Write the checkpoint's values into "
+            f"{part}_configs, the groups or {type(optimizer).__name__}(...); or start without the optimizer's state: leave the "
+            "optimizer out of fleet.load_checkpoint(...)."
+        )
+
+
+def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """torch loads state of any shape, and fails in the next step or, worse, broadcasts. It tells parameters by number alone."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    wrong = [
+        f"{key} of parameter {number} {tuple(value.shape)} instead of {tuple(params[number].shape)}"
+        for number, held in state["state"].items()
+        for key, value in held.items()
+        if key in SHAPED_AS_THE_PARAMETER and isinstance(value, Tensor) and value.shape != params[number].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint's optimizer has parameters of other shapes, or in another order: {', '.join(wrong[:5])}{more}."
+        )
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict({key: value for key, value in state.items() if key not in (CLASS, FLAGS)})
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        old.update(new)
+    optimizer.param_groups[:] = groups  # the very dicts that schedulers and the user hold
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, saved in state["state"].items():
+        mine = optimizer.state[params[number]]
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(mine.get(key), Tensor) and mine[key].dtype != value.dtype:
+                mine[key] = value.to(mine[key].device)

@@ -1,0 +1,144 @@
+"""An optimizer of ours in the place of the user's: the same group dicts, state and hooks, so that nobody notices."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from .optimizer_hooks import refuse_before_step
+from .placement import plain_name
+from .slots import Part, Site
+from .update import Update
+
+HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
+STATE_OF = "_fleetx_state_of"
+NEUTRAL: Mapping[str, Any] = {"nesterov": False, "dampening": 0, "amsgrad": False, "differentiable": False}
+
+
+# --- what is refused, before anything is touched --------------------------------------------------------------------
+
+
+def require_inner(part: Part, optimizer: Optimizer, *, write: str) -> None:
+    """Of exactly these classes: a step of the user's own, in a subclass, would be lost without a word."""
+    if type(optimizer) in part.inner:
+        return
+    given = type(optimizer).__name__
+    if isinstance(optimizer, Update) and optimizer.rule_settings:
+        write += f"; or leave strategy.{part.name} out: {given} is a rule of its own"
+    own = ", a class of your own whose step would be lost" if isinstance(optimizer, part.inner) else ""
+    names = " or ".join(f"torch.optim.{kind.__name__}" for kind in part.inner)
+    raise ConfigError(f"strategy.{part.name} takes the place of {names}; the one given is {given}{own}. Write {write}.")
+
+
+def require_neutral(part: Part, optimizer: Optimizer) -> None:
+    """Settings that the rule has no place for must be off, in every group."""
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in NEUTRAL.items():
+            if group.get(name, value) != value:
+                raise ConfigError(
+                    f"strategy.{part.name} knows no {name}, and group {number} of the optimizer has {name}={group[name]!r}. "
+                    f"Write {name}={value!r}, or leave it out."
+                )
+
+
+def require_no_state(part: Part, site: Site, *, why: str) -> None:
+    """Asked on all ranks: a state that only rank 0 has loaded must not leave the others waiting."""
+    if site.optimizer.__dict__.get(STATE_OF) == part.name:
+        return  # of an earlier pair with the same rule, which was ended: it goes on with it
+    mine = any(site.optimizer.state.values())  # reading the state of a parameter leaves an empty one behind
+    ranks = [rank for rank, found in enumerate(site.comm.gather_json(mine)) if found]
+    if ranks:
+        raise ConfigError(
+            f"strategy.{part.name} was given an optimizer that has made updates or loaded a state (on ranks {ranks}). {why} "
+            f"Give fleet.distribute(...) a new {type(site.optimizer).__name__}, and load a state of {part.name} into the "
+            "optimizer that it returns."
+        )
+
+
+# --- handing over ---------------------------------------------------------------------------------------------------
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Of each group; the model's own names, where it has the parameter."""
+    named = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    found: list[list[str]] = []
+    for i, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [f"(outside the model: {j} of group {i})" for j in range(len(group["params"]))]
+        found.append([named.get(id(p), name) for p, name in zip(group["params"], given, strict=True)])
+    return found
+
+
+def named_groups(site: Site, *, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Copies of the groups with what the new optimizer reads of them; and the user's own keys, among which it finds slips."""
+    _take_back(site.optimizer)
+    unread = {"param_names", *site.optimizer.defaults} - {*keys}
+    return [
+        {**{k: value for k, value in group.items() if k not in unread}, "params": list(zip(names, group["params"], strict=True))}
+        for group, names in zip(site.optimizer.param_groups, parameter_names(site.model, site.optimizer), strict=True)
+    ]
+
+
+def way_to_run(optimizer: Optimizer) -> dict[str, Any]:
+    """What the user has said of foreach and fused. fused=True is what happens by itself, where there are kernels."""
+    said = {(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups}
+    foreach, fused = said.pop() if len(said) == 1 else (None, None)
+    if foreach is False and not fused:
+        return {"foreach": False, "fused": False}
+    return {"foreach": foreach, "fused": False if fused is False else None}
+
+
+def take_over(inner: Optimizer, update: Update, settings: Mapping[str, Any]) -> None:
+    """`update` gets the group dicts, the state and the hooks of `inner`, which from now on only holds them.
+
+    A key that a group has of its own counts more than the strategy's."""
+    added = [{key: value for key, value in settings.items() if key not in group} for group in inner.param_groups]
+    for group, values in zip(inner.param_groups, added, strict=True):
+        group.update(values)
+    inner.__dict__["_fleetx_added"] = [list(values) for values in added]
+    update.adopt_groups(inner.param_groups, {})
+    update.state = inner.state
+    for name in HOOKS:
+        setattr(update, name, getattr(inner, name))
+    # A scheduler built on `inner` asks whether that one has stepped, and it never will.
+    inner._opt_called = True  # type: ignore[attr-defined]
+    _refuse_use(inner, update)
+
+
+def mark_state(inner: Optimizer, update: Optimizer) -> None:
+    """Note by which rule the state was made that an ended pair leaves behind."""
+    inner.__dict__[STATE_OF] = type(update).__name__.lower()
+
+
+def _take_back(inner: Optimizer) -> None:
+    """Settings of a strategy before: of a pair that is gone, or that was refused half-way."""
+    for group, names in zip(inner.param_groups, inner.__dict__.pop("_fleetx_added", []), strict=False):
+        for name in names:
+            group.pop(name, None)
+
+
+def give_back(inner: Optimizer) -> None:
+    """The pair is given up: the optimizer is the user's again, as it was."""
+    _take_back(inner)
+    inner.__dict__["_fleetx_stand_in"] = None
+
+
+def _refuse_use(inner: Optimizer, update: Optimizer) -> None:
+    """Stepping or loading the optimizer that was given would go past the one in its place."""
+    held, standing_in = weakref.ref(inner), weakref.ref(update)
+    inner.__dict__["_fleetx_stand_in"] = standing_in
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        is_in_place = standing_in() is not None and optimizer.__dict__.get("_fleetx_stand_in") is standing_in
+        if optimizer is held() and is_in_place:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} was given to fleet.distribute(...), and {type(standing_in()).__name__} has "
+                "taken its place. Use the optimizer that fleet.distribute(...) returned."
+            )
+
+    refuse_before_step(inner, refuse)
+    inner.register_load_state_dict_pre_hook(refuse)

@@ -1,0 +1,181 @@
+"""The pairs of model and optimizer that live side by side, and which of them a backward belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..dist import world
+from ..errors import ConfigError
+from . import reentrant
+from .graph import leaves
+
+
+class Pair(Protocol):
+    param_ids: set[int]
+
+    @property
+    def averages(self) -> bool:
+        """Its weights may differ from rank to rank, now or later in the run."""
+
+    def end_bare(self, *, shared: bool) -> None:
+        """Finish a bare backward. `shared`: it reached other pairs too."""
+
+    def abandon_bare(self) -> None:
+        """Drop a bare backward that failed."""
+
+    def end(self, why: str) -> None:
+        """Train nothing any more."""
+
+    def refuse_unreduced(self, optimizer: Optimizer) -> None:
+        """Raise where this optimizer steps parameters of the model that no pair trains."""
+
+    def before_other_step(self, optimizer: Optimizer) -> None:
+        """An optimizer that is not this pair's is about to step some of its parameters."""
+
+
+_alive: weakref.WeakSet[Pair] = weakref.WeakSet()
+_numbers: weakref.WeakKeyDictionary[Pair, int] = weakref.WeakKeyDictionary()
+_count = 0
+_reached: dict[int, list[Pair]] = {}
+"""Pairs that a bare backward has reached so far, by the backward's number."""
+_local_depth = 0
+
+
+def enlist(pair: Pair) -> None:
+    global _count
+    _count += 1
+    _alive.add(pair)
+    _numbers[pair] = _count
+    reentrant.watch(finish_backward)
+
+
+def dismiss(pair: Pair) -> None:
+    """Forget a pair that trains nothing any more, even if a reference to it is left."""
+    _alive.discard(pair)
+
+
+def forget() -> None:
+    """Forget all pairs, with the world they were distributed in."""
+    _alive.clear()
+    _reached.clear()
+
+
+def owner_of(param: Tensor) -> Pair | None:
+    """The pair that trains this parameter. A discarded pair owns nothing."""
+    return next((pair for pair in _alive if id(param) in pair.param_ids), None)
+
+
+def reached_by(optimizer: Optimizer) -> list[Pair]:
+    """The pairs that have parameters which this optimizer steps, in the order of their making."""
+    reached = [
+        pair
+        for pair in _alive
+        if any(id(param) in pair.param_ids for group in optimizer.param_groups for param in group["params"])
+    ]
+    return sorted(reached, key=lambda pair: _numbers[pair])
+
+
+def refuse_unreduced(optimizer: Optimizer) -> None:
+    for pair in list(_alive):
+        pair.refuse_unreduced(optimizer)
+
+
+def trained_by_others(own: set[int]) -> set[int]:
+    """The parameters, by id, of the pairs that train none of these."""
+    return {param for pair in _alive if own.isdisjoint(pair.param_ids) for param in pair.param_ids}
+
+
+def end_owners(params: Iterable[Tensor], why: str) -> None:
+    """End every pair that trains one of these parameters."""
+    ids = {id(param) for param in params}
+    for pair in [pair for pair in _alive if ids & pair.param_ids]:
+        pair.end(why)
+
+
+def is_alive(pair: Pair) -> bool:
+    """Whether the pair trains: it has not ended."""
+    return pair in _alive
+
+
+def is_only_one() -> bool:
+    return len(_alive) == 1
+
+
+def drop_discarded() -> None:
+    """Collect pairs to which only their own cycles refer: beside another pair no reduce starts before backward ends."""
+    if _alive:
+        gc.collect()
+
+
+# --- a bare backward ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Leave the gradients of bare backwards local; the next one outside, or step(), reduces them with its own.
+
+    A depth of the process, and not of a thread: on a GPU hooks run in a thread of autograd's."""
+    global _local_depth
+    _local_depth += 1
+    try:
+        yield
+    finally:
+        _local_depth -= 1
+
+
+def stays_local() -> bool:
+    return _local_depth > 0
+
+
+def join_backward(pair: Pair, task: int) -> None:
+    """Have `pair.end_bare` called at the end of this backward."""
+    if task in _reached:
+        _reached[task].append(pair)
+        return
+    for others in _reached.values():  # of a backward that failed: its end never came
+        for other in others:
+            if other is not pair:
+                other.abandon_bare()
+    _reached.clear()
+    _reached[task] = [pair]
+    if not reentrant.is_inside_segment():  # else the outermost backward was asked when the segment began
+        reentrant.queue_callback(finish_backward)
+
+
+def finish_backward() -> None:
+    """Let each pair that this backward has reached reduce.
+
+    In the order of their making: a GAN's generator loss reaches both pairs, and which gradient comes first may differ from rank
+    to rank. If rank 0 reduced the generator first and rank 1 the discriminator, both would wait for ever."""
+    pairs = _reached.pop(reentrant.current_task(), [])
+    for done, pair in enumerate(sorted(pairs, key=lambda pair: _numbers[pair])):
+        try:
+            pair.end_bare(shared=len(pairs) > 1)
+        except BaseException:
+            for other in sorted(pairs, key=lambda pair: _numbers[pair])[done + 1 :]:
+                other.abandon_bare()
+            raise
+
+
+def run_backward(pair: Pair, loss: Tensor, seed: float, *, retain_graph: bool) -> None:
+    gradient = None if seed == 1.0 else torch.full_like(loss, seed)
+    if len(_alive) == 1:
+        loss.backward(gradient, retain_graph=retain_graph)
+        return
+    others = {i for other in _alive if other is not pair for i in other.param_ids}
+    # A GAN's generator loss runs through the discriminator: that pair's gradients and window are not ours to touch.
+    inputs = [leaf for leaf in leaves(loss) if id(leaf) not in others]
+    if not inputs:
+        raise ConfigError("this loss depends on no parameter of this optimizer's model, only on another pair's.")
+    loss.backward(gradient, retain_graph=retain_graph, inputs=inputs)
+
+
+world.at_close(forget)

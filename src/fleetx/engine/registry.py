@@ -1,0 +1,57 @@
+"""The pairs of model and optimizer that this process has distributed, in order: what a monitor writes down of a run."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..dist import world
+from .ddp import bare
+
+if TYPE_CHECKING:
+    from ..strategy import DistributedStrategy
+    from .optimizer import FleetOptimizer
+
+
+@dataclass(frozen=True)
+class Pair:
+    number: int
+    """From 1."""
+    model: weakref.ref[nn.Module]
+    optimizer_name: str
+    model_name: str
+    parameters: int
+    strategy: DistributedStrategy
+    is_wrapped: bool
+    """In DDP, which reduces inside backward."""
+
+
+_pairs: list[Pair] = []
+
+
+def enlist(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
+    inner = face.update
+    number = face.pipeline.teller.pair = len(_pairs) + 1
+    count, name, is_wrapped = sum(p.numel() for p in model.parameters()), type(bare(model)).__name__, bare(model) is not model
+    pair = Pair(number, weakref.ref(model), type(inner).__name__, name, count, strategy.copy(), is_wrapped)
+    _pairs.append(pair)
+
+
+def count() -> int:
+    return len(_pairs)
+
+
+def pairs() -> tuple[Pair, ...]:
+    """Those whose model is still there: a notebook's cell that is run again has made others before."""
+    return tuple(pair for pair in _pairs if pair.model() is not None)
+
+
+def forget() -> None:
+    """With the world they were distributed in."""
+    _pairs.clear()
+
+
+world.at_close(forget)

@@ -1,0 +1,115 @@
+"""What one micro-step did. Making a report never waits for the device; reading a field may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from .noise_scale import noise_scale_of
+
+if TYPE_CHECKING:
+    from ..optim.trust_ratios import TrustRatios
+    from .slots import Kept
+
+
+def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | None:
+    """In float64, by weight where weights are given; None where there is no loss, or none that counts."""
+    if not losses or (weights and not any(weights)):
+        return None
+    if len(losses) == 1:
+        return losses[0].double()
+    stacked = torch.stack([loss.double() for loss in losses])
+    if not weights:
+        return stacked.mean()
+    # By Python's numbers: a tensor of them would have to be copied to the device, which waits for it.
+    return torch.stack([loss * weight for loss, weight in zip(stacked, weights, strict=False)]).sum() / math.fsum(weights)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Report:
+    due: bool
+    """This call closed a window: the same on every rank, also when fp16 skipped. Schedulers, EMA and saving follow it."""
+    updated: bool
+    """The parameters changed."""
+    skipped: bool
+    """The window was due, but its gradients were not finite."""
+    bytes_sent: int
+    """What this rank put on the wire since the last report."""
+    loss_scale: float = 1.0
+    period: int | None = None
+    """Updates between two averagings (Local SGD)."""
+    step: int = 0
+    """The update that this micro-step belongs to, from 1; updates that were skipped count too."""
+    micro_steps: int = 0
+    """Of the window so far."""
+    bytes_dense: int = 0
+    """What a dense all-reduce of this update's gradients would have sent; 0 inside a window."""
+    averaged: bool = False
+    """The weights are a new average over all ranks (Local SGD)."""
+    waited: dict[int, float] | None = None
+    """Seconds in which each rank waited for the others, by rank, at the averaging before the last; a slow rank waits least."""
+    trust_ratios: TrustRatios | None = None
+    """Of this update, by layer (LARS, LAMB); None where none was made."""
+    pair: int = 0
+    """Which pair of model and optimizer, in the order of fleet.distribute, from 1."""
+    _lr: float | Tensor | None = field(default=None, repr=False)
+    _losses: tuple[Tensor, ...] = field(default=(), repr=False)
+    _weights: tuple[float, ...] = field(default=(), repr=False)
+    _grad_norm: Tensor | None = field(default=None, repr=False)
+    _noise: Tensor | None = field(default=None, repr=False)
+    _kept: Kept | None = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of this rank's losses over the window so far, by weight where weights are given."""
+        mean = self.loss_on_device()
+        return None if mean is None else float(mean)
+
+    def loss_on_device(self) -> Tensor | None:
+        """The same, for those who cannot wait for the device."""
+        return mean_loss(self._losses, self._weights)
+
+    def grad_norm_on_device(self) -> Tensor | None:
+        return self._grad_norm
+
+    def noise_on_device(self) -> Tensor | None:
+        """What `noise_scale_of` makes the noise scale of."""
+        return self._noise
+
+    @property
+    def lr(self) -> float | None:
+        """Of the optimizer's first group, at this update."""
+        return None if self._lr is None else float(self._lr)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the reduced gradients before clipping; None where nothing needed it."""
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    @property
+    def density(self) -> float | None:
+        """Numbers that this update put on the wire, in those of a dense reduce (DGC, PowerSGD); None elsewhere.
+
+        Of a sparse entry the number counts, and not its place."""
+        return None if self._kept is None else self._kept.density
+
+    @property
+    def residual_norm(self) -> float | None:
+        """Norm of the gradients that this rank has not sent yet, as shares of the mean (DGC, PowerSGD). Computed when it is
+        read, which must be before the next update; None later, and where nothing is kept."""
+        return None if self._kept is None else self._kept.residual_norm()
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The critical batch, smoothed over the measurements so far (strategy.noise_scale_steps): McCandlish et al. 2018.
+
+        A run with batches of this size takes twice the fewest possible samples, and twice the fewest possible updates. In
+        micro-batches of one rank; where minimize is given weight=, in its unit: samples or tokens. None: not known yet.
+        """
+        return None if self._noise is None else noise_scale_of(self._noise)

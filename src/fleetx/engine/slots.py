@@ -1,0 +1,267 @@
+"""The vocabulary of a step: slots, parts that claim them, stages that fill them. No behaviour lives here.
+
+    build once        MODULE    recompute, sync_batch_norm
+    per micro-batch   FORWARD   autocast                          -> loss
+                      BACKWARD  plain | fp16 loss scaling         -> param.grad, accumulating
+    every k-th        MERGE     how many micro-batches make one update
+                      REDUCE    dense | 16-bit | powersgd | dgc | none
+                      CLIP      none | global norm
+                      UPDATE    any torch optimizer | lars | lamb (MOMENTUM: a claim, no stage of its own)
+                      AVERAGE   none | localsgd | adaptive_localsgd
+
+Two parts that claim one slot are in conflict; nothing else is. That is the whole compatibility table.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dist.comm import Comm, Pending
+    from .bucket import Bucket
+    from .buckets import Buckets
+    from .dry_run import Rehearsal
+
+
+class Slot(enum.Enum):
+    MODULE = "module"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    MERGE = "merge"
+    REDUCE = "reduce"
+    CLIP = "clip"
+    MOMENTUM = "momentum"
+    UPDATE = "update"
+    AVERAGE = "average"
+
+
+class Risk(enum.Enum):
+    """How far a part may move the result from plain synchronous training."""
+
+    EXACT = "exact"
+    ROUNDING = "rounding"
+    LOSSY = "lossy"
+    SCHEDULE = "schedule"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One update. Nobody counts for themselves: the index is handed in, from 1, the same on every rank."""
+
+    index: int
+    lr: float | Tensor | None
+    """As the first group has it: a number, a tensor (reading it may wait for the device), or None where there is none."""
+    share: float = 1.0
+    """What this rank's gradient counts for in the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All that a part may see while it is built."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    params: Mapping[str, nn.Parameter]
+    comm: Comm
+    device: torch.device
+    has_sample: bool = False
+    """fleet.distribute(...) was given a batch, so that steps can be rehearsed."""
+    local_buffers: Sequence[str] = ()
+    """Names or patterns of buffers that belong to each rank."""
+
+
+class Backward(Protocol):
+    """How a loss becomes gradients."""
+
+    needs_loss: bool
+    """A bare `loss.backward()` would go past this stage, and is refused."""
+    checks_finite: bool
+    """The reduced gradients decide whether the update happens."""
+
+    def scale(self) -> float:
+        """Factor on the loss; undone once, in the flat buffer, before anything is reduced."""
+
+    def expects_overflow(self) -> bool:
+        """Whether gradients that are not finite are a matter of this stage's scale, which learns from them."""
+
+    def settle(self, *, finite: bool) -> None:
+        """Learn from an update boundary; called on every rank with the same answer (each rank with its own in Local SGD)."""
+
+    def adopt_scale(self, smallest: float) -> None:
+        """Ranks that trained alone have met: go on with the smallest of their scales."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a compressor has done to an update's gradients."""
+
+    density: float
+    """Numbers on the wire, in those of a dense reduce."""
+    residual_norm: Callable[[], float | None]
+    """Of all that this rank has not sent yet; None once a later update has changed it."""
+
+
+class Reduce(Protocol):
+    """How one bucket of true gradients becomes the same mean on all ranks."""
+
+    is_linear: bool
+    """Reducing what was reduced once more, with new gradients added, gives the same as reducing these alone and adding."""
+    carries_tail: bool
+    """The last bucket's own collective also moves the tail (buffers, flags), in the bucket's own type."""
+
+    def is_local(self) -> bool:
+        """Whether the coming update is made by each rank alone: nothing is reduced, and nothing may be decided together."""
+
+    def attach(self, buckets: Buckets) -> None:
+        """Once, before the first update."""
+
+    def start(self, bucket: Bucket, step: Step) -> Pending: ...
+    def refuse_again(self) -> None:
+        """Raise if an update that was reduced cannot be added to and reduced once more."""
+
+    def keeps_state(self) -> bool:
+        """Whether something of each parameter is kept from update to update, now or once it compresses."""
+
+    def used(self, used: list[bool] | None) -> list[bool] | None:
+        """Of parameters that some rank used: those that have a gradient now, in the order of buckets. None: all have."""
+
+    def kept(self) -> Kept | None:
+        """What the report of the update just reduced can tell; None where all is sent."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def check_state_dict(self, state: Mapping[str, Any], index: int) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def forget(self) -> None:
+        """A state in which nothing was kept was loaded."""
+
+
+class Clip(Protocol):
+    def __call__(self, flats: Sequence[Tensor], norm: Tensor) -> Tensor:
+        """Limit the gradients in place, given their global norm; what they were multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a rank has to tell the others, of the update just over and of those before that nobody has heard of."""
+
+    loss: Tensor | None = None
+    weight: float | None = None
+    """Sum of the weights of this update's micro-batches; None where the run gives none."""
+    scale: float = 1.0
+    stops: int = 0
+    failed_at: int = 0
+    missing: int = 0
+
+
+class Average(Protocol):
+    needs_loss: bool
+    """A bare `loss.backward()` is refused."""
+
+    @property
+    def period(self) -> int | None: ...
+
+    keeps_ranks_equal: bool
+    """Whether the last round has left the same weights on all of its ranks."""
+    waits: dict[int, float] | None
+
+    def attach(self, *, update: Optimizer, heed: Callable[[list[Any]], None]) -> None: ...
+    def __call__(self, step: Step, news: News) -> bool:
+        """After every update, made or skipped, on every rank. Whether a round among all ranks was settled."""
+
+    def average_now(self, step: Step, news: News) -> None: ...
+    def mean_shown(self, index: int) -> AbstractContextManager[None]: ...
+    def refuse_inside(self) -> None:
+        """Raise while the mean of all ranks is shown in place of a rank's own weights."""
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def forget(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How many micro-batches make one update, and whether their gradients are averaged or summed."""
+
+    micro_steps: int = 1
+    mean: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(abc.ABC):
+    """What a user asked for: one final subclass per file of `strategies/`, its fields the keys of `<name>_configs`."""
+
+    name: ClassVar[str]
+    risk_class: ClassVar[Risk]
+    available: ClassVar[bool] = True
+    """False while a part is declared but not built: compiling it is an error, never a run without it."""
+    talks_in_backward: ClassVar[bool] = False
+    """It has collectives of its own inside backward; buckets are then reduced after it, never in between."""
+    inner: ClassVar[tuple[type[Optimizer], ...]] = ()
+    """Optimizers whose place this part takes; empty: it works with any."""
+    why: ClassVar[str] = ""
+    """One sentence for a conflict message: why this part needs the slots it claims."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            where = f'{self.name}_configs["{field.name}"]'
+            value = field.metadata["kind"].check(where, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
+    @abc.abstractmethod
+    def claims(self) -> frozenset[Slot]: ...
+
+    def check(self, site: Site) -> None:  # noqa: B027 - most parts fit every site
+        """Refuse what this part cannot work with, before the model is touched. Every rank is here, with equal settings."""
+
+    @abc.abstractmethod
+    def build(self, site: Site) -> Mapping[Slot, Any]:
+        """Stages for the claimed slots. MODULE and FORWARD are applied to the model here and need no stage."""
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:  # noqa: B027 - most parts know all they need beforehand
+        """The pair is ready to train, and there is a sample: run steps that leave no trace, and settle what depends on them."""
+
+    def notes(self) -> list[str]:
+        """Sentences for `strategy.explain()`: what these settings cost and gain, with the numbers filled in."""
+        return []
+
+    def no_effect(self) -> str | None:
+        """A sentence where these settings leave training as it is without the part, with the line to write; None elsewhere.
+        Shown by `strategy.explain()` and, when training begins, by worker 0."""
+        return None
+
+    @classmethod
+    def neutral(cls) -> dict[str, Any] | None:
+        """The settings at which this part must equal plain synchronous training, if there are any."""
+        return {}
+
+
+def not_available(*names: str) -> ConfigError:
+    listed, verb = ", ".join(f"`{name}`" for name in names), "is" if len(names) == 1 else "are"
+    switches = ", ".join(f"`{name}=True`" for name in names)
+    return ConfigError(f"{listed} {verb} not available yet in this version. Remove {switches} from the strategy.")
+
+
+def conflicts(parts: Iterable[tuple[str, frozenset[Slot]]]) -> dict[Slot, list[str]]:
+    """The slots claimed more than once, each with its claimants in the order given."""
+    claimants: dict[Slot, list[str]] = {}
+    for name, slots in parts:
+        for slot in slots:
+            claimants.setdefault(slot, []).append(name)
+    return {slot: claimants[slot] for slot in Slot if len(claimants.get(slot, [])) > 1}

@@ -1,0 +1,658 @@
+"""The life of a step. Every rank passes every line, so every collective is met by all.
+
+backward   seed the loss; when due, arm the buckets first, so that REDUCE starts inside backward
+           a bare loss.backward() does the same, from its first gradient on (bare_backward.py)
+step       when due: CLIP, UPDATE, settle the loss scale, AVERAGE; else nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..dist import heartbeat, stop_signal
+from ..dist.comm import Comm, Pending
+from ..dist.heartbeat import Phase
+from ..errors import ConfigError, FleetError
+from . import dry_run_flag, pairs, reentrant
+from .bare_backward import BareBackward
+from .bucket import Bucket
+from .buckets import Buckets
+from .calls import require_loss
+from .checks.checks import Checks
+from .grad_scaler import GradScaling, scaling_of
+from .noise_scale import NoiseScaleMeter
+from .norms import GradientNorms
+from .other_steps import refuse_inside_backward
+from .rank_status import Row
+from .report import Report, mean_loss
+from .report_builder import Teller
+from .slots import News, Step
+from .stages import Stages
+from .window import Weighing, Window
+
+
+@final
+class Pipeline:
+    def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, checks: Checks, meter: NoiseScaleMeter) -> None:
+        self.stages, self.buckets, self.comm = stages, buckets, comm
+        self._checks, self.meter = checks, meter
+        needs_loss = stages.backward.needs_loss or (stages.average is not None and stages.average.needs_loss)
+        by_ddp = stages.ddp is not None
+        self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss, mean_in_backward=by_ddp)
+        self._norms = GradientNorms(buckets, stages.update)
+        self.window = Window()
+        self._finite = True
+        """Of the window just reduced: whether to update."""
+        self.index = 0
+        """Updates due so far, skipped ones too; the same on every rank."""
+        self.skipped = 0
+        """Of those, updates not made because their gradients were not finite."""
+        self._dropped = 0
+        """Windows that were reduced with the other ranks, and dropped by zero_grad() instead of applied."""
+        self._is_unapplied = False
+        """No step() has followed the last reduce."""
+        self._grad_norm: Tensor | None = None
+        self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
+        self.bare = BareBackward(self)
+        if not by_ddp:
+            buckets.when_unexpected = self.bare.on_gradient
+        self.when_ended: Callable[[str], None] | None = None
+        """Ends the pair for its model and optimizer too; None while it is being built."""
+        self.layout_is_stale: Callable[[], bool] = lambda: False
+        """Whether parameters have joined the optimizer since the buckets were laid out."""
+        self.when_stale: Callable[[], None] = lambda: None
+        """Makes a new pipeline, which reduces the gradients that are there."""
+        self.is_own_step: Callable[[Optimizer], bool] = lambda optimizer: False
+        """Whether a step of this optimizer is made by the pair, or refused elsewhere."""
+        self.refuse_past_parts: Callable[[Optimizer], None] = lambda optimizer: None
+        """Raises where a step of an optimizer that is not the pair's would leave out a part of the strategy."""
+        self.look_for_unreduced: Callable[[Optimizer], None] = lambda optimizer: None
+        """Raises where such an optimizer steps parameters of the model that no pair trains."""
+        self.warn_of_unowned: Callable[[], None] = lambda: None
+        """Used at the first update, and at those after which ranks are compared: gradients of trainable parameters of the model
+        that no optimizer holds are of one rank."""
+        self._compares_ranks = True
+        """Not in an update that is measured and undone."""
+        self.teller = Teller(stages, buckets, comm)
+        if stages.average is not None:
+            stages.average.attach(update=stages.update, heed=self._heed_round)
+        pairs.enlist(self)
+        stop_signal.travels_with_updates()
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming micro-step closes the window, or the one just done has."""
+        if self.window.entered:
+            self.window.asked_due = True
+            return self.window.closed
+        return self.window.micro_steps + 1 >= self.stages.merge.micro_steps
+
+    @property
+    def is_last_micro_step(self) -> bool:
+        """Whether the micro-step under way fills the window."""
+        return self.window.micro_steps >= self.stages.merge.micro_steps
+
+    def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
+        """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
+        self._check_call(loss, weight)
+        if self.window.closed:
+            return self._add_to_reduced(loss, retain_graph=retain_graph)
+        due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
+        by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as local ones are
+        at_end = by_ddp or reentrant.was_used()  # a gradient may come twice: a bucket cannot tell when it is complete
+        self.buckets.begin()
+        self.window.enter(loss, weight)
+        heartbeat.at_step(self.index + 1, Phase.BACKWARD)
+        try:
+            if due and not by_ddp:
+                self.arm()  # before backward in every case: its collectives must not change places with those of a part
+            if not at_end:
+                self.buckets.expect(reduces=due)
+            with pairs.no_sync() if at_end else contextlib.nullcontext():
+                pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
+        except BaseException:
+            self.window.broken = True
+            self.buckets.abandon()
+            raise
+        if at_end or not due:
+            self._keep()
+        if due and by_ddp:
+            self.reduce_now()
+        elif due:
+            self.close()
+        heartbeat.at_step(self.index + 1)
+
+    def _add_to_reduced(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Add to what a bare backward has reduced already, as another one would; the loss is part of the report."""
+        self.window.losses.append(loss.detach().clone())
+        pairs.run_backward(self, loss, 1.0, retain_graph=retain_graph)
+
+    def step(
+        self, *, recycle: bool = False, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None
+    ) -> Report:
+        """End a micro-step; a no-op inside a window. `recycle`: the gradients are not looked at afterwards.
+
+        `scaling`: of a GradScaler. `closure`: for an optimizer that runs it inside its step."""
+        self._reduce_what_came()
+        if self.window.closed:
+            return self._update(recycle=recycle, scaling=scaling, closure=closure)
+        if not self.window.entered:
+            raise FleetError(
+                "optimizer.step() found no new gradients. Call loss.backward() or optimizer.backward(loss) first."
+                + self._checks.unused.hint()
+            )
+        self.window.entered = self.window.asked_due = False
+        self.stages.update._opt_called = True  # type: ignore[attr-defined]  # a scheduler may follow every step()
+        return self._report(due=False, updated=False)
+
+    def _reduce_what_came(self) -> None:
+        """Before the gradients are applied: those that are this rank's own join the window."""
+        self.refuse_inside_averaged()
+        self._settle_backward()
+        self.window.refuse_broken()
+        if self.window.applied and self.buckets.touched():
+            self.leave_applied()
+        if self.buckets.touched() if self.window.entered else self.buckets.has_new():
+            self._take_local_gradients()
+
+    def flush(self) -> Report:
+        """Close a window early. Every rank must call it, at the same place."""
+        self.reduce_early()
+        applies = self.window.closed and not self.window.shared
+        return self._update(recycle=True) if applies else self._report(due=False, updated=False)
+
+    def reduce_early(self) -> None:
+        """Half of a flush: true gradients of the micro-steps so far, to be looked at before step() applies them."""
+        self.refuse_inside_averaged()
+        self.settle()
+        self.window.refuse_broken()
+        if not self.window.closed and self.buckets.has_new():
+            self._take_local_gradients()
+        self._checks.agree_to_flush(self.window)
+        if self.window.micro_steps and not self.window.closed:
+            self.reduce_now()
+
+    def forget_gradients(self, *, set_to_none: bool = True) -> None:
+        """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary.
+
+        Not after a backward that was meant for another pair: a GAN's generator loss leaves gradients in the discriminator."""
+        self.settle()
+        self._refuse_unclaimed()
+        if self.window.closed and self.window.shared:
+            self.window = Window()
+        if self.window.closed:
+            self.index += 1
+            self._dropped += not self.buckets.alone
+            self._checks.alarms.forget()
+            self._checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
+        dropped = self._news() if self.window.closed and self.buckets.alone else None
+        if self.window.closed or self.window.broken:
+            self.window = Window()
+        if self.window.micro_steps == 0:
+            self.buckets.zero(set_to_none=set_to_none)
+        if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
+            self._average(dropped)
+
+    def settle(self) -> None:
+        """Drop a backward that failed, put back what was set aside for one that brought nothing, leave what was applied."""
+        self._settle_backward()
+        self.leave_applied()
+
+    def _settle_backward(self) -> None:
+        if self.bare.is_under_way:
+            self.bare.abandon()
+        if self.window.set_aside is not None and not self.buckets.touched():
+            self._add_set_aside()
+
+    def _refuse_unclaimed(self) -> None:
+        """In a merge window a backward of another pair's loss counts as a micro-step, unless this pair's step() follows it."""
+        if self.window.shared and self.window.entered and self.stages.merge.micro_steps > 1:
+            raise ConfigError(
+                "a backward of another pair's loss has reached this model inside a merge window, and is part of its sums. Write "
+                "optimizer.backward(loss), of the pair that is to step, for that loss: it leaves other pairs alone."
+            )
+
+    def require_applicable(self) -> None:
+        """Raise if the gradients may not be applied, before a method of the optimizer's own does."""
+        self._settle_backward()
+        if self.window.closed:
+            self._checks.before_update()
+            if not self._finite and not self._is_finite_now() and self._checks.must_stop(self.stages.backward):
+                self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
+
+    # --- a step of another optimizer over these parameters -------------------------------------------------------
+
+    def before_other_step(self, optimizer: Optimizer) -> None:
+        """Do what step() does before the update, which this optimizer makes. Every rank is here, as in step()."""
+        if self.is_own_step(optimizer) or pairs.stays_local() or dry_run_flag.is_on():
+            return
+        if reentrant.current_task() >= 0:
+            return refuse_inside_backward(optimizer) if self.comm.size > 1 else None
+        self.refuse_past_parts(optimizer)
+        self.refuse_unreduced(optimizer)
+        self._reduce_what_came()
+        if not self.window.closed or self.window.applied:
+            return  # the second optimizer that steps after one backward: or one that has nothing to apply
+        if scaling_of(optimizer) is None:
+            self.require_applicable()
+        else:
+            self._checks.before_update()  # the GradScaler judges what is finite
+        self.buckets.adopt_replaced()
+        self.window.applied, self._is_unapplied = True, False
+        if self.index == 0 or self._checks.ranks.looks_after(self.index + 1):
+            self.warn_of_unowned()
+        if self.index and not self.buckets.alone:
+            self._checks.ranks.after_update(self.index)  # of the update before, after which buffers are equal only now
+
+    def refuse_unreduced(self, optimizer: Optimizer) -> None:
+        if self.comm.size > 1 and not self.is_own_step(optimizer):
+            self.look_for_unreduced(optimizer)
+
+    def leave_applied(self) -> None:
+        """Count an update that another optimizer has made. Not at once: the pair's own step() may still follow it."""
+        if self.window.applied:
+            self.index += 1
+            self.weighing.learn(self.window, alone=self.buckets.alone)
+            self.window = Window()
+            self.buckets.restart()
+            heartbeat.at_step(self.index + 1)
+
+    def take_local_gradients(self) -> None:
+        """Reduce the gradients that lie in `param.grad` now; every rank is here."""
+        if self.buckets.has_new():
+            self._take_local_gradients()
+
+    def hint_at_missing(self, hint: Callable[[], str]) -> None:
+        """Add a sentence to the errors of missing gradients."""
+        self._checks.unused.hint = hint
+
+    def _keep(self) -> None:
+        """End the backward of a micro-step inside a window."""
+        self.buckets.keep()
+        if self.stages.ddp is not None:
+            self.stages.ddp.after_backward()
+        if self.meter.measures(self.index + 1):
+            self.meter.after_micro_step(self.buckets, self.window, self.weighing)
+
+    # --- a bare backward --------------------------------------------------------------------------------------
+
+    def enter_bare(self) -> None:
+        """Begin a micro-step, or go on with it: all bare backwards before one step() are of one micro-step."""
+        window = self.window
+        self._refuse_unclaimed()
+        if window.closed:
+            self.buckets.reopen()
+        elif not window.entered:
+            window.enter(None, None)
+        elif window.asked_due:
+            raise ConfigError(
+                "optimizer.due was False after loss.backward(), and optimizer.step() was not called before the next one. Call "
+                "step() after every micro-batch: inside a merge window it does nothing but count."
+            )
+        heartbeat.at_step(self.index + 1, Phase.BACKWARD)
+
+    def keep_hidden(self) -> None:
+        self._keep()
+        self.buckets.hide()
+
+    def end_bare(self, *, shared: bool) -> None:
+        self.bare.end(shared=shared)
+
+    def abandon_bare(self) -> None:
+        self.bare.abandon()
+
+    def break_window(self) -> None:
+        """A backward failed half-way. Without merging torch's own rule holds: what it left is the user's to zero."""
+        self._checks.alarms.forget()
+        if self.stages.merge.micro_steps > 1:
+            self.window.broken = True
+        else:
+            self.window = Window()
+
+    def _take_local_gradients(self) -> None:
+        """Reduce what is this rank's own, without overlap: left by fleet.no_sync(), or put in place by the user."""
+        self.weighing.refuse_bare(self.window)
+        reopened = self.window.closed
+        if reopened:
+            self.enter_bare()
+        elif not self.window.entered:
+            self.window.enter(None, None)
+            self.buckets.count_shown()
+        if self.is_last_micro_step:
+            if self.stages.ddp is not None:
+                self._keep()
+            self.reduce_now(bare=True, again=reopened)
+        else:
+            self.keep_hidden()
+
+    # --- when due ---------------------------------------------------------------------------------------------
+
+    def arm(self, *, again: bool = False) -> None:
+        """Make ready to reduce: inside the coming backward, or at once. `again`: what was reduced before is added to."""
+        self._checks.before_reduce(self.window, again=again)
+        self.window.reduces += 1
+        self.meter.begin_reduce()
+        alarms = self._checks.alarms_of(self.window, self.index, self._dropped)
+        factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
+        self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)
+
+    def _start(self, bucket: Bucket) -> Pending:
+        if self._measures_noise:
+            self.meter.before_reduce(bucket)
+        return self.stages.reduce.start(bucket, self._step(self.index + 1, share=self.weighing.share(self.window)))
+
+    @property
+    def _measures_noise(self) -> bool:
+        """In the first reduce of a window: a rank's own gradients are no longer there in a second one."""
+        return self.window.reduces == 1 and self.meter.measures(self.index + 1)
+
+    def close(self, *, bare: bool = False) -> None:
+        """Wait for the reduce, and judge it. `bare`: another backward may follow; missing gradients are reported in step()."""
+        with without_autocast(self.buckets.flats[0].device):
+            self.buckets.close()
+        self._add_set_aside()
+        self.window.closed = True
+        if self.stages.ddp is not None:
+            self.stages.ddp.compare(self.buckets)
+        used = self.stages.reduce.used(self._checks.unused.after_reduce())
+        # Before the user's own clipping can touch it: being finite is a property of what was reduced.
+        looks, measures = self._checks.looks_at_norm(self.stages.backward), self._measures_noise
+        self._grad_norm = self._norms.measure() if looks or measures else None
+        norm = self._grad_norm if looks else None
+        if self.buckets.alone:
+            self._finite = self._checks.judge_alone(norm, defer=bare)
+        else:
+            self._finite = self._checks.judge(norm, first=self.index == 0, defer=bare)
+        if measures and self._grad_norm is not None:
+            self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
+        self.buckets.expose(used)
+        if self._is_unapplied and not self.buckets.alone and self._compares_ranks:
+            self._checks.ranks.after_unapplied(self._checks.place)
+        self._is_unapplied = True
+        if self.stages.merge.micro_steps > 1 or not self.stages.reduce.is_linear:
+            self.buckets.before_more(_weak_method(self._set_aside))
+
+    @torch.no_grad()
+    def _set_aside(self) -> None:
+        """Let another backward begin from zero: a merged mean is of another scale than its gradients, and what was compressed
+        must not be compressed again. What was reduced is added when that is reduced too."""
+        if self.window.closed and self.window.set_aside is None:
+            self.stages.reduce.refuse_again()  # here, where no gradient was added yet: what was reduced may still be applied
+            self.buckets.adopt_replaced()
+            self.window.set_aside = [flat.clone() for flat in self.buckets.flats]
+            torch._foreach_zero_(self.buckets.flats)
+            # autograd.grad calls the same hooks, and adds nothing: then nothing will be reduced, and it is put back.
+            reentrant.queue_callback(_weak_method(self._put_back_unless_more))
+
+    def _put_back_unless_more(self) -> None:
+        if self.window.set_aside is not None and not self.bare.is_under_way and not self.buckets.touched():
+            self._add_set_aside()
+            self.buckets.before_more(_weak_method(self._set_aside))
+
+    @torch.no_grad()
+    def _add_set_aside(self) -> None:
+        if self.window.set_aside is not None:
+            torch._foreach_add_(self.buckets.flats, self.window.set_aside)
+            self.window.set_aside = None
+
+    def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
+        """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""
+        if self.stages.ddp is not None:
+            self.stages.ddp.require_done(self.buckets.missing())
+        self.arm(again=again)
+        self.close(bare=bare)
+
+    def _update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
+        """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
+        self._checks.before_update()
+        self._is_unapplied = False
+        if self._compares_ranks and (self.index == 0 or self._checks.ranks.looks_after(self.index + 1)):
+            self.warn_of_unowned()
+        if scaling is not None:
+            self._finite = scaling.unscale(self.buckets)
+        elif not self._finite and self.window.bare:
+            self._finite = self._is_finite_now()
+        if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
+            self.buckets.adopt_replaced()
+            self._grad_norm = self._norms.measure()
+        heartbeat.at_step(self.index + 1, Phase.UPDATE)
+        finite = self._finite
+        if not finite and scaling is None and self._checks.must_stop(self.stages.backward):
+            self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
+        self.index += 1
+        if finite:
+            self._clip(recycle=recycle)
+            self.stages.update.step() if closure is None else self.stages.update.step(closure)
+        else:
+            self._skip()
+        self._checks.finite.settle_buffers(finite=finite, alone=self.buckets.alone)
+        scale = self.stages.backward.scale() if scaling is None else scaling.scale
+        self.stages.backward.settle(finite=finite)
+        try:
+            averaged = self._average(self._news())
+        except BaseException:  # the update is made: whoever catches this and goes on must not make it twice
+            self.window = Window()
+            self.buckets.finish_window(recycle=recycle)
+            raise
+        report = self._report(due=True, updated=finite, loss_scale=scale, averaged=averaged)
+        self.weighing.learn(self.window, alone=self.buckets.alone)
+        self.window = Window()
+        self.buckets.finish_window(recycle=recycle)
+        heartbeat.at_step(self.index + 1)
+        if not self.buckets.alone and self._compares_ranks:
+            self._checks.ranks.after_update(self.index)
+        return report
+
+    def _is_finite_now(self) -> bool:
+        """Judge again what a bare backward has reduced: the user may have replaced what was not finite (nan_to_num_).
+
+        Equal gradients give every rank the same answer, if every rank has done the same to them. Not under a compressor, which
+        leaves zeros where it has seen something that is not finite."""
+        if not self.stages.reduce.is_linear:
+            return False
+        self.buckets.adopt_replaced()
+        self._grad_norm = self._norms.measure()
+        return math.isfinite(self._grad_norm)
+
+    def _average(self, news: News) -> bool:
+        """AVERAGE, where there is such a stage. Whether the weights are a new average over all ranks."""
+        stage = self.stages.average
+        if stage is None or not stage(self._step(self.index), news):
+            return False
+        self._checks.after_round(self.index, equal=stage.keeps_ranks_equal)
+        return True
+
+    def _news(self) -> News:
+        window, unheard, stage = self.window, self._checks.unheard, self.stages.average
+        return News(
+            loss=mean_loss(window.losses, window.weights) if stage is not None and stage.needs_loss else None,
+            weight=math.fsum(window.weights) if window.weights else None,
+            scale=self.stages.backward.scale(),
+            stops=int(stop_signal.is_requested()),
+            failed_at=unheard.failed_at,
+            missing=len(unheard.missing),
+        )
+
+    def _heed_round(self, rows: list[Row]) -> None:
+        self._checks.heed_round(rows)
+        self.stages.backward.adopt_scale(min(row.scale for row in rows))
+
+    @property
+    def trains_alone(self) -> bool:
+        return self.comm.size > 1 and self.stages.reduce.is_local()
+
+    @property
+    def averages(self) -> bool:
+        """Now, or after its dense updates."""
+        return self.comm.size > 1 and self.stages.average is not None
+
+    def average_now(self) -> None:
+        """Every rank calls it, between windows: gradients of one half filled are of the weights, and the scale, before."""
+        self.settle()
+        if self.window.micro_steps and not (self.window.closed and self.window.shared):
+            raise FleetError(
+                "optimizer.average() inside a merge window. Call optimizer.flush() first, or wait until it is closed."
+            )
+        if self.stages.average is not None:
+            self.stages.average.average_now(self._step(self.index), self._news())
+            self._checks.finite.remember()
+
+    def refuse_inside_averaged(self) -> None:
+        if self.stages.average is not None:
+            self.stages.average.refuse_inside()
+
+    def mean_shown(self) -> AbstractContextManager[None]:
+        """The mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
+        stage = self.stages.average
+        return contextlib.nullcontext() if stage is None else stage.mean_shown(self.index)
+
+    def _clip(self, *, recycle: bool) -> None:
+        """CLIP; and an update that would take each gradient's norm is given it, where it is known."""
+        # After optimizer.backward(loss) the user may have changed a gradient by ways that leave no trace (`.data`).
+        known = (recycle or self.stages.clip is not None) and self._norms.hold()
+        factor = None
+        if self.stages.clip is not None and self._grad_norm is not None:
+            factor = self.stages.clip(self.buckets.flats, self._grad_norm)
+        if known:
+            self._norms.hand_over(factor=factor)
+
+    def _skip(self) -> None:
+        self.skipped += 1
+        self._checks.finite.note_skip(self.index, alone=self.buckets.alone)
+        # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
+        self.stages.update._opt_called = True  # type: ignore[attr-defined]
+
+    def _step(self, index: int, *, share: float = 1.0) -> Step:
+        return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"), share=share)
+
+    def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None, averaged: bool = False) -> Report:
+        return self.teller.report(
+            self._step(self.index if due else self.index + 1),
+            self.window,
+            due=due,
+            updated=updated,
+            loss_scale=loss_scale,
+            averaged=averaged,
+            grad_norm=self._grad_norm if due else None,
+            noise=self.meter.means if due else None,
+        )
+
+    def _check_call(self, loss: Any, weight: float | None) -> None:
+        require_loss(loss)
+        self.refuse_inside_averaged()
+        if pairs.stays_local():
+            raise ConfigError(
+                "optimizer.backward(loss) or minimize(loss) inside fleet.no_sync(), which is for a bare loss.backward(). With "
+                "these calls write strategy.gradient_merge = True: it reduces once in k_steps micro-batches."
+            )
+        self.settle()
+        self.window.refuse_broken()
+        self.window.refuse_closed()
+        self.weighing.require(weight, self.window)
+
+    # --- steps that are measured and undone (rehearsal.py) -----------------------------------------------------
+
+    def rehearse(self, loss: Tensor, *, seed: float | None = None, keeps: bool = False) -> None:
+        """A backward whose gradients come to lie where they always do, and are then dropped. No rank is talked to."""
+        self.buckets.begin()
+        self.window.enter(loss, None)
+        self.buckets.expect(reduces=False)
+        try:
+            pairs.run_backward(self, loss, self.weighing.seed(None) if seed is None else seed, retain_graph=False)
+            self.buckets.keep()
+        finally:
+            if not keeps:
+                self.drop_rehearsed()
+
+    def rehearse_update(self) -> None:
+        """Of what `rehearse` has kept. Every rank is here; none looks at data, of which there was none yet."""
+        look, self._checks.first_look = self._checks.first_look, None
+        weighted = self.weighing.weighted
+        self._compares_ranks = False
+        try:
+            self.reduce_now()
+            self._update(recycle=True)
+        finally:
+            self._checks.first_look, self.weighing.weighted = look, weighted
+            self._compares_ranks = True
+
+    def look_at_no_data(self) -> None:
+        """Real updates of a sample follow, to be timed and undone: it may well be the same on all ranks."""
+        if self._checks.first_look is not None:
+            self._checks.first_look.give_up()
+            self._checks.first_look = None
+
+    def end(self, why: str) -> None:
+        if self.when_ended is None:
+            self.give_up()
+        else:
+            self.when_ended(why)
+
+    def give_up(self) -> None:
+        """This pair will train nothing: its parameters are free for another."""
+        pairs.dismiss(self)
+        self.buckets.give_up()
+        if self.stages.ddp is not None:
+            self.stages.ddp.give_up()
+        if self._checks.first_look is not None:
+            self._checks.first_look.give_up()
+
+    def drop_rehearsed(self) -> None:
+        self.buckets.abandon()
+        self.window = Window()
+        self.buckets.zero()
+
+    # --- what is remembered between two windows ---------------------------------------------------------------
+
+    def counters(self) -> dict[str, Any]:
+        """What the pipeline itself remembers; equal on all ranks, except where they train alone."""
+        return {"index": self.index, "skipped": self.skipped, **self.weighing.counters()}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        self.settle()
+        self._checks.forget()
+        self.index, self.skipped, self._dropped = int(counters["index"]), int(counters["skipped"]), 0
+        self.weighing.load_counters(counters)
+
+    def common_buffers(self) -> dict[str, Tensor] | None:
+        """The floating buffers after the last update: from them the ranks' changes are averaged, to them a skip goes back."""
+        tail = self.buckets.tail
+        return self._checks.finite.good() if tail is None else tail.common()
+
+    def good_buffers(self) -> dict[str, Tensor] | None:
+        """Of a rank that trains alone: its own floating buffers after its last update."""
+        return self._checks.finite.good() if self.trains_alone else None
+
+    def load_common_buffers(self, common: Mapping[str, Tensor] | None, good: Mapping[str, Tensor] | None) -> None:
+        """None: they are what the buffers hold now."""
+        if self.buckets.tail is not None:
+            self.buckets.tail.resume(common)
+        self._checks.finite.resume(good if self.trains_alone else common)
+
+
+def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
+    """Call the method as long as its object lives: what holds this must not keep it alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    return call
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """A backward inside `with torch.autocast(...)` would compress gradients in 16 bits."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

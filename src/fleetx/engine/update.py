@@ -1,0 +1,46 @@
+"""Our own optimizers, as the engine sees them, and loading state into the dicts that an optimizer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+
+
+class Update(Optimizer):
+    """Base of our own optimizers, which fill the slot UPDATE; the user's others are used as they are."""
+
+    rule_settings: ClassVar[tuple[str, ...]] = ()
+    """Keys of a group that only this rule has: a checkpoint must not undo what a script says of them. Empty: torch's own."""
+
+    def adopt_groups(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> None:
+        """Take over another optimizer's very group dicts, of the same parameters: schedulers and the user hold them."""
+        raise NotImplementedError
+
+    def describe(self) -> str | None:
+        """Say how each parameter is treated, a line each; None where the groups say it all."""
+        return None
+
+    def flags_by_name(self) -> dict[str, dict[str, bool]]:
+        """Map each parameter's name to whether it is decayed and adapted; empty where the rule knows no such flags."""
+        return {}
+
+    def forget_norms(self) -> None:
+        """Measure again what was kept of the weights, since they were written through `.data`."""
+        raise ConfigError(f"{type(self).__name__} keeps no norms from the last update. Leave forget_norms() out.")
+
+
+def load_in_place(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
+    """Load an optimizer's state into the very dicts it has: a scheduler made before holds them, and must go on to move them.
+
+    `load` is torch's own, which puts new dicts in their place."""
+    groups, state = optimizer.param_groups, optimizer.state
+    load(state_dict)
+    for group, new in zip(groups, optimizer.param_groups, strict=True):
+        group.update(new)
+    state.clear()
+    state.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, state

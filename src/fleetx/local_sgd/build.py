@@ -1,0 +1,80 @@
+"""From the settings that localsgd and adaptive_localsgd share to the stages of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ..engine.slots import Site, Slot
+from ..errors import ConfigError
+from .engine import Averaging, Wire
+from .no_reduce import DenseAtFirst
+from .outer import OuterRule
+from .period import Period
+
+
+class Settings(Protocol):
+    """What both parts have. Read only: parts are frozen."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def begin_step(self) -> int: ...
+    @property
+    def outer_lr(self) -> float: ...
+    @property
+    def outer_momentum(self) -> float: ...
+    @property
+    def outer_nesterov(self) -> bool: ...
+    @property
+    def average_state(self) -> bool: ...
+    @property
+    def wire_dtype(self) -> str: ...
+    @property
+    def overlap_steps(self) -> int: ...
+    @property
+    def across_nodes_every(self) -> int: ...
+
+
+def require_fit(part: Settings, *, longest_period: int, key: str) -> None:
+    """Refuse settings that mean nothing together."""
+    if part.overlap_steps > longest_period:
+        raise ConfigError(
+            f'{part.name}_configs["overlap_steps"] is {part.overlap_steps}, and a new averaging begins after at most '
+            f"{longest_period} updates ({key}). Write at most {longest_period}."
+        )
+    if part.outer_nesterov and part.outer_momentum == 0:
+        raise ConfigError(
+            f"{part.name}: outer_nesterov is a form of outer_momentum, which is 0. Write an outer_momentum, such as 0.9."
+        )
+    if part.average_state and part.overlap_steps:
+        raise ConfigError(
+            f"{part.name}: average_state with overlap_steps {part.overlap_steps} would put moments of earlier weights on top of "
+            "what was learnt since, and a second moment may then fall below 0. Write average_state=False, or overlap_steps=0."
+        )
+
+
+def nothing_saved(part: Settings, *, longest_period: int, key: str, write: int) -> str | None:
+    """A sentence where every update is averaged among all ranks, and nothing else is asked for."""
+    is_plain = (part.outer_lr, part.outer_momentum, part.wire_dtype) == (1.0, 0.0, "float32")
+    if longest_period > 1 or not is_plain or part.across_nodes_every > 1 or part.overlap_steps:
+        return None
+    # Not "no effect": moments of Adam, which each rank keeps for itself, would come to other weights.
+    return (
+        f"{part.name} saves nothing with {key} = 1: weights are averaged after every update. "
+        f'Write strategy.{part.name}_configs = {{"{key}": {write}}}.'
+    )
+
+
+def averaging_stages(part: Settings, site: Site, period: Period) -> Mapping[Slot, Any]:
+    averaging = Averaging(
+        site,
+        begin_step=part.begin_step,
+        period=period,
+        rule=OuterRule(part.outer_lr, part.outer_momentum, part.outer_nesterov),
+        wire=Wire(getattr(torch, part.wire_dtype), part.overlap_steps, part.across_nodes_every),
+        average_state=part.average_state,
+    )
+    return {Slot.REDUCE: DenseAtFirst(site.comm, averaging), Slot.AVERAGE: averaging}

@@ -1,0 +1,195 @@
+"""A budget becomes a plan: measure a step, solve, run the plan once and compare, correct it at most twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..engine.dry_run import OutOfMemory
+from ..errors import ConfigError
+from .growth import profile_from_smaller
+from .picture import Moment, draw, moments
+from .planner import Planner
+from .profile import Profile, host_bytes, peak_bytes
+from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
+
+CORRECTIONS = 2
+AFTER_RUNNING_OUT = 0.9
+"""Of what a plan was foretold to need, for the one after it, if there was not enough memory."""
+ALLOWANCE = 0.005
+"""Of the budget, left free by the first plan: predictions are about this good."""
+TOO_CAREFUL = 0.03
+"""Of the budget: a plan that leaves more of it unused than this, and still computes again, is tried anew with more."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What `recompute_configs["budget"]` came to. Bytes are the most in use, or held by the allocator, at any time of a step."""
+
+    budget: int
+    units: tuple[str, ...]
+    """Modules that could be computed again."""
+    recomputed: tuple[str, ...]
+    """Those that are."""
+    segments: tuple[tuple[str, ...], ...]
+    """Of them those that keep one input among them, and are run twice more."""
+    parked: tuple[str, ...]
+    """Of those recomputed the ones whose inputs are in host memory from forward to backward."""
+    host_bytes: int
+    """So many of them, on the rank that has most."""
+    predicted_bytes: int
+    real_bytes: int
+    reserved_bytes: int
+    seconds_added: float
+    """To each step, as measured unit by unit."""
+    moments: tuple[Moment, ...]
+    """Memory over one step, piece by piece, as foretold."""
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """A picture of it, as PNG, SVG or PDF."""
+        draw(path, self.moments, self.budget)
+
+    def __str__(self) -> str:
+        listed = ", ".join(self.recomputed[:4]) + (f" and {len(self.recomputed) - 4} more" if len(self.recomputed) > 4 else "")
+        told = f"{len(self.recomputed)} of {len(self.units)} units are computed again" + (f" ({listed})" if listed else "")
+        if self.segments:
+            told += f", {sum(map(len, self.segments))} of them in {len(self.segments)} segments"
+        if self.parked:
+            told += f", {len(self.parked)} of them with inputs in host memory ({shown(self.host_bytes)})"
+        held = "" if self.reserved_bytes == self.real_bytes else f", {shown(self.reserved_bytes)} reserved"
+        return (
+            f"recompute: {told}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {shown(self.predicted_bytes)} "
+            f"predicted, {shown(self.real_bytes)} real{held}; the budget is {shown(self.budget)}."
+        )
+
+
+class Settled(NamedTuple):
+    """A plan that was run, with what it rests on."""
+
+    plan: MemoryPlan
+    profile: Profile
+    solution: Solution
+    ran_out: str | None = None
+    """What was said when there was not enough memory for it."""
+
+
+def shown(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def plan_for(budget: int, planner: Planner) -> Settled:
+    """The cheapest plan found whose step, run once, has kept to the budget."""
+    profile = _profiled(planner, budget)
+    aim = int(budget * (1 - ALLOWANCE))
+    fitting: Settled | None = None
+    tried: list[Settled] = []
+    for attempt in range(1 + CORRECTIONS):
+        is_last_hope = attempt == CORRECTIONS and fitting is None
+        solution = _solved(profile, min(aim, smallest_budget(profile, **ANY_WAY)) if is_last_hope else aim, budget)
+        if solution is None or any(solution == settled.solution for settled in tried):
+            break
+        settled = _run(planner, profile, solution, budget)
+        tried.append(settled)
+        if settled.ran_out is not None:
+            aim = int(AFTER_RUNNING_OUT * min(aim, solution.peak_bytes))
+            continue
+        held = settled.plan.reserved_bytes
+        if held <= budget and (fitting is None or solution.seconds < fitting.solution.seconds):
+            fitting = settled
+        spare = budget - held
+        if spare >= 0 and (not solution.again or spare <= TOO_CAREFUL * budget):
+            break
+        # The next plan is foretold to need as much less as this one was over; or half as much more as it left free.
+        foretold = min(aim, solution.peak_bytes)
+        aim = min(foretold + spare // 2, budget) if spare > 0 else foretold + spare - int(ALLOWANCE * budget)
+    if fitting is None:
+        if not tried:  # what an allocator holds beyond it belongs to what is needed
+            tried.append(_run(planner, profile, least_peak(profile), budget))
+        raise ConfigError(_too_small(budget, profile, tried))
+    return fitting
+
+
+def _profiled(planner: Planner, budget: int) -> Profile:
+    """Measured; or, where a step with every unit computed again does not fit, foretold from smaller batches."""
+    try:
+        return planner.profile()
+    except OutOfMemory as error:
+        profile = profile_from_smaller(planner)
+        if profile is None:
+            raise ConfigError(
+                f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and a step of this sample does not fit into '
+                "this device's memory even with every unit computed again; and smaller batches, from which it could be foretold, "
+                "cannot be made of it, since its tensors have less than 4 rows or not as many each. Use a smaller batch in "
+                f"sample=, or amp. ({error})"
+            ) from None
+        return profile
+
+
+def _solved(profile: Profile, aim: int, budget: int) -> Solution | None:
+    """Without host memory or segments if that is possible; and the plan of least peak if the allowance is all that is missing."""
+    found = cheapest_that_fits(profile, aim)
+    return found if found is not None or smallest_budget(profile, **ANY_WAY) > budget else least_peak(profile)
+
+
+def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) -> Settled:
+    try:
+        in_use, held = (max(profile.floor, count) for count in planner.real(profile, solution))
+        ran_out = None
+    except OutOfMemory as error:
+        in_use = held = solution.peak_bytes
+        ran_out = str(error)
+    plan = MemoryPlan(
+        budget=budget,
+        units=profile.units,
+        recomputed=tuple(profile.units[unit] for unit in sorted(solution.again)),
+        segments=_segments(profile, solution),
+        parked=tuple(profile.units[unit] for unit in sorted(solution.parks)),
+        host_bytes=host_bytes(profile, solution.parks),
+        predicted_bytes=solution.peak_bytes,
+        real_bytes=in_use,
+        reserved_bytes=held,
+        seconds_added=solution.seconds,
+        moments=moments(profile, solution),
+    )
+    return Settled(plan, profile, solution, ran_out)
+
+
+def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ...]:
+    rows: list[list[int]] = []
+    for unit in sorted(solution.again):
+        if unit in solution.joins:
+            rows[-1].append(unit)
+        else:
+            rows.append([unit])
+    return tuple(tuple(profile.units[unit] for unit in row) for row in rows if len(row) > 1)
+
+
+def _too_small(budget: int, profile: Profile, settled: Sequence[Settled]) -> str:
+    if settled[-1].ran_out is not None:
+        return (
+            f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and a plan that is foretold to need '
+            f"{shown(settled[-1].solution.peak_bytes)} found less memory than that on this device ({settled[-1].ran_out}). Use a "
+            "smaller batch in sample=, or amp; or end what else is using this memory."
+        )
+    tried = [one.plan for one in settled if one.ran_out is None]
+    beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
+    needed = int((smallest_budget(profile, **ANY_WAY) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
+    plain = peak_bytes(profile, ())
+    loose = [plan for plan in tried if plan.real_bytes <= budget < plan.reserved_bytes]
+    holds = min(loose, key=lambda plan: plan.reserved_bytes) if loose else None
+    allocator = (
+        f" (A plan was found whose tensors need {shown(holds.real_bytes)}; torch's allocator held {shown(holds.reserved_bytes)} "
+        "for them, in parts that it cannot join. With PYTORCH_ALLOC_CONF=expandable_segments:True in the environment it can.)"
+        if holds
+        else ""
+    )
+    return (
+        f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and no plan keeps to it: a step of this sample needs '
+        f'{shown(plain)} as it is and at least {shown(needed)} with recompute. Write "budget": {needed}, or use a smaller batch.'
+        + allocator
+    )

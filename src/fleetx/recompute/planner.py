@@ -1,0 +1,164 @@
+"""What a plan rests on: units that are found by running, one step measured piece by piece, and plans that are tried.
+
+Every number is the largest of all ranks, so all of them come to the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from statistics import median
+from typing import Any, final
+
+from torch import nn
+
+from ..engine.dry_run import Rehearsal, Sample
+from ..engine.patching import patch_forward, patched
+from ..errors import ConfigError, RecomputeError
+from .agreed_profile import from_plain, joined, to_plain
+from .host_memory import Mover
+from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
+from .memory_probe import Gauge, gauge_for
+from .offload import Parking
+from .offloadable import parking_places, with_parking
+from .profile import Profile
+from .replay import Replay
+from .rows import good_units, lingering, outlasting, pieces
+from .slices import cut_sequentials
+from .solve import Solution
+from .trace import MODEL, record
+from .units import chosen_units, repeated_blocks
+
+
+@final
+class Planner:
+    """For one model, batch and strategy. Its methods are called inside `rehearsal.leaving_no_trace()`, on every rank."""
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        wanted: Sequence[str] = (),
+        *,
+        units: Mapping[str, nn.Module] | None = None,
+        mover: Mover | None = None,
+    ) -> None:
+        """`wanted`: names or patterns of the user's; `units`: those that a planner for another batch has found; `mover`: by it
+        plans may park inputs in host memory."""
+        self.rehearsal, self._wanted, self._mover = rehearsal, wanted, mover
+        self._gauge: Gauge = gauge_for(rehearsal.device, rehearsal.lasting)
+        self.units: dict[str, nn.Module] = dict(units or {})
+        self._are_found = units is not None
+        self._left_out: set[str] = set()
+        self._storages: dict[str, Any] = {}
+        self._places: dict[str, frozenset[int]] = {}
+
+    def for_sample(self, sample: Sample, units: Mapping[str, nn.Module] | None) -> Planner:
+        return Planner(replace(self.rehearsal, sample=sample), self._wanted, units=units, mover=self._mover)
+
+    def profile(self) -> Profile:
+        """Measured on this rank, joined with the others'. A unit that turns out to compute something else again is left out."""
+        while True:
+            try:
+                return self._profile()
+            except RecomputeError as error:
+                if error.unit in self._left_out or error.unit not in self.units:
+                    raise
+                self._left_out.add(error.unit)
+
+    def _profile(self) -> Profile:
+        rehearsal = self.rehearsal
+        found = rehearsal.everywhere(self._find_units)
+        by_rank = rehearsal.comm.gather_json(list(self.units))
+        if any(names != by_rank[0] for names in by_rank):
+            other = next(names for names in by_rank if names != by_rank[0])
+            raise ConfigError(
+                "recompute: the ranks' samples call other modules, so no plan can hold for all of them. One finds "
+                f"{', '.join(by_rank[0])}; another {', '.join(other)}. Give samples of one kind, or name modules in "
+                'recompute_configs["checkpoints"] instead of a "budget".'
+            )
+        with patched((module, self._again(name, module)) for name, module in self.units.items()):
+            with self._gauge.watching():
+                rehearsal.gather_gradients()
+                self._gauge.peak()
+                rehearsal.update()  # from now on the optimizer has its state
+                update_peak = self._gauge.peak()
+        readings = rehearsal.everywhere(
+            lambda: measured(
+                found,
+                {MODEL: rehearsal.model, **self.units},
+                self._again,
+                self._gauge,
+                forward=rehearsal.forward,
+                backward=rehearsal.backward,
+            )
+        )
+        seconds = rehearsal.everywhere(lambda: timed(self.units, self._again, rehearsal.device, rehearsal.step))
+        mine = profile_of(found, readings, seconds, update_peak=update_peak, **self._storages)
+        if self._mover is not None:
+            mine = with_parking(mine, found, self._places, rehearsal.everywhere(self._mover.bytes_per_second))
+        return joined([from_plain(told) for told in rehearsal.comm.gather_json(to_plain(mine))])
+
+    def _find_units(self) -> Any:
+        model, run = self.rehearsal.model, self.rehearsal.forward
+        named = {**dict(model.named_modules()), **self.units}
+        tape = record(model, named, run)
+        if self._are_found:
+            names = good_units(tape, (), only=list(self.units))
+        elif self._wanted:
+            names = good_units(tape, (), only=list(chosen_units(model, self._wanted)))
+        else:
+            slices = cut_sequentials(model, tape)
+            if slices:
+                named |= slices
+                tape = record(model, named, run)
+            names = good_units(tape, repeated_blocks(model))
+        self.units = {name: named[name] for name in names if name not in self._left_out}
+        self._are_found = True
+        self._storages = {"sizes": tape.sizes, "lingering": lingering(tape), "outlasting": outlasting(tape)}
+        found = pieces(tape, self.units)
+        self._places = parking_places(tape, found)
+        return found
+
+    def _again(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        return Replay(name, module, self.rehearsal.device)
+
+    def real(self, profile: Profile, solution: Solution) -> tuple[int, int]:
+        """Bytes in use and held, of a step by this plan: the most of all ranks."""
+
+        def step() -> tuple[int, int]:
+            with self.by(profile, solution), self._gauge.watching():
+                self.rehearsal.step()
+                in_use = self._gauge.peak()
+                return in_use, self._gauge.reserved()
+
+        mine = self.rehearsal.everywhere(step)
+        ranks = self.rehearsal.comm.gather_json(list(mine))
+        return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
+
+    def seconds(self, profile: Profile, solution: Solution) -> float:
+        """Of a forward and backward by this plan: the median of some, of the slowest rank."""
+
+        def steps() -> float:
+            with self.by(profile, solution):
+                return median(seconds_of(self.rehearsal.step, self.rehearsal.device) for _ in range(1 + TIMED_STEPS))
+
+        return float(max(self.rehearsal.comm.gather_json(self.rehearsal.everywhere(steps))))
+
+    def by(self, profile: Profile, solution: Solution) -> AbstractContextManager[None]:
+        """Steps inside are by this plan."""
+        return patched(self._replays(profile, solution))
+
+    def _replays(self, profile: Profile, solution: Solution) -> list[tuple[nn.Module, Replay]]:
+        made: dict[int, Replay] = {}
+        parking = Parking(self._mover) if self._mover is not None and solution.parks else None
+        for unit in sorted(solution.again):
+            name = profile.units[unit]
+            joins = made[unit - 1] if unit in solution.joins else None
+            parks = profile.places[unit] if unit in solution.parks else ()
+            made[unit] = Replay(name, self.units[name], self.rehearsal.device, joins=joins, parking=parking, parks=parks)
+        return [(self.units[profile.units[unit]], replay) for unit, replay in made.items()]
+
+    def keep(self, profile: Profile, solution: Solution) -> None:
+        for module, replay in self._replays(profile, solution):
+            patch_forward(module, replay)

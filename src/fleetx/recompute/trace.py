@@ -1,0 +1,167 @@
+"""What a forward saves for backward, and where: one run with every module watched. No tracing, and nothing is kept.
+
+Each tensor that autograd would save is noted and dropped at once, so this run needs less memory than any other with gradients.
+Storages that are still alive when the run is over were there before it (weights, buffers, the batch): they are nobody's saving.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.patching import patched
+from ..engine.trees import tensors_in
+from .memory_probe import storage_of
+from .offload import can_be_parked
+
+MODEL = ""
+"""The name of the model itself."""
+
+
+@dataclass(slots=True, eq=False)
+class Called:
+    """One call of a module."""
+
+    name: str
+    inside: Called | None
+    """The call that it was made in; None where that is the model's own."""
+    inputs: list[int]
+    """Storages of its arguments, by number."""
+    can_run_again: bool = True
+    """It had gradients to compute, and changed no input."""
+    given_by: list[tuple[Called, int]] = field(default_factory=list)
+    """Calls that returned a tensor alone, which is now among its arguments, unchanged; with the number of its storage."""
+    parkable: dict[int, int] = field(default_factory=dict)
+    """Storages of those arguments that could wait in host memory, by their place among all its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    call: Called
+
+
+Event = Called | Saved | Ended
+
+
+@dataclass(slots=True)
+class Tape:
+    """A forward as a row of events: a call begins, something is saved, a call ends."""
+
+    events: list[Event] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each storage that the forward made."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """After how many events a storage was gone, though nothing was saved; not of those that outlive the last event."""
+
+    def calls(self) -> Iterator[Called]:
+        return (event for event in self.events if isinstance(event, Called))
+
+
+class Returned(NamedTuple):
+    """What a call has returned."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    call: Called
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return self.tensor() is tensor and tensor._version == self.version
+
+
+@final
+class Numbers:
+    """A number for each storage, of its own also when memory is used again after its end."""
+
+    def __init__(self, gone: Callable[[int], Any]) -> None:
+        self.sizes: dict[int, int] = {}
+        self._alive: dict[int, tuple[int, Any]] = {}
+        self._gone = gone
+
+    def of(self, tensor: Tensor) -> int | None:
+        storage = storage_of(tensor)
+        if storage is None:
+            return None
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            return known[0]
+        number, place = len(self.sizes), storage._cdata
+        self.sizes[number] = storage.nbytes()
+
+        def ends(_: Any) -> None:
+            self._alive.pop(place, None)
+            self._gone(number)
+
+        self._alive[place] = (number, weakref.ref(storage, ends))
+        return number
+
+    def alive(self) -> set[int]:
+        gc.collect()
+        return {number for number, _ in self._alive.values()}
+
+
+def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tape:
+    """`run` computes the loss. What of it was made and is gone afterwards is on the tape."""
+    tape, stack, returned = Tape(), list[Called](), list[Returned]()
+    numbers = Numbers(lambda number: tape.ends.setdefault(number, len(tape.events)))
+
+    def around(name: str) -> Callable[..., Any]:
+        def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            tensors = tensors_in((args, kwargs))
+            versions = [0 if t.is_inference() else t._version for t in tensors]
+            known = [(place, t, number) for place, t in enumerate(tensors) if (number := numbers.of(t)) is not None]
+            called = Called(name, stack[-1] if stack else None, [one[2] for one in known], torch.is_grad_enabled())
+            called.parkable = {place: number for place, t, number in known if can_be_parked(t)}
+            called.given_by = [
+                (r.call, number) for r in returned for t in tensors if r.is_still(t) and (number := numbers.of(t)) is not None
+            ]
+            tape.events.append(called)
+            stack.append(called)
+            try:
+                out = forward(*args, **kwargs)
+                if isinstance(out, Tensor):
+                    returned[:] = [r for r in returned if r.tensor() is not None]
+                    returned.append(Returned(weakref.ref(out), out._version, called))
+                return out
+            finally:
+                stack.pop()
+                changed = [0 if t.is_inference() else t._version for t in tensors] != versions
+                called.can_run_again = called.can_run_again and not changed
+                tape.events.append(Ended(called))
+
+        return call
+
+    def pack(tensor: Tensor) -> None:
+        number = numbers.of(tensor)
+        if number is not None:
+            tape.events.append(Saved(number))
+
+    def unpack(_: None) -> NoReturn:
+        raise RuntimeError("what was saved in this forward has been dropped: a forward may not run a backward here")
+
+    # A parent that computes for its children at once goes on to do so: it is what would be measured otherwise.
+    with patched(((module, around(name)) for name, module in candidates.items()), only_outermost=True):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = run()
+        del loss
+    kept = numbers.alive()
+    tape.sizes = {number: size for number, size in numbers.sizes.items() if number not in kept}
+    counts = [not isinstance(event, Saved) or event.storage in tape.sizes for event in tape.events]
+    places = [0, *itertools.accumulate(counts)]
+    tape.ends = {number: places[end] for number, end in tape.ends.items()}
+    tape.events = list(itertools.compress(tape.events, counts))
+    for called in tape.calls():
+        called.inputs = [number for number in called.inputs if number in tape.sizes]
+        called.parkable = {place: number for place, number in called.parkable.items() if number in tape.sizes}
+    return tape

@@ -1,0 +1,215 @@
+"""Deep gradient compression: the few largest entries travel, the rest is kept (Lin et al. 2018, arXiv 1712.01887).
+
+u = momentum * u + g        momentum is applied before sending, on each rank: a late entry arrives with all of it
+v = v + u                   what has not been sent
+the k largest |v| of each tensor are sent; there u = v = 0
+parameter -= lr * (sum over ranks of what was sent)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from ..engine.bucket import wide_type
+from ..engine.norms import joined, norms_of
+from ..engine.slots import Site, Step
+from ..engine.triton_support import has_triton, runs_here
+from ..errors import ConfigError
+from .compressor import Compressor
+from .dgc_sgd import SGDHandedOver
+from .entry_list import ListedRows, Row, Rule
+from .piece import Piece
+
+if TYPE_CHECKING:
+    from ..engine.buckets import Buckets
+    from .dgc_fused import FusedRows
+
+LARGEST_ROW = 2**31 - 1
+"""Places travel as 32-bit integers."""
+ALMOST = 1e-6
+"""0.9 is not a tenth short of 1 in binary: 1,000 entries at a sparsity of 0.9 are to be 100, and not 99."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """How sparse each update is: a list of shares, walked through in `updates`, after `dense_updates`."""
+
+    dense_updates: int
+    updates: int
+    sparsity: tuple[float, ...]
+
+    def at(self, index: int) -> float:
+        """Of an update, counted from 1; 0: nothing is kept back."""
+        done = index - 1 - self.dense_updates
+        if done < 0:
+            return 0.0
+        return self.sparsity[min(done * len(self.sparsity) // self.updates, len(self.sparsity) - 1)]
+
+
+def entries_sent(numel: int, sparsity: float) -> int:
+    return max(1, int(numel * (1.0 - sparsity) + ALMOST))
+
+
+@final
+class SparseReduce(Compressor):
+    name, threshold = "dgc", "min_numel"
+
+    def __init__(
+        self,
+        site: Site,
+        update: SGDHandedOver,
+        *,
+        ramp: Ramp,
+        min_numel: int,
+        clip_norm: float | None,
+        two_level: bool,
+    ) -> None:
+        super().__init__(site, two_level=two_level)
+        self._update, self._ramp = update, ramp
+        self._min_numel, self._clip_norm = min_numel, clip_norm
+        self._begun = False
+        self._rows: list[Row] = []
+        self._ways: list[tuple[ListedRows | FusedRows, list[Row]]] = []
+        self._sent = 0
+
+    def _is_dense(self, index: int) -> bool:
+        # A list may begin with 0. Entries that were all sent would leave no momentum; dense updates keep it.
+        return self._ramp.at(index) == 0.0
+
+    def _takes(self, param: Tensor) -> bool:
+        return param.numel() >= self._min_numel
+
+    def attach(self, buckets: Buckets) -> None:
+        for bucket in buckets:
+            if bucket.flat.numel() > LARGEST_ROW:
+                raise ConfigError(
+                    f"strategy.dgc sends places as 32-bit numbers, and `{bucket.names[0]}` is in a bucket of "
+                    f"{bucket.flat.numel():,} entries. Split that tensor, or write a smaller fuse_grad_size_in_MB."
+                )
+        super().attach(buckets)
+
+    def _numbers_sent(self) -> int:
+        return self._sent
+
+    def refuse_again(self) -> None:
+        """From the first update on, and not only once it compresses: a run should not end in the middle for this."""
+        if self._pieces:
+            raise ConfigError(
+                "a second backward before optimizer.step() under strategy.dgc, which applies momentum to each gradient that it "
+                "sends. Write `with fleet.no_sync():` around all backwards of an update but the last, or add the losses."
+            )
+
+    def _residuals(self) -> list[Tensor]:
+        return [row.v for row in self._rows]
+
+    # --- one update -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, step: Step) -> list[Tensor]:
+        """Clip this rank's gradient before anything is kept of it. N gradients of one norm, at random angles, have a mean of
+        N**-0.5 of it: clipped there, they together are where the user wants the mean to be."""
+        if self._clip_norm is not None:
+            flats = [bucket.flat for bucket in self._buckets]
+            norm = joined(norms_of(flats))
+            most = self._clip_norm * self._among.size**-0.5 * self._share(step)
+            factor = torch.where(norm.isfinite() & (norm > most), most / norm, 1.0)
+            for flat in flats:
+                flat.mul_(factor.to(flat.dtype))
+        return []
+
+    def _share(self, step: Step) -> float:
+        """By which this rank's own gradient was multiplied; of a node, those of its ranks together."""
+        if self._inside is None:
+            return step.share
+        share = torch.tensor([step.share], dtype=torch.float64, device=self._inside.control_device)
+        self._inside.all_reduce(share).wait()
+        return float(share)
+
+    def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
+        if not self._begun:
+            self._begin()
+        sparsity, rules = self._ramp.at(step.index), self._rules()
+        self._sent = 0
+        for way, rows in self._ways:
+            counts = [entries_sent(len(row.v), sparsity) for row in rows]
+            wires, pending = self._among.all_gather(way.compress([rules[id(row.piece.param)] for row in rows], counts))
+            pending.wait()
+            way.spread(wires, counts)
+            self._sent += sum(counts)
+        return True
+
+    def _rules(self) -> dict[int, Rule]:
+        """By parameter, as the groups have it now: schedulers change them, and loading a state makes new ones."""
+        return {
+            id(param): Rule(
+                momentum=float(group["momentum"]),
+                nesterov=bool(group["nesterov"]),
+                decay=0.0 if id(param) in self._unused else float(group["weight_decay"]) / self._among.size,
+            )
+            for group in self._update.param_groups
+            for param in group["params"]
+        }
+
+    # --- where the dense updates end ------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The optimizer's momentum, which all ranks have alike, becomes each rank's share of it."""
+        self._make_room()
+        for row in self._rows:
+            momentum = self._update.hand_over(row.piece.param)
+            if momentum is not None:
+                row.piece.shaped(row.u).copy_(momentum).mul_(1 / self._among.size)
+        self._begun = True
+
+    def _make_room(self) -> None:
+        def zeros(piece: Piece) -> Tensor:
+            return torch.zeros(piece.grad.numel(), dtype=wide_type(piece.grad.dtype), device=piece.grad.device)
+
+        self._rows = [Row(piece, zeros(piece), zeros(piece)) for piece in self._pieces]
+        self._ways = ways_for(self._rows)
+        self._update.handed_over = {id(piece.param) for piece in self._pieces}
+
+    # --- resume ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        shares = {"momentum": [row.u for row in self._rows], "unsent": self._residuals()}
+        named = {what: self._by_name(rows) if self._begun else {} for what, rows in shares.items()}
+        return {"kind": self.name, "begun": self._begun, "share_of_rank": self._share_of_rank, "shares": named}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.forget()
+        self._begun = bool(state["begun"])
+        if not self._begun:
+            return
+        self._make_room()
+        factor = self._share_factor(state)
+        self._put([row.u for row in self._rows], state["shares"]["momentum"], factor)
+        self._put(self._residuals(), state["shares"]["unsent"], factor)
+
+    def forget(self) -> None:
+        self._changes += 1
+        self._begun = False
+        self._rows, self._ways, self._update.handed_over = [], [], set()
+
+
+def ways_for(rows: Sequence[Row]) -> list[tuple[ListedRows | FusedRows, list[Row]]]:
+    """Kernels where they can run, list operations elsewhere; one of them for each type."""
+    found: list[tuple[ListedRows | FusedRows, list[Row]]] = []
+    for wide in dict.fromkeys(row.v.dtype for row in rows):
+        same = [row for row in rows if row.v.dtype == wide]
+        found.append((way_for(same), same))
+    return found
+
+
+def way_for(rows: Sequence[Row]) -> ListedRows | FusedRows:
+    if has_triton() and runs_here(rows[0].v.device):
+        from .dgc_fused import FusedRows, fits  # Triton is imported only where it is used
+
+        if all(fits(row) for row in rows):
+            return FusedRows(rows)
+    return ListedRows(rows)
