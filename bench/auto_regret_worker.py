@@ -34,7 +34,7 @@ from fleetx.auto.measurements import Forecast, forecast
 from fleetx.auto.plan import Plan
 from fleetx.engine.bind import give_up
 from fleetx.errors import ConfigError, first_line
-from fleetx.recompute.growth import rows_in
+from fleetx.recompute.batches import rows_in
 
 TURNS = 2
 FAR = 3.0

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from fleetx.applications import Resnet50
 from fleetx.engine.bucket import Bucket
 from fleetx.engine.layout import bucket_runs
+from fleetx.reduce.compressor import pieces_of
 from fleetx.reduce.dgc import entries_sent
 from fleetx.reduce.entry_list import ListedRows, Row, Rule, accumulate
-from fleetx.reduce.piece import pieces_of
 from fleetx.reduce.top_k import largest_by_sorting
 from results import publish, surroundings
 from step_clock import Contestant, compete, launches, synchronisations, warm_up

@@ -24,11 +24,10 @@ import torch
 from PIL import Image
 
 from fleetx.data.draws import uniforms
-from fleetx.data.images.augment import CROP_DRAWS
+from fleetx.data.images.augment import CROP_DRAWS, normalisation
 from fleetx.data.images.decode import open_image
 from fleetx.data.images.from_paths import image_list_source
 from fleetx.data.images.list_source import ImageListSource, training_view
-from fleetx.data.images.normalise import normalisation
 from fleetx.data.loader import Loader
 
 Block = Callable[[], float]

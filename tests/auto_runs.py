@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fleetx.fleet as face_of_fleet
 from fleetx import fleet
-from fleetx.auto import candidate, exchanges, probe, run_measurements, subject, trial
+from fleetx.auto import candidate, probe, run_measurements, subject, trial
 from fleetx.auto.candidate import DENSE
 from fleetx.auto.cost import Reducer
 from fleetx.auto.link import measured_link
@@ -38,7 +38,7 @@ def short_measuring(*, few: bool = False, slow_from: float | None = None) -> Ite
             stack.enter_context(mock.patch.object(module, name, value))
 
         put(trial, "SECONDS", 0.0)
-        for module in (probe, exchanges):
+        for module in (probe, run_measurements):
             put(module, "TIMED", 1)
         put(probe, "FEW_TIMED", 1)
         put(run_measurements, "measured_link", partial(measured_link, sizes=(4096, 16384, 65536)))

@@ -253,8 +253,8 @@ def find_batch(
 
     `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
     micro-batches make it up without a rest. Model and optimizer are afterwards as they were."""
+    from .recompute.batches import rows_of
     from .recompute.find_batch import found_batches, size_of, without_memory_parts
-    from .recompute.growth import rows_of
 
     require_plain_optimizer(optimizer)
     chosen, face = _chosen(strategy), FleetOptimizer(optimizer)

@@ -21,7 +21,7 @@ from fleetx.cli.plan import APPLICATIONS, CHANGES, RISKS
 from fleetx.dist import world
 from fleetx.engine.slots import Risk
 from fleetx.errors import ConfigError
-from fleetx.recompute.growth import rows_in
+from fleetx.recompute.batches import rows_in
 
 ROOT = Path(__file__).parents[2]
 MODULE = """

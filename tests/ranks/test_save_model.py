@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.checkpoint import model_file
+from fleetx.checkpoint import save
 from fleetx.errors import CheckpointError, ConfigError
 from harness import raised, run_ranks
 from models import batch, cnn, flat_state, mlp
@@ -131,13 +131,13 @@ def test_arguments_of_the_wrong_kind_are_refused_with_the_line_to_write(tmp_path
 def test_an_error_on_the_way_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet.save_model(tmp_path / "m", mlp())
     old = (tmp_path / "m").read_bytes()
-    original = model_file.write_tensors
+    original = save.write_tensors
 
     def half_way(*args: Any, **options: Any) -> None:
         original(*args, **options)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(model_file, "write_tensors", half_way)
+    monkeypatch.setattr(save, "write_tensors", half_way)
     with pytest.raises(CheckpointError, match="rank 0 could not write: .*No space left on device"):
         fleet.save_model(tmp_path / "m", cnn())
     assert (tmp_path / "m").read_bytes() == old
@@ -148,9 +148,9 @@ def _die_before_the_rename(rank: int, folder: str) -> int:
     """In a child of this rank, which has no collectives to take part in."""
     child = os.fork()
     if child == 0:
-        model_file.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        save.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         try:
-            model_file.write_model(cnn(), Path(folder) / "m")
+            save.write_model(cnn(), Path(folder) / "m")
         finally:
             os._exit(1)
     return os.WTERMSIG(os.waitpid(child, 0)[1])

@@ -11,16 +11,16 @@ import torch
 
 from fleetx.auto.candidate import DENSE, REDUCERS, Candidate, every
 from fleetx.auto.cost import Gradients, Reducer, Rung
-from fleetx.auto.exchanges import gradients_of
 from fleetx.auto.explain import rejected
 from fleetx.auto.fixed import NOTHING, Fixed
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast
-from fleetx.auto.own_recompute import computed_again
 from fleetx.auto.plan import Plan, Row, differences, from_json, to_json
+from fleetx.auto.probe import computed_again
 from fleetx.auto.request import Asked
+from fleetx.auto.run_measurements import gradients_of
 from fleetx.auto.what_if import Question, candidate_of, curves, same_plan, what_if
-from fleetx.cli.plan_text import how_to_use
+from fleetx.cli.planning import how_to_use
 from fleetx.engine.slots import Risk
 from fleetx.errors import ConfigError
 from fleetx.recompute.profile import Element, Profile, Way

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from fleetx.auto.candidate import REDUCERS, RISKS, Candidate, allows, at_once, batches_of, every
 from fleetx.auto.cost import Gradients, Reducer, Rung
-from fleetx.auto.exchanges import gradients_of
 from fleetx.auto.explain import rejected
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
 from fleetx.auto.plan import Plan, Row, differences, from_json, load, to_json
 from fleetx.auto.probe import ladder_of, on_line
 from fleetx.auto.request import least_share
+from fleetx.auto.run_measurements import gradients_of
 from fleetx.dist.wire_cost import Link
 from fleetx.engine.build import check_parts
 from fleetx.engine.slots import Risk

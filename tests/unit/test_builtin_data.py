@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from fleetx.data.draws import uniforms
-from fleetx.data.images.arrays import ArrayImages, crops, resized
-from fleetx.data.images.builtin import FASHION_MNIST, builtin_images, digits, fashion_mnist
-from fleetx.data.images.idx import read_idx
+from fleetx.data.images.builtin import FASHION_MNIST, ArrayImages, builtin_images, crops, digits, fashion_mnist, read_idx, resized
 from fleetx.data.loader import Loader
 from fleetx.errors import ConfigError, DataError
 

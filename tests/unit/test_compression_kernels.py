@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import kernel_interpreter
 from fleetx.engine.bucket import Bucket
+from fleetx.reduce.compressor import pieces_of
 from fleetx.reduce.entry_list import ListedRows, Row, Rule
-from fleetx.reduce.piece import pieces_of
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -11,11 +11,10 @@ import pytest
 
 from fleetx.doctor import hardware, network, software, variables
 from fleetx.doctor import text as doctor_text
-from fleetx.doctor.checks import judged
+from fleetx.doctor.examine import judged
 from fleetx.doctor.exchanging import check_tables, check_trial, choose
 from fleetx.doctor.facts import Backends, Devices, Facts, Gpu, Limits, Network, Package, Peer, Software
-from fleetx.doctor.finding import Finding, count, note, ok, problem
-from fleetx.doctor.tables import Row, Table, bus_rate, from_json
+from fleetx.doctor.finding import Finding, Row, Table, bus_rate, count, from_json, note, ok, problem
 from fleetx.doctor.trial import Trial, environment
 
 GIB = 1 << 30

@@ -7,9 +7,8 @@ import tarfile
 
 import pytest
 
-from fleetx.data.images.files import FolderFiles, open_folder, open_tar, read_regular_file
+from fleetx.data.images.files import Archive, FolderFiles, open_folder, open_tar, read_regular_file
 from fleetx.data.images.image_list import parse_image_list
-from fleetx.data.images.tar_file import Archive
 from fleetx.errors import DataError
 from limits import within
 

@@ -26,7 +26,7 @@ BOTH, WEIGHTS, GRADIENTS = {"weights", "gradients"}, {"weights"}, {"gradients"}
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> list[set[str]]:
     """What each launch of `lars_measure` reads."""
-    from fleetx.optim.kernels import launches as module
+    from fleetx.optim.kernels import fused as module
 
     launches: list[set[str]] = []
     launch = module.launch

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from fleetx.optim.kernels import common
 from fleetx.optim.kernels.order import MOST_GROUPS, Item, Kind, Work, chunks_of, work_items
-from fleetx.optim.kernels.plan import COLUMN, Plan, Tensors, Tuning
-from fleetx.optim.kernels.table import Table
+from fleetx.optim.kernels.plan import COLUMN, Plan, Table, Tensors, Tuning
 
 CPU = torch.device("cpu")
 TENSOR = st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 3))

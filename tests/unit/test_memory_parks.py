@@ -10,10 +10,9 @@ from fractions import Fraction
 
 import pytest
 
-from fleetx.recompute.agreed_profile import from_plain, joined, to_plain
 from fleetx.recompute.batches import Growth
-from fleetx.recompute.picture import moments
-from fleetx.recompute.profile import Element, Profile, Way, host_bytes, peak_bytes
+from fleetx.recompute.plan import moments
+from fleetx.recompute.profile import Element, Profile, Way, from_plain, host_bytes, joined, peak_bytes, to_plain
 from fleetx.recompute.solve import Solution, cheapest, smallest_budget
 from limits import within
 

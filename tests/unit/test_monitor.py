@@ -20,8 +20,7 @@ from fleetx.dist.heartbeat import Phase
 from fleetx.engine import registry
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.monitor import monitor as monitors
-from fleetx.monitor.environment import command_of
-from fleetx.monitor.folder import Folder, last_record
+from fleetx.monitor.folder import Folder, command_of, last_record
 from fleetx.monitor.split import MOST_EVENTS, PARTS, DeviceStopwatch
 from models import batch, mlp
 from monitor_runs import environment, pair, records, summary, train
@@ -502,7 +501,7 @@ def test_a_terminal_that_does_not_know_its_width_gets_one(
     import struct
     import termios
 
-    from fleetx.monitor.screen import columns_of
+    from fleetx.monitor.line import columns_of
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))

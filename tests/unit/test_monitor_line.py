@@ -7,9 +7,9 @@ import pytest
 from fleetx.engine.report import Report
 from fleetx.monitor.line import Standing, bytes_text, duration_text, last_line, line, number_text, percent
 from fleetx.monitor.ranks import slowest, told
+from fleetx.monitor.record import Tally
 from fleetx.monitor.sinks import scalars_of
 from fleetx.monitor.split import no_time
-from fleetx.monitor.tally import Tally
 
 
 def test_a_line_tells_what_is_known_in_a_fixed_order() -> None:

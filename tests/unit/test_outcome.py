@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from fleetx.launch.oom import count_kills, counter_files, parse_kills
 from fleetx.launch.outcome import (
     Failure,
     Outcome,
     Scene,
     by_blame,
+    count_kills,
+    counter_files,
     describe_exit,
     explain_signal,
     failure_box,
     join_ranks,
+    parse_kills,
     stop_line,
 )
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fleetx.engine.checks.shuffled_loaders import Opaque, advice_on, fingerprint, shuffled_loaders
+from fleetx.engine.checks.first_batch import Opaque, advice_on, fingerprint, shuffled_loaders
 
 DATA = TensorDataset(torch.arange(40.0))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetx.data.draws import random_words, uniforms
-from fleetx.data.text.masking import choose, how_many, mask_tokens
+from fleetx.data.text.text_source import choose, how_many, mask_tokens
 
 MASK_ID = 4
 ORDINARY = np.arange(5, 105)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fleetx.data.text.batch_plan import padded_width, plan_batches
 from fleetx.data.text.pairs import DocumentPairs, cut_documents
+from fleetx.data.text.text_source import padded_width, plan_batches
 from fleetx.errors import DataError
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fleetx.data.loader import Loader
-from fleetx.data.text.from_paths import text_source
-from fleetx.data.text.stdlib_corpus import is_test_file, stdlib_files
+from fleetx.data.text.from_paths import is_test_file, stdlib_files, text_source
 from fleetx.data.text.tensors import compact, widened
 from fleetx.data.text.text_source import TextSource
 from fleetx.errors import ConfigError, DataError, FleetWarning

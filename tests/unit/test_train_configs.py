@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetx.cli.train_configs import OWN, TrainConfigs, parse_train_configs
-from fleetx.config.flag_values import accepts, scalar
+from fleetx.cli.train_configs import OWN, TrainConfigs, accepts, parse_train_configs, scalar
 from fleetx.config.kinds import Kind
 from fleetx.errors import ConfigError
 from fleetx.strategies import catalogue

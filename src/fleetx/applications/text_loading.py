@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from ..config.kinds import boolean, choice, integer
 from ..data.loader import Loader
+from ..data.text.from_paths import NAME as STDLIB
 from ..data.text.from_paths import text_source
-from ..data.text.stdlib_corpus import NAME as STDLIB
 from ..errors import ConfigError
 from .bert_encoder import BertConfig
 from .loader_options import OF_LOADER, of_loader, refuse_unknown, require_place, taken

@@ -20,7 +20,7 @@ from ..engine.bind import LossFn, bind, give_up, rehearsal_of
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, is_out_of_memory
 from ..engine.optimizer import FleetOptimizer
 from ..errors import ConfigError, DataError, FleetError, FleetWarning, PeerError, first_line
-from ..recompute.growth import rows_in, rows_of
+from ..recompute.batches import rows_in, rows_of
 from ..strategy import DistributedStrategy
 from .fixed import Fixed
 

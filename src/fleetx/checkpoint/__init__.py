@@ -18,8 +18,7 @@ from ..engine.pairs import owner_of
 from ..errors import CheckpointError, ConfigError, warn_user
 from .folder import newest_first, step_of
 from .load import Loaded, find, load_into
-from .model_file import write_model
-from .save import Saving, on_first, write_checkpoint
+from .save import Saving, on_first, write_checkpoint, write_model
 from .snapshot import take_share
 
 __all__ = ["Loaded", "Saving", "load_checkpoint", "save_checkpoint", "save_model"]

@@ -25,9 +25,8 @@ from .encode import Json, decode
 from .manifest import NAME as MANIFEST
 from .manifest import Damaged, Manifest, read_manifest, verify
 from .objects import TRAINING, VALUE, check_all, put_all
-from .rng import restore_random_states, seed_anew
 from .save import share_name
-from .snapshot import RANDOM
+from .snapshot import RANDOM, restore_random_states, seed_anew
 
 NOT_SEEN = "(not seen)"
 

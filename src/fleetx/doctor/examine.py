@@ -6,20 +6,45 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from fleetx.errors import FleetError, first_line
 
-from . import text
-from .checks import judged
+from . import hardware, network, software, text, variables
 from .exchanging import TOPIC, Choice, check_tables, check_trial, choose
 from .facts import Facts
-from .finding import Finding, count, problem
+from .finding import Finding, Table, count, problem
 from .gather import gather
-from .tables import Table
 from .trial import run_trial
+
+# --- All checks of facts, in the order in which they are told ---------------------------------------------------------
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
+    software.check,
+    software.check_triton,
+    software.check_extras,
+    hardware.check_gpus,
+    hardware.check_cpu,
+    hardware.check_memory,
+    hardware.check_backends,
+    network.check_name,
+    network.check_addresses,
+    network.check_peers,
+    hardware.check_shared_memory,
+    hardware.check_limits,
+    hardware.check_log_folder,
+    hardware.check_clock,
+    variables.check,
+)
+
+
+def judged(facts: Facts) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 EXIT_PROBLEMS = 1
 

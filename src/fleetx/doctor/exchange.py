@@ -18,7 +18,7 @@ from fleetx.auto.link import timed
 from fleetx.dist import world
 from fleetx.dist.comm import Comm
 
-from .tables import Row, Table, bus_rate
+from .finding import Row, Table, bus_rate
 
 LONGEST_SECONDS = 4.0
 """For the sizes of one backend: on a slow link the largest are left out."""

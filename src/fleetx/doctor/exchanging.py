@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from .facts import Facts
-from .finding import Finding, note, ok, problem
-from .tables import Table
+from .finding import Finding, Table, note, ok, problem
 from .trial import Trial
 from .variables import BY_LAUNCHER, is_launched
 

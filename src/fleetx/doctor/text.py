@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import fleetx
 
 from .facts import Facts
-from .finding import Finding, count
-from .tables import Table
+from .finding import Finding, Table, count
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

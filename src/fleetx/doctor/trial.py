@@ -17,7 +17,7 @@ from typing import final
 from fleetx.launch.logs import last_lines
 from fleetx.launch.topology import log_path
 
-from .tables import Table, from_json
+from .finding import Table, from_json
 
 STOP_SECONDS = 10.0
 TAIL_LINES = 4

@@ -17,6 +17,7 @@ from .ddp import bare, refuse_unfit, wrapper_of
 from .dry_run import Rehearsal, Sample, own_loss
 from .keep_alive import keep_with, let_go
 from .optimizer import FleetOptimizer
+from .optimizer_hooks import stop_routing
 from .optimizer_swap import give_back, mark_state
 from .other_steps import part_in_step, refuse_past, refuse_unreduced, watch
 from .patching import restore_forwards
@@ -34,7 +35,6 @@ from .placement import (
     warn_of_other_modules,
     warn_of_unowned_gradients,
 )
-from .routing import stop_routing
 from .slots import Part, Site, Slot
 from .step import Pipeline
 

@@ -18,6 +18,29 @@ from torch import Tensor, nn
 from ..errors import ConfigError, did_you_mean
 from .placement import plain_name
 
+# Whether a tensor was written to or replaced since: asked of its version counter, at no cost for the device.
+
+
+class Mark(NamedTuple):
+    tensor: weakref.ref[Tensor]
+    """Not its id: a new tensor may get the id of one that is gone."""
+    version: int
+
+
+def mark_of(tensor: Tensor) -> Mark:
+    return Mark(weakref.ref(tensor), _version(tensor))
+
+
+def is_unchanged(mark: Mark, tensor: Tensor) -> bool:
+    return mark.tensor() is tensor and mark.version == _version(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # those of inference mode cannot be written to elsewhere
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 LARGE_NUMEL = 16384
 """Most buffers above are constants. They do not travel before they are seen to change."""
 

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from ..dist.comm import Comm
 from ..errors import ConfigError, StrategyConflict
 from .buckets import Buckets
-from .checks.alarms import AlarmReader
-from .checks.checks import Checks
+from .checks.checks import AlarmReader, Checks
 from .checks.deferred import Unheard
 from .checks.first_batch import FirstLook
 from .checks.guards import NonFiniteGuard, RankCheck

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ..dist.comm import Comm
 from ..errors import warn_user
-from .buffer_kinds import SortedBuffers, apply_change, average_of_change, buffer_of
+from .buffer_kinds import Mark, SortedBuffers, apply_change, average_of_change, buffer_of, is_unchanged, mark_of
 from .placement import plain_name
-from .version_marks import Mark, is_unchanged, mark_of
 
 
 @final

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from ..errors import ConfigError
 from .grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
 from .keep_alive import KeptPairs
-from .optimizer_hooks import refuse_before_step
+from .optimizer_hooks import refuse_before_step, route
 from .report import Report
-from .routing import route
 from .step import Pipeline
 from .update import Update
 

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,30 @@ from torch.optim import Optimizer
 from ..dist import world
 from ..errors import ConfigError
 from . import reentrant
-from .graph import leaves
+
+# --- Which leaf tensors a loss reaches --------------------------------------------------------------------------------
+
+
+def leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors whose `.grad` a backward of `loss` would write, found by walking its graph."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    found: list[Tensor] = []
+    seen: set[Any] = {loss.grad_fn}
+    stack: list[Any] = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        for successor, _ in node.next_functions:
+            if successor is not None and successor not in seen:
+                seen.add(successor)
+                stack.append(successor)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Pair(Protocol):

@@ -7,11 +7,33 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, final
 
 from torch import nn
 
 from .plain_copy import ABSENT, StandIn, keep_copies_plain
+
+# --- Which patches of a forward this thread is inside of: one that acts on the outermost call alone asks --------------
+
+_who: ContextVar[frozenset[int]] = ContextVar("who", default=frozenset())
+
+
+def inside() -> frozenset[int]:
+    """Ids. Whoever runs a part of a forward later, or in another thread, takes them there."""
+    return _who.get()
+
+
+@contextlib.contextmanager
+def as_inside(who: frozenset[int]) -> Iterator[None]:
+    before = _who.set(who)
+    try:
+        yield
+    finally:
+        _who.reset(before)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 Forward = Callable[..., Any]
 

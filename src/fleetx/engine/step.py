@@ -26,18 +26,16 @@ from . import dry_run_flag, pairs, reentrant
 from .bare_backward import BareBackward
 from .bucket import Bucket
 from .buckets import Buckets
-from .calls import require_loss
 from .checks.checks import Checks
 from .grad_scaler import GradScaling, scaling_of
 from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
 from .rank_status import Row
-from .report import Report, mean_loss
-from .report_builder import Teller
+from .report import Report, Teller, mean_loss
 from .slots import News, Step
 from .stages import Stages
-from .window import Weighing, Window
+from .window import Weighing, Window, require_loss
 
 
 @final

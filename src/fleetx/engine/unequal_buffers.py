@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..dist.comm import Comm
 from ..errors import warn_user
-from .buffer_kinds import SortedBuffers, buffer_of
+from .buffer_kinds import Mark, SortedBuffers, buffer_of, is_unchanged, mark_of
 from .placement import plain_name
-from .version_marks import Mark, is_unchanged, mark_of
 
 
 def is_unequal(now: Tensor, last: Tensor, common: Tensor, size: int) -> Tensor:

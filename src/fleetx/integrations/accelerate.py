@@ -25,11 +25,21 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.dist import world
-from fleetx.engine.graph import leaves
+from fleetx.engine.pairs import leaves
 from fleetx.errors import CheckpointError, ConfigError
 from fleetx.integrations import require_seams
-from fleetx.integrations.accelerate_optimizer import FREED, TAKEN, FleetAcceleratedOptimizer, accelerate, living
-from fleetx.integrations.accelerate_settings import copied, merged, refuse_handlers, with_precision, world_shown
+from fleetx.integrations.accelerate_optimizer import (
+    FREED,
+    TAKEN,
+    FleetAcceleratedOptimizer,
+    accelerate,
+    copied,
+    living,
+    merged,
+    refuse_handlers,
+    with_precision,
+    world_shown,
+)
 from fleetx.integrations.refusals import refuse_plans, refuse_second_clipping
 from fleetx.strategy import DistributedStrategy
 

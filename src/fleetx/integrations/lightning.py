@@ -27,8 +27,8 @@ from fleetx import fleet
 from fleetx.dist import comm as c10d
 from fleetx.dist import world
 from fleetx.engine.bind import LossFn, give_up
-from fleetx.engine.graph import leaves
 from fleetx.engine.optimizer import FleetOptimizer
+from fleetx.engine.pairs import leaves
 from fleetx.engine.placement import broadcast_from_first
 from fleetx.engine.report import Report
 from fleetx.errors import ConfigError

@@ -24,7 +24,7 @@ from fleetx import fleet
 from fleetx.errors import ConfigError
 from fleetx.integrations import imported, require_seams
 from fleetx.integrations.accelerate import Accelerator
-from fleetx.integrations.accelerate_settings import merged
+from fleetx.integrations.accelerate_optimizer import merged
 from fleetx.integrations.refusals import refuse_plans, refuse_second_clipping
 from fleetx.strategy import DistributedStrategy
 

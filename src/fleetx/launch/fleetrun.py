@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from fleetx.errors import ConfigError, FleetError
-from fleetx.launch import console, flags, logs, nodes, oom, outcome, preflight, tables, topology
+from fleetx.launch import console, flags, logs, nodes, outcome, preflight, tables, topology
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_INPUT, EXIT_CTRL_C = 1, 2, 66, 130
 EARLY_EXITS = {signal.SIGINT: EXIT_CTRL_C, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: 143}
@@ -136,7 +136,7 @@ class Console:
             log_tail=stack or tail,
             is_stack=bool(stack),
             device=plan.devices[blamed.rank - self.first_rank],
-            oom_kills_after=oom.count_kills(),
+            oom_kills_after=outcome.count_kills(),
         )
 
 
@@ -172,7 +172,7 @@ def supervised(plan: topology.Plan) -> int:
 
     terminal = own_terminal() if console.shows_rank_0_bare(plan) else None
     shown = Console(plan, is_shared=terminal is not None)
-    oom_kills = oom.count_kills()
+    oom_kills = outcome.count_kills()
     console_seconds: float | None = STOPPED_CONSOLE_SECONDS
     try:
         ended = supervise.run_workers(plan, terminal=terminal, announce=shown.announce, notice=notice)

@@ -38,11 +38,10 @@ from fleetx.launch.elastic import (
     without_handlers,
 )
 from fleetx.launch.guardian import RUN_ID, kill_run
-from fleetx.launch.node_status import Standing
 from fleetx.launch.outcome import Failure, Outcome
 from fleetx.launch.processes import Guardian, Workers, guarded
 from fleetx.launch.records import Autopsy, Records
-from fleetx.launch.rendezvous import FreshRendezvous, listen_on, own_interfaces, socket_variables
+from fleetx.launch.rendezvous import FreshRendezvous, Standing, listen_on, own_interfaces, socket_variables
 from fleetx.launch.signals import Signals
 from fleetx.launch.topology import Plan, log_path, shim_arguments, worker_environment
 from fleetx.launch.worker import LAUNCHER_PID

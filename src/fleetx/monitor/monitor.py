@@ -30,16 +30,13 @@ from ..engine.report import Report
 from ..errors import ConfigError
 from . import checked, forwards
 from .async_values import Awaited
-from .environment import start_of_run
-from .folder import Folder, OwnLog
-from .line import Standing, last_line, line
+from .folder import Folder, OwnLog, start_of_run
+from .line import Standing, last_line, line, screen
 from .memory_curve import AT_UPDATE, MemoryCurve, memory_peak
 from .ranks import ByRank, Ranks, slowest
-from .record import Record
-from .screen import screen
+from .record import Record, Tally, Window, joined
 from .sinks import Sink, Sinks, TensorBoard, has_tensorboard
 from .split import Split, added, no_time, stopwatch
-from .tally import Tally, Window, joined
 
 FULL_SECONDS = 2.0
 """Between two records with what is long: trust ratios."""

@@ -20,8 +20,8 @@ from ..errors import ConfigError
 from . import cpu
 from .layerwise import Layerwise
 from .lists import Norm, norms, scaled_rates, subtract
+from .options import Default
 from .param_groups import DEFAULT_EXCLUSIONS, Flags
-from .spellings import Default
 from .work import Work, as_number
 
 

@@ -20,8 +20,8 @@ from ..config.kinds import boolean, number
 from . import cpu
 from .layerwise import Layerwise
 from .lists import Norm, Numbers, norms, scaled_rates
+from .options import Default
 from .param_groups import DEFAULT_EXCLUSIONS
-from .spellings import Default
 from .work import Work, as_number
 
 

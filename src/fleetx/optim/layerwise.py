@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from ..config.kinds import boolean, names, number
 from ..engine.update import Update, load_in_place
 from ..errors import ConfigError
-from .group_checks import refuse_near_misses, refuse_no_rate, refuse_without_effect, refuse_without_kernels
+from .options import (
+    Default,
+    in_our_words,
+    refuse_arguments,
+    refuse_near_misses,
+    refuse_no_rate,
+    refuse_without_effect,
+    refuse_without_kernels,
+)
 from .param_groups import (
     FROZEN,
     Flags,
@@ -33,7 +41,6 @@ from .param_groups import (
     require_own_model,
     require_words_mean_something,
 )
-from .spellings import Default, in_our_words, refuse_arguments
 from .trust_ratios import TrustRatios
 from .work import NARROW, Work, gather, write_back
 

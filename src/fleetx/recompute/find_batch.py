@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample
 from ..errors import ConfigError
-from .batches import largest_that, merged, sizes_to_try
-from .growth import Units, measured_growth, rows_in
+from .batches import Units, largest_that, measured_growth, merged, rows_in, sizes_to_try
 from .host_memory import mover_for, warn_of_no_offload
 from .plan import ALLOWANCE, shown
 from .planner import Planner

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..engine.trees import map_leaves, tensors_in
 from .host_memory import Mover, Pool
 from .memory_probe import storage_of
-from .remembered import Remembered
+from .segments import Remembered
 
 
 def can_be_parked(tensor: Tensor) -> bool:

@@ -16,13 +16,12 @@ from torch import nn
 from ..engine.dry_run import Rehearsal, Sample
 from ..engine.patching import patch_forward, patched
 from ..errors import ConfigError, RecomputeError
-from .agreed_profile import from_plain, joined, to_plain
 from .host_memory import Mover
 from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
 from .memory_probe import Gauge, gauge_for
 from .offload import Parking
 from .offloadable import parking_places, with_parking
-from .profile import Profile
+from .profile import Profile, from_plain, joined, to_plain
 from .replay import Replay
 from .rows import good_units, lingering, outlasting, pieces
 from .slices import cut_sequentials

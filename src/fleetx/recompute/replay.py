@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError as MetadataMismatch
 from torch.utils.checkpoint import checkpoint
 
-from ..engine.active_patches import as_inside, inside
+from ..engine.patching import as_inside, inside
 from ..engine.random_states import Source, States, held_sources, kept, set_back, torch_sources
 from ..engine.trees import tensors_in
 from ..errors import RecomputeError, first_line

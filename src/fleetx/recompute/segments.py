@@ -10,14 +10,26 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..engine.trees import map_leaves, tensors_in
-from .remembered import Remembered
+
+# What segments and host memory need to know of a unit's call: what it was given, so that something else can stand for it.
+
+
+class Remembered(Protocol):
+    """A call of a unit."""
+
+    arguments: Any
+    unchanging: list[Tensor]
+    versions: list[int]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @final

@@ -20,10 +20,9 @@ from ..engine.norms import joined, norms_of
 from ..engine.slots import Site, Step
 from ..engine.triton_support import has_triton, runs_here
 from ..errors import ConfigError
-from .compressor import Compressor
+from .compressor import Compressor, Piece
 from .dgc_sgd import SGDHandedOver
 from .entry_list import ListedRows, Row, Rule
-from .piece import Piece
 
 if TYPE_CHECKING:
     from ..engine.buckets import Buckets

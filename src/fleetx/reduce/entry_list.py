@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine.bucket import Bucket
-from .piece import Piece
+from .compressor import Piece
 from .top_k import STRETCH, largest
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from ..engine.bucket import wide_type
 from ..engine.slots import Site, Step
 from ..errors import CheckpointError
-from .compressor import Compressor, sum_together
-from .piece import Piece
+from .compressor import Compressor, Piece, sum_together
 
 SEED = 1905_13727
 """Of the first right factors: the same on all ranks, and nothing of the user's random numbers is used up."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.kinds import boolean, choice, integer, key, names, number, optional
-from ..engine.active_patches import as_inside, inside
-from ..engine.patching import patch_forward
+from ..engine.patching import as_inside, inside, patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..engine.trees import map_tensors
 from ..errors import ConfigError, did_you_mean, warn_user

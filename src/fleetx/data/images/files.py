@@ -7,15 +7,181 @@ lead to must be a regular file. The list itself can only name what lies below th
 from __future__ import annotations
 
 import os
+import posixpath
 import stat
-from collections.abc import Callable
-from typing import Protocol
+import tarfile
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Protocol, cast
 
 import numpy as np
 
 from ...errors import DataError
 from .image_list import MAX_LIST_BYTES, ImageList, quoted
-from .tar_file import Archive, Member
+
+# Files inside an uncompressed `.tar`, read in place: headers are indexed once, then each read is one `pread` at an offset.
+# `pread` has no position of its own, so that forked readers share one descriptor without a lock. Nothing is ever unpacked.
+# An archive is not trusted: only plain files are read, and of two members of one name the last counts, as when unpacking.
+
+_PACKED = {
+    b"\x1f\x8b": "gunzip -k",
+    b"BZh": "bunzip2 -k",
+    b"\xfd7zXZ\x00": "unxz -k",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+}
+_MAX_HEADER_BYTES = 2**20  # all headers of one member: tarfile takes long names and maps of holes into memory
+_MAX_GLOBAL_KEYS = 100  # tarfile copies them for every member: with a million that takes days
+_BLOCK_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where a member's bytes lie; `refused` says why they are never read, if so."""
+
+    offset: int
+    size: int
+    refused: str = ""
+
+
+class Archive:
+    """An open archive and the index of its names, each without a leading `./`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.bytes = ArchiveBytes(path)
+        self.members = _index(self.bytes)
+
+    def read(self, name: bytes) -> bytes:
+        """The bytes of a member that is a list; a `DataError` names the archive and the member."""
+        member = self.members.get(name, Member(0, 0, "no such member"))
+        try:
+            if member.size > MAX_LIST_BYTES:
+                raise DataError(f"{member.size} bytes, and a list may have {MAX_LIST_BYTES}")
+            return self.bytes.read(member)
+        except DataError as error:
+            raise DataError(f"{self.path}: {quoted(name)}: {error}") from None
+
+
+class ArchiveBytes:
+    """The open file. Readers keep this and not the index, which is large."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            # O_NONBLOCK: opening a FIFO would otherwise wait for ever for somebody to write to it.
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; expected a folder or an uncompressed .tar") from None
+        weakref.finalize(self, os.close, self.descriptor)
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path} is not a regular file; expected a folder or an uncompressed .tar")
+        self.size = status.st_size
+
+    def __reduce__(self) -> tuple[type[ArchiveBytes], tuple[str]]:
+        """A copy opens the file itself: a descriptor's number means another file elsewhere, or when the original is closed."""
+        return ArchiveBytes, (self.path,)
+
+    def read(self, member: Member) -> bytes:
+        """A member's bytes; a `DataError` with the reason alone where they cannot be read."""
+        if member.refused:
+            raise DataError(member.refused)
+        data = b""
+        while len(data) < member.size:
+            try:
+                part = os.pread(self.descriptor, member.size - len(data), member.offset + len(data))
+            except OSError as error:
+                raise DataError(f"{self.path}: {error.strerror}") from None
+            if not part:
+                raise DataError(f"{self.path} now ends in the middle of this member")
+            data = data + part if data else part
+        return data
+
+
+def _index(file: ArchiveBytes) -> dict[bytes, Member]:
+    _refuse_packed(file)
+    try:
+        source = _Headers(file)
+        with tarfile.TarFile(fileobj=cast(IO[bytes], source), encoding="utf-8", errors="surrogateescape") as archive:
+            members = dict(_headers(archive, file, source))
+            _refuse_early_end(archive.offset, file)
+            return members
+    except DataError:
+        raise
+    except Exception as error:  # hostile headers make tarfile raise nearly anything
+        raise DataError(f"{file.path} is not a complete, uncompressed .tar: {error or type(error).__name__}") from None
+
+
+def _headers(archive: tarfile.TarFile, file: ArchiveBytes, source: _Headers) -> Iterator[tuple[bytes, Member]]:
+    last = 0
+    while (info := archive.next()) is not None:
+        if archive.offset <= last:  # a negative size: following it would never end
+            raise DataError(f"{file.path}: the header at byte {info.offset} leads backwards; the archive is damaged")
+        last = archive.offset
+        source.limit = last + _MAX_HEADER_BYTES
+        if len(archive.pax_headers) > _MAX_GLOBAL_KEYS:
+            raise DataError(f"{file.path}: more than {_MAX_GLOBAL_KEYS} keys in global headers; write it again with `tar`")
+        name, member = _member(info)
+        if not 0 <= member.size <= file.size - member.offset:
+            raise DataError(
+                f"{file.path}: {quoted(name)} claims {member.size} bytes from byte {member.offset} on, but the archive has "
+                f"only {file.size}: it is damaged or was not copied whole; copy it again"
+            )
+        yield name, member
+        archive.members.clear()  # type: ignore[attr-defined]  # it keeps a kilobyte for each: a million would be a gigabyte
+
+
+def _refuse_packed(file: ArchiveBytes) -> None:
+    start = os.pread(file.descriptor, 8, 0)
+    for magic, command in _PACKED.items():
+        if start.startswith(magic):
+            raise DataError(f"{file.path} is compressed, and files in it cannot be read in place; run `{command} {file.path}`")
+
+
+def _refuse_early_end(offset: int, file: ArchiveBytes) -> None:
+    # tarfile takes a damaged header for the end of the archive; the true end is a block of zeros, or of the file.
+    if any(os.pread(file.descriptor, _BLOCK_BYTES, offset)):
+        raise DataError(f"{file.path}: the header at byte {offset} is damaged; copy the archive again")
+
+
+def _member(info: tarfile.TarInfo) -> tuple[bytes, Member]:
+    name = info.name.encode("utf-8", "surrogateescape")
+    if b".." not in name and (b"./" in name or b"//" in name):
+        name = posixpath.normpath(name)
+    if info.isreg() and not info.issparse():
+        return name, Member(info.offset_data, info.size)
+    kinds = {"folder": info.isdir(), "link": info.issym() or info.islnk(), "sparse file": info.issparse()}
+    kind = next((kind for kind, is_one in kinds.items() if is_one), "device or other special member")
+    return name, Member(0, 0, f"a {kind} in the archive, and only plain files are read from one")
+
+
+class _Headers:
+    """The archive as tarfile reads it, header by header: none may be large or of unknown length, whatever it claims."""
+
+    mode, name = "rb", ""
+
+    def __init__(self, file: ArchiveBytes) -> None:
+        self._descriptor, self._position = file.descriptor, 0
+        self.limit = _MAX_HEADER_BYTES
+        """Where the headers now read must end."""
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> int:
+        self._position = position
+        return position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= self.limit - self._position:
+            raise tarfile.ReadError(f"headers of more than {_MAX_HEADER_BYTES} bytes for one member, at byte {self._position}")
+        data = os.pread(self._descriptor, size, self._position)
+        self._position += len(data)
+        return data
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 MAX_FILE_BYTES = 64 * 2**20
 _LOOKED_AT = 100

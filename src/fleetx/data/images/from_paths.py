@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from ...config.kinds import choice
 from ...errors import ConfigError, DataError
-from .files import open_folder, open_tar, read_list_file
+from .files import Archive, open_folder, open_tar, read_list_file
 from .image_list import parse_image_list
 from .list_source import ImageListSource
-from .tar_file import Archive
 
 Split: TypeAlias = Literal["train", "val", "test"]
 

@@ -21,11 +21,21 @@ from ...errors import DataError
 from ..draws import uniforms
 from ..packing import ALIGNMENT, empty_to_send
 from ..source import Indices
-from .augment import CROP_DRAWS, Pixels, central_box, evaluation_box, padded_crop_offset, resized_crop_box, shift_into
+from .augment import (
+    CROP_DRAWS,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Normaliser,
+    Pixels,
+    central_box,
+    evaluation_box,
+    padded_crop_offset,
+    resized_crop_box,
+    shift_into,
+)
 from .decode import MAX_PIXELS, open_image, scaled, whole
 from .files import ImageFiles
 from .image_list import ImageList
-from .normalise import IMAGENET_MEAN, IMAGENET_STD, Normaliser
 
 OnBadSample: TypeAlias = Literal["raise", "skip"]
 Batch: TypeAlias = tuple[Tensor, Tensor]

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import DataError
-from .files import TextFile, require_unchanged
-from .lines import line_blocks
+from .files import TextFile, line_blocks, require_unchanged
 from .token_cache import ArrayWriter
 from .vocabulary import Vocabulary
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,48 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, DataError, did_you_mean, warn_user
-from . import stdlib_corpus
 from .digital import write_lines
-from .files import Kind, TextFile, find_files, is_digital
+from .files import Kind, TextFile, find_files, is_digital, text_file
 from .pairs import DocumentPairs, LinePairs, Pairs
 from .raw_text import SAMPLE_BYTES, sample_texts, write_documents
 from .text_source import TextSource
 from .token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from .vocabulary import Vocabulary, import_tokenizers, read_vocabulary, text_vocabulary, train_vocabulary
+
+# --- The Python standard library's own sources as a text corpus: real text that every machine has ---------------------
+
+NAME = "stdlib"
+_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
+_TEST_SHARE = 10  # one file in ten
+
+
+def is_test_file(name: str) -> bool:
+    """The split: by the file's name, so that it stays when files come or go."""
+    return hashlib.sha256(name.encode()).digest()[0] % _TEST_SHARE == 0
+
+
+def stdlib_files(*, train: bool, max_bytes: int | None = None) -> list[TextFile]:
+    """Sources of the running Python, sorted; of the whole corpus at most `max_bytes`, chosen by the hash of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    chosen, used = [], 0
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        file = text_file(root / name, f"{NAME}/{name}")
+        if file.size == 0 or is_test_file(name) == train:
+            continue
+        if max_bytes is not None and used + file.size > max_bytes:
+            continue
+        chosen.append(file)
+        used += file.size
+    if not chosen:
+        raise DataError(f"{root}: no sources of the standard library here. Give the folder of a text corpus instead.")
+    return sorted(chosen, key=lambda file: file.name)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 FORMAT = 2  # of the cached arrays: raise it when they, or what is made into them, change
 MOST_UNKNOWN = 0.2
@@ -52,9 +88,9 @@ def text_source(
     folder, name = cache_folder(cache_dir), str(data_dir)
     vocabulary_file = None if vocab_path is None else Path(vocab_path)
     vocabulary = None if vocabulary_file is None else read_vocabulary(vocabulary_file)
-    if data_dir == stdlib_corpus.NAME:  # a folder of that name is written "./stdlib"
-        files = stdlib_corpus.stdlib_files(train=train, max_bytes=stdlib_bytes)
-        digital, teaching = False, files if train else stdlib_corpus.stdlib_files(train=True, max_bytes=stdlib_bytes)
+    if data_dir == NAME:  # a folder of that name is written "./stdlib"
+        files = stdlib_files(train=train, max_bytes=stdlib_bytes)
+        digital, teaching = False, files if train else stdlib_files(train=True, max_bytes=stdlib_bytes)
     else:
         if stdlib_bytes is not None:
             raise ConfigError(f'stdlib_bytes = {stdlib_bytes} limits the corpus "stdlib"; {name} is another. Leave it out.')

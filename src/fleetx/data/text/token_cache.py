@@ -17,9 +17,10 @@ import os
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,8 +28,40 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ...dist.file_lock import LocksMissingError, lock_aloud
 from ...errors import ConfigError, DataError, warn_user
-from .node_lock import node_lock
+
+# --- One process of a node at a time. A lock of the kernel: whoever dies holding it lets it go ------------------------
+
+_FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
+
+
+@contextlib.contextmanager
+def node_lock(path: Path, *, waiting_for: str) -> Iterator[None]:
+    """Hold the lock; say on stderr what is waited for when that takes more than a moment."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:  # made by another user, perhaps, or a link that leads who knows where
+        raise DataError(f"{path} cannot be opened to lock it ({error.strerror}). Pass another cache_dir=FOLDER.") from None
+    try:
+        _acquire(handle, path, waiting_for)
+        yield
+    finally:
+        os.close(handle)  # lets go
+
+
+def _acquire(handle: int, path: Path, waiting_for: str) -> None:
+    def say(waited_s: float) -> None:
+        print(f"fleetx: waiting for {waiting_for}, prepared by another process ({waited_s:.0f} s so far).", file=sys.stderr)
+
+    try:
+        lock_aloud(handle, say, first_word_s=_FIRST_WORD_S, next_word_s=_NEXT_WORD_S)
+    except LocksMissingError as error:
+        # Without locks several may build the same: slower, and still right, since each renames a whole folder.
+        warn_user(f"{path.parent} is on a file system without locks ({error.strerror}).")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, DataError
-from .lines import line_blocks
+from .files import line_blocks
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MOST_CHARACTERS = 1000  # rarer ones become [UNK], as in BERT

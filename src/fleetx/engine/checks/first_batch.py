@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
+import itertools
 import sys
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from types import FrameType
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ...dist.comm import Comm
 from ...errors import ConfigError, warn_user
 from .. import dry_run_flag
 from ..plain_copy import keep_copies_plain, left_out
-from .shuffled_loaders import advice_on, shuffled_loaders
 
 COMPILE_FIRST = (
     "the model was compiled after fleet.distribute(...). Compile first: "
@@ -128,3 +133,172 @@ def _called_from_compiled(model: nn.Module) -> bool:
             return frame.f_locals["self"]._orig_mod is model
         frame = frame.f_back
     return False
+
+
+# Does every rank draw from all of the data? Looks for DataLoaders under way that shuffle, and have no sampler that shares out.
+# DataLoader(data, 32, shuffle=True)                      rank 0 and rank 1 each shuffle all of it: an epoch is twice as long
+# DataLoader(data, 32, sampler=fleet.sampler(data))       each has its half
+#
+# Each rank describes by a fingerprint what its loaders draw from. Equal ones on all ranks, in different orders, are a mistake.
+# A dataset that the script has shared out itself has another fingerprint on each rank. Ranks that draw in the same order share
+# the
+# batches out later, or get the warning about the same first batch.
+
+ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
+SHUFFLES = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""By exact type: a subclass may share out by itself."""
+ITEMS, VALUES, CHARACTERS = 16, 64, 200
+"""Of a container so many items are looked at, of a row so many values, of a text so many characters: a look at a large dataset
+must take milliseconds."""
+DEPTH, LIMIT = 5, 20_000
+"""So deep, and at so many things in all."""
+
+
+class Opaque(Exception):
+    """A dataset keeps its samples where they cannot be looked at, so that nothing can be said of it."""
+
+
+def shuffled_loaders(size: int) -> list[dict[str, Any]]:
+    """Describe the loaders of this process that are being read and shuffle all they have, for a comparison of `size` ranks."""
+    described = []
+    for iterator in _iterators():
+        try:
+            sampler = _sampler_of(iterator)
+            if sampler is None or not _draws_all(sampler, iterator._dataset, size):
+                continue
+            described.append(
+                {
+                    "data": [type(sampler).__name__, _drawn_by(sampler), fingerprint(iterator._dataset)],
+                    "order": str(iterator._base_seed),
+                    "samples": len(sampler),
+                    "sampler": type(sampler).__name__,
+                    "replacement": bool(getattr(sampler, "replacement", False)),
+                }
+            )
+        except Exception:  # attributes of a user's dataset may raise anything; a look must not end the training
+            continue
+    return described
+
+
+def advice_on(ranks: Sequence[Sequence[dict[str, Any]]]) -> str | None:
+    """Say what to write where each rank shuffles the same data in an order of its own; None where none do."""
+    for mine in ranks[0]:
+        alike = [[other for other in loaders if other["data"] == mine["data"]] for loaders in ranks]
+        if all(alike) and len({loaders[0]["order"] for loaders in alike}) > 1:
+            return _advice(mine, size=len(ranks))
+    return None
+
+
+def _advice(loader: dict[str, Any], *, size: int) -> str:
+    if loader["sampler"] == "WeightedRandomSampler":
+        write = "WeightedRandomSampler(weights, num_samples // fleet.worker_num())"
+    elif loader["sampler"] == "RandomSampler" and loader.get("replacement"):
+        write = "RandomSampler(data, replacement=True, num_samples=num_samples // fleet.worker_num())"
+    elif loader["sampler"] == "SubsetRandomSampler":
+        write = "DataLoader(Subset(data, indices), batch_size, sampler=fleet.sampler(len(indices)))"
+    else:
+        write = "DataLoader(data, batch_size, sampler=fleet.sampler(data))"
+    if loader.get("replacement"):
+        return (
+            f"each of the {size} ranks draws {loader['samples']} samples by itself ({loader['sampler']}), so that an epoch is "
+            f"{size} times as long. Give each rank its share: {write}."
+        )
+    return (
+        f"each of the {size} ranks shuffles all {loader['samples']} samples by itself ({loader['sampler']}), so that an epoch "
+        f"reads every sample {size} times. Give each rank its share: {write}."
+    )
+
+
+def _iterators() -> Iterator[Any]:
+    """List the iterators of torch's DataLoaders that have handed out a batch and are not exhausted."""
+    dataloader = sys.modules["torch.utils.data.dataloader"]
+    kinds = {getattr(dataloader, name) for name in ITERATORS}
+    for one in [one for one in gc.get_objects() if type(one) in kinds]:
+        if one._num_yielded > 0 and getattr(one, "_tasks_outstanding", 1) > 0:
+            yield one
+
+
+def _sampler_of(iterator: Any) -> Any:
+    sampler = iterator._index_sampler
+    if type(sampler) is BatchSampler:  # a subclass of it may share batches out, as Accelerate's does
+        sampler = sampler.sampler
+    return sampler if type(sampler) in SHUFFLES else None
+
+
+def _draws_all(sampler: Any, dataset: Any, size: int) -> bool:
+    """Return whether it draws more than one rank's part: a script may have written `num_samples=len(data) // size`.
+
+    More draws with replacement than there are samples are no epoch, and nothing is read twice that should be read once."""
+    if getattr(sampler, "replacement", False) and len(sampler) > len(dataset):
+        return False
+    return type(sampler) is SubsetRandomSampler or len(sampler) * size > len(dataset) + size
+
+
+def _drawn_by(sampler: Any) -> str:
+    return fingerprint([getattr(sampler, name, None) for name in ("indices", "weights")])
+
+
+def fingerprint(dataset: Any) -> str:
+    """Make one of what can be seen of a dataset without reading a sample through it; raise Opaque where that is too little."""
+    look = _Look()
+    look.at(len(dataset), DEPTH)
+    look.at(dataset, DEPTH)
+    return look.hasher.hexdigest()[:16]
+
+
+class _Look:
+    """Goes through the attributes and items of a value, some of each, and puts them into a hash."""
+
+    def __init__(self) -> None:
+        self.hasher = hashlib.sha256()
+        self._things = 0
+
+    def at(self, value: Any, depth: int) -> None:
+        self._things += 1
+        if depth < 0 or self._things > LIMIT:
+            raise Opaque("there is too much to look at")
+        self._put(type(value).__qualname__)
+        if isinstance(value, (str, bytes)):
+            self._put(len(value), value[:CHARACTERS])
+        elif value is None or isinstance(value, (bool, int, float, PurePath, range, np.generic)):
+            self._put(value)
+        elif isinstance(value, (Tensor, np.ndarray)):
+            self._at_array(value, depth)
+        elif isinstance(value, (list, tuple, dict)):
+            self._put(len(value))
+            for item in itertools.islice(value.items(), ITEMS) if isinstance(value, dict) else _some(value):
+                self.at(item, depth - 1)
+        elif isinstance(value, (set, frozenset)) or (callable(value) and depth < DEPTH):
+            pass  # no samples are kept there: names of classes, transforms, tokenizers
+        elif hasattr(value, "__dict__"):
+            self._inside(value, depth)
+        elif hasattr(value, "__len__"):
+            raise Opaque(type(value).__qualname__)
+
+    def _inside(self, value: Any, depth: int) -> None:
+        known = getattr(value, "_fingerprint", None)
+        if isinstance(known, str):  # of Hugging Face's datasets: another one for each shard
+            return self._put(known)
+        for name, attribute in vars(value).items():
+            self._put(name)
+            self.at(attribute, depth - 1)
+        return None
+
+    def _at_array(self, array: Any, depth: int) -> None:
+        self._put(tuple(array.shape), str(array.dtype))
+        for row in _some(array) if array.ndim > 0 else [array]:
+            flat = row.detach().reshape(-1) if isinstance(row, Tensor) else np.asarray(row).reshape(-1)
+            values = flat[:: max(1, len(flat) // VALUES)].tolist()
+            if array.dtype == object:
+                self.at(values, depth - 1)
+            else:
+                self._put(values)
+
+    def _put(self, *values: Any) -> None:
+        self.hasher.update(repr(values).encode())
+
+
+def _some(items: Any) -> list[Any]:
+    """At most ITEMS of them, from the first to the last."""
+    places = {round(at) for at in np.linspace(0, len(items) - 1, ITEMS)} if len(items) else set()
+    return [items[at] for at in sorted(places)]
