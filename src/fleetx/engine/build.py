@@ -16,8 +16,9 @@ from ..errors import ConfigError, StrategyConflict
 from .buckets import Buckets
 from .checks.checks import AlarmReader, Checks
 from .checks.deferred import Unheard
+from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
-from .checks.guards import NonFiniteGuard, RankCheck
+from .checks.nonfinite import NonFiniteGuard
 from .checks.unused import UnusedCheck
 from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
 from .dense import DenseAllReduce
@@ -25,8 +26,7 @@ from .noise_scale import NoiseScaleMeter, require_measurable
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
 from .sidecar import Tail
-from .slots import Merge, Part, Site, Slot, not_available
-from .stages import Stages
+from .slots import Merge, Part, Site, Slot, Stages, not_available
 from .step import Pipeline
 
 if TYPE_CHECKING:
@@ -97,13 +97,15 @@ def compile_strategy(
     require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm, by_ddp=wrapper is not None)
     for part in parts:
         filled.update(part.build(site))
+    reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
     stages = Stages(
         merge=merge,
         backward=filled.get(Slot.BACKWARD, PlainBackward()),
-        reduce=filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm)),
+        reduce=reduce,
         clip=filled.get(Slot.CLIP),
         update=filled.get(Slot.UPDATE, optimizer),
         average=filled.get(Slot.AVERAGE),
+        ddp=reduce if isinstance(reduce, ReducedByDDP) else None,
     )
     allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
     flags = len(params) if allowed else 0

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .buckets import Buckets
-from .slots import Slot
-from .stages import Stages
+from .slots import Slot, Stages
 
 
 @final

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..dist.comm import Comm
 from .buckets import Buckets
 from .noise_scale import noise_scale_of
-from .slots import Step
-from .stages import Stages
+from .slots import Stages, Step
 from .window import Window
 
 if TYPE_CHECKING:

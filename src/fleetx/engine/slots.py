@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..dist.comm import Comm, Pending
     from .bucket import Bucket
     from .buckets import Buckets
+    from .ddp import ReducedByDDP
     from .dry_run import Rehearsal
 
 
@@ -201,6 +202,30 @@ class Merge:
 
     micro_steps: int = 1
     mean: bool = True
+
+
+@dataclass(slots=True)
+class Stages:
+    """What fills the slots of a step."""
+
+    merge: Merge
+    backward: Backward
+    reduce: Reduce
+    clip: Clip | None
+    update: Optimizer
+    average: Average | None
+    ddp: ReducedByDDP | None = None
+    """REDUCE, where it is done inside backward by a wrapper of the model's."""
+
+    def after_reduce(self) -> str | None:
+        """The part that acts between the reduced gradients and the next forward, beside the update itself; None: none."""
+        if self.merge.micro_steps > 1:
+            return "gradient_merge"
+        if self.clip is not None:
+            return "clip_norm"
+        if self.backward.checks_finite:
+            return "amp"
+        return None if self.average is None else "localsgd"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,7 @@ from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
 from .rank_status import Row
 from .report import Report, Teller, mean_loss
-from .slots import News, Step
-from .stages import Stages
+from .slots import News, Stages, Step
 from .window import Weighing, Window, require_loss
 
 

@@ -19,8 +19,9 @@ from ..sidecar import ALARMS, Alarms
 from ..slots import Backward
 from ..window import Window
 from .deferred import Unheard
+from .desync import RankCheck
 from .first_batch import FirstLook
-from .guards import NonFiniteGuard, RankCheck
+from .nonfinite import NonFiniteGuard
 from .unused import UnusedCheck
 
 # --- Reading the alarms that travelled with the gradients: at once where that is free, else one update later ----------

@@ -1,110 +1,18 @@
-"""Guards against what plain training never notices: numbers that are not finite, and ranks that have drifted apart.
-
-NonFiniteGuard   one decision on all ranks, before anything was updated: stop with an error, or skip this update
-RankCheck        every so many updates a fingerprint of the model is compared; a difference names rank and tensor
-"""
+"""Compare ranks: every so many updates a fingerprint of the model; a difference names rank and tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, NoReturn, TypeAlias, final
+from collections.abc import Iterable
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ...dist.comm import Comm
 from ...dist.fingerprint import fingerprint
-from ...errors import FleetError, warn_user
+from ...errors import FleetError
 from .. import pairs
-from ..buckets import Buckets
-from ..buffer_kinds import buffer_of, sort_buffers
 from ..sidecar import Alarms, Tail
-
-OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
-
-
-@final
-class NonFiniteGuard:
-    """What happens when a loss or the reduced gradients hold a NaN or an infinity. Every rank has seen the same sums."""
-
-    def __init__(
-        self, mode: OnNanInf, model: nn.Module, buckets: Buckets, comm: Comm, *, may_skip: bool, local: Collection[str] = ()
-    ) -> None:
-        """`local`: names or patterns of buffers that belong to each rank, and are left to it."""
-        self.mode, self._buckets, self._comm = mode, buckets, comm
-        self._warned = False
-        self._owners = sort_buffers(model, local).floats if may_skip else {}
-        self._good = [buffer.clone() for buffer in self._present()]
-        """Floating buffers after the last update: a NaN that passed a BatchNorm is in its statistics, update or not."""
-
-    def _present(self) -> list[Tensor]:
-        return [buffer_of(owner) for owner in self._owners.values()]
-
-    def refuse(self, step: int, losses: list[Tensor]) -> NoReturn:
-        """Every rank is here: the answer came from what all of them reduced."""
-        by_rank = self._comm.gather_json([repr(float(loss)) for loss in losses])
-        bad = [f"{loss} on rank {rank}" for rank, told in enumerate(by_rank) for loss in told if "nan" in loss or "inf" in loss]
-        seen = "all finite" if any(by_rank) else "not seen, after a bare loss.backward()"
-        raise FleetError(
-            f"update {step} was not made: its loss or gradients are not finite. Losses: {', '.join(bad[:8]) or seen}. "
-            f"Gradients: {self.bad_gradients()}. The weights are as before, statistics of norm layers may not be. "
-            'Look at the data and the learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
-        )
-
-    def bad_gradients(self) -> str:
-        """Whose gradients are not finite."""
-        names = [
-            name
-            for bucket in self._buckets
-            for name, view in zip(bucket.names, bucket.views, strict=True)
-            if not bool(view.isfinite().all())
-        ]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{', '.join(names[:3])}{more}" if names else "all finite"
-
-    def note_skip(self, step: int, *, alone: bool) -> None:
-        if self.mode == "skip" and not self._warned and (alone or self._comm.rank == 0):
-            self._warned = True
-            here = f" on rank {self._comm.rank}" if alone else ""
-            warn_user(
-                f"update {step} was skipped{here}: its loss or gradients are not finite. "
-                "Later ones are counted in optimizer.skipped.",
-            )
-
-    @torch.no_grad()
-    def settle_buffers(self, *, finite: bool, alone: bool) -> None:
-        """At an update boundary. Buffers are equal on all ranks by now, or this rank's own, and so is what is put back."""
-        if not self._owners:
-            return
-        buffers = self._present()
-        if not finite:
-            for buffer, good in zip(buffers, self._good, strict=True):
-                if buffer.shape == good.shape and not bool(buffer.isfinite().all()):
-                    buffer.copy_(good)
-            if self._buckets.tail is not None and not alone:
-                self._buckets.tail.renew()
-        self.remember()
-
-    @torch.no_grad()
-    def remember(self) -> None:
-        """What the buffers hold now is good."""
-        if not self._owners:
-            return
-        buffers = self._present()
-        try:
-            torch._foreach_copy_(self._good, buffers)
-        except RuntimeError:  # a module put a buffer of another shape in place
-            self._good = [buffer.clone() for buffer in buffers]
-
-    def good(self) -> dict[str, Tensor] | None:
-        """The floating buffers after the last update; None where no update is ever skipped."""
-        return dict(zip(self._owners, self._good, strict=True)) if self._owners else None
-
-    def resume(self, good: Mapping[str, Tensor] | None) -> None:
-        """Continue from these; None: from what the buffers hold now."""
-        named = zip(self._owners, self._present(), strict=True)
-        self._good = [(good or {}).get(name, buffer).to(buffer).clone() for name, buffer in named]
-
 
 EARLY_LOOKS = (1, 10)
 """Updates after which ranks are compared, besides every `desync_check_steps`-th."""
