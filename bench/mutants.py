@@ -46,8 +46,11 @@ class Area:
 AREAS = {
     "engine": Area(
         (
-            *("pipeline.py", "window.py", "bucket.py", "buckets.py", "tail.py", "norms.py", "scaling.py", "allreduce.py"),
-            *("guards.py", "bare_backward.py", "pairs.py", "checks.py"),
+            *(
+                f"engine/{name}.py"
+                for name in ("step", "window", "bucket", "buckets", "sidecar", "norms", "grad_scaler", "dense")
+            ),
+            *(f"engine/{name}.py" for name in ("checks/nonfinite", "checks/desync", "checks/checks", "bare_backward", "pairs")),
         ),
         (
             *(
@@ -61,14 +64,14 @@ AREAS = {
         ),
     ),
     "reduce": Area(
-        ("compression",),
+        ("reduce",),
         (
             *("tests/unit/test_select.py", "tests/conformance/test_powersgd.py", "tests/conformance/test_dgc.py"),
             *("tests/ranks/test_compression_worlds.py", "tests/ranks/test_compression_resume.py"),
         ),
     ),
     "local_sgd": Area(
-        ("averaging",),
+        ("local_sgd",),
         (
             *("tests/unit/test_averaging.py", "tests/conformance/test_localsgd.py", "tests/conformance/test_localsgd_state.py"),
             *("tests/conformance/test_localsgd_averaged.py", "tests/conformance/test_adaptive_localsgd.py"),
@@ -83,14 +86,14 @@ AREAS = {
         ),
     ),
     "checkpoint": Area(
-        ("checkpoint", "resume.py", "optimizer_state.py"),
+        ("checkpoint", "engine/state.py", "engine/optimizer_state.py"),
         (
             *("tests/unit/test_encode.py", "tests/unit/test_random_states.py", "tests/unit/test_checkpoint_objects.py"),
             *("tests/unit/test_checkpoint_damage.py", "tests/ranks/test_checkpoint_ranks.py"),
         ),
     ),
 }
-LEFT_OUT = ("optim/kernels", "compression/kernels.py")
+LEFT_OUT = ("optim/kernels", "reduce/dgc_triton.py")
 """Triton kernels, which run on GPUs only."""
 
 

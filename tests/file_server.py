@@ -28,6 +28,9 @@ class Server:
     ignores_range: bool = False
     pause_seconds: float = 0.0
     """After each 64 kB: a slow network."""
+    hold_at: int | None = None
+    """An answer stops after so many bytes until `released` is set: a network that stands still."""
+    released: threading.Event = field(default_factory=threading.Event)
 
     def count(self, name: str) -> int:
         return sum(path == f"/{name}" for path, _ in self.requests)
@@ -100,6 +103,8 @@ class Handler(BaseHTTPRequestHandler):
             self.state.bytes_sent[path] = self.state.bytes_sent.get(path, 0) + len(data[at : at + 2**16])
             if self.state.pause_seconds:
                 time.sleep(self.state.pause_seconds)
+            if self.state.hold_at is not None and at + 2**16 >= self.state.hold_at:
+                self.state.released.wait(60)
         return True
 
 
@@ -136,6 +141,7 @@ def serving(wrap: Callable[[socket.socket], socket.socket] | None = None) -> Ite
     try:
         yield state
     finally:
+        state.released.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -141,7 +141,7 @@ def test_when_the_one_that_downloads_fails_all_that_waited_raise_the_same_and_do
 def test_a_killed_download_is_taken_over_by_the_one_that_waits_from_where_it_was(
     server: Server, tmp_path: Path, start: Callable[[str, Path], subprocess.Popen[str]]
 ) -> None:
-    manifest, server.pause_seconds = server.publish(a_bin=DATA), 0.004
+    manifest, server.hold_at = server.publish(a_bin=DATA), 2_000_000
     first = start(manifest, tmp_path)
     wait_until(lambda: size_of(tmp_path / "a.bin.part") > 1_000_000, "the first has begun")
     second = start(manifest, tmp_path)
@@ -149,6 +149,7 @@ def test_a_killed_download_is_taken_over_by_the_one_that_waits_from_where_it_was
     first.send_signal(signal.SIGKILL)
     first.wait(10)
     assert not (tmp_path / "a.bin").exists()
+    server.released.set()
     assert second.communicate(timeout=60)[0] == f"{tmp_path}\n"
     assert snapshot(tmp_path) == {"a.bin": DATA}
     ranges = server.ranges("a.bin")
@@ -159,14 +160,14 @@ def test_a_killed_download_is_taken_over_by_the_one_that_waits_from_where_it_was
 def test_ctrl_c_leaves_a_piece_that_the_next_run_takes_up(
     server: Server, tmp_path: Path, start: Callable[[str, Path], subprocess.Popen[str]]
 ) -> None:
-    manifest, server.pause_seconds = server.publish(a_bin=DATA), 0.004
+    manifest, server.hold_at = server.publish(a_bin=DATA), 2_000_000
     process = start(manifest, tmp_path)
     wait_until(lambda: size_of(tmp_path / "a.bin.part") > 1_000_000, "it has begun")
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=20)[1]
     piece = (tmp_path / "a.bin.part").read_bytes()
     assert snapshot(tmp_path) == {"a.bin.part": piece} and piece == DATA[: len(piece)]
-    server.pause_seconds = 0
+    server.released.set()
     Downloader().download(manifest, tmp_path)
     assert server.ranges("a.bin")[-1] == f"bytes={len(piece)}-" and snapshot(tmp_path) == {"a.bin": DATA}
 

@@ -13,10 +13,10 @@ from fleetx.launch import worker
 
 TELL = """
 import sys, types
-from fleetx import progress
+from fleetx.dist import heartbeat
 assert "torch" not in sys.modules
-progress.at_step(812)
-with progress.during(progress.Phase.WAIT):
+heartbeat.at_step(812)
+with heartbeat.during(heartbeat.Phase.WAIT):
     print("waiting", flush=True)
     sys.stdin.readline()
 print("done", flush=True)
