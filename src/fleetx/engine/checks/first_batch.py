@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 
 from ...dist.comm import Comm
 from ...errors import ConfigError, warn_user
-from .. import dry_run_flag
+from .. import dry_steps
 from ..plain_copy import keep_copies_plain, left_out
 
 COMPILE_FIRST = (
@@ -70,7 +70,7 @@ class FirstLook:
 
     @left_out
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not self._model or dry_run_flag.is_on():  # in a copy of the model it is another one
+        if module is not self._model or dry_steps.is_on():  # in a copy of the model it is another one
             return
         if not self._compiled_before and _called_from_compiled(module):
             raise ConfigError(COMPILE_FIRST)
