@@ -100,8 +100,9 @@ class FirstLook:
         if seen is not None and len({rank["batch"] for rank in ranks}) == 1:
             advice = (
                 f"all {comm.size} ranks saw the same first batch, so they do the same work. Give each its share of the data: "
-                "DataLoader(data, batch_size, sampler=fleet.sampler(data)). A batch drawn at random needs another seed on "
-                "each rank: torch.manual_seed(seed + fleet.worker_index()) after the model is made."
+                "DataLoader(data, batch_size, sampler=fleet.sampler(data)). Input drawn at random (the noise of a GAN, for "
+                f"{type(self._model).__name__}) needs another seed on each rank: torch.manual_seed(seed + fleet.worker_index()) "
+                "after the model is made."
             )
         if advice is not None:
             warn_user(advice)
