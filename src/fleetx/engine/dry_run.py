@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dist.comm import Comm
-from ..errors import ConfigError, FleetError, NoHostMemory, RecomputeError, first_line
+from ..errors import ConfigError, FleetError, RecomputeError, first_line
 from . import dry_steps
 from .dry_steps import rehearsing
 from .optimizer import FleetOptimizer
@@ -28,6 +28,10 @@ Found = TypeVar("Found")
 
 class OutOfMemory(FleetError):
     """Some rank had not enough memory for a rehearsed step; raised on all of them."""
+
+
+class NoHostMemory(ConfigError):
+    """The host has no more pinned memory to give."""
 
 
 class UpdateOutOfMemory(ConfigError):
