@@ -146,11 +146,14 @@ class Forker:
         self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment)
         self._lock = threading.Lock()
 
-    def run(self, script: Path, *arguments: str, folder: Path, limit_seconds: float) -> Ended:
-        output, code = folder.with_name(f"{folder.name}.{script.stem}.out"), folder.with_name(f"{folder.name}.{script.stem}.code")
+    def run(self, script: Path | str, *arguments: str, folder: Path, limit_seconds: float) -> Ended:
+        """Run a file, or, given as a string, a module: `python -m script` in the folder."""
+        name = script.stem if isinstance(script, Path) else script
+        output, code = folder.with_name(f"{folder.name}.{name}.out"), folder.with_name(f"{folder.name}.{name}.code")
         code.unlink(missing_ok=True)
         job = {
             "script": str(script),
+            "is_module": isinstance(script, str),
             "arguments": arguments,
             "folder": str(folder),
             "output": str(output),
@@ -206,9 +209,12 @@ def _become(job: dict[str, object]) -> None:
     os.dup2(target, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [script, *map(str, job["arguments"])]  # type: ignore[call-overload]
-    sys.path[0] = folder if script.endswith(".md.py") else str(Path(script).parent)
+    sys.path[0] = folder if job["is_module"] or script.endswith(".md.py") else str(Path(script).parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        if job["is_module"]:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit:
         raise
     except BaseException:

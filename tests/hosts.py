@@ -1,17 +1,13 @@
-"""Two hosts on one machine, as bench/netns.py makes them, for tests; skipped where they cannot be made."""
+"""Two hosts on one machine, as bench/lib/netns.py makes them, for tests; skipped where they cannot be made."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))  # the benches are scripts: they import each other by bare names
-
-from netns import Host, cluster, why_not
+from bench.lib.netns import Host, cluster, why_not
 
 __all__ = ["Host", "two_hosts"]
 

@@ -55,7 +55,7 @@ NEEDS = {
 """Libraries without which a page is skipped."""
 AT_ONCE = 2
 PAGE_LIMIT_SECONDS, COMMAND_LIMIT_SECONDS = 240.0, 240.0
-BENCHES = re.compile(r"^python (bench/\w+\.py)(.*)$")
+BENCHES = re.compile(r"^python -m (bench\.\w+\.run)(.*)$")
 
 TRAIN = '''
 """What a reader's own train.py might be: three updates, on however many workers there are."""
@@ -160,13 +160,13 @@ def by_help(line: Line) -> Ended:
     """The script's --help knows every flag of the command."""
     match = BENCHES.match(line.text)
     assert match is not None
-    ended = line.forker.run(ROOT / match[1], "--help", folder=line.folder, limit_seconds=PAGE_LIMIT_SECONDS)
+    ended = line.forker.run(match[1], "--help", folder=line.folder, limit_seconds=PAGE_LIMIT_SECONDS)
     unknown = [flag for flag in re.findall(r"--[\w-]+", match[2]) if flag not in ended.output]
     return Ended(1, f"no such flag: {unknown} in {ended.output}") if unknown else ended
 
 
 WAYS = [
-    Way(r"sudo .*bench/cluster\.py .*", as_root, "the tests are root, or it is skipped; sudo may not be there"),
+    Way(r"sudo .* -m bench\.cluster\.run .*", as_root, "the tests are root, or it is skipped; sudo may not be there"),
     Way(r"fleetrun (.* )?(--ips|--master) .*", on_two_hosts, "the line is run on two network namespaces with these addresses"),
     Way(r"(srun|sbatch|kubectl) .*", by_a_stand_in, "there is no Slurm and no Kubernetes; tests/stand_ins.py plays them"),
     Way(r"fleetrun (.* )?--gpus .*", on_gpus_if_any, "on a machine without GPUs it must be refused for that reason"),
@@ -206,7 +206,7 @@ def _need_libraries(page: str) -> None:
 
 
 def _need_hosts() -> None:
-    from netns import why_not
+    from bench.lib.netns import why_not
 
     if (reason := why_not()) is not None:
         pytest.skip(reason)

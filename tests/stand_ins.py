@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))  # the benches are scripts: they import each other by bare names
+sys.path.append(str(Path(__file__).parents[1]))
 
-import netns
+from bench.lib import netns
 
 SLURM_JOB = "4711"
 PROGRAMS = ("srun", "sbatch", "kubectl")

@@ -1,6 +1,6 @@
 """Every set of up to three strategies: legal pairs and sets with a name do all that is asked of them, illegal ones are refused.
 
-Legal sets of three that have no name are left to bench/combinations.py, which takes all."""
+Legal sets of three that have no name are left to bench/combinations, which takes all."""
 
 from __future__ import annotations
 
