@@ -4,8 +4,8 @@
     python -m bench.combinations.run --only amp dgc   sets with these strategies in them; nothing is kept
     python -m bench.combinations.run --table          makes docs/combinations.md of what was published; no run
 
-What a legal set must do is in tests/combination_checks.py, and CI asks it of all pairs and of the sets that have a name. An
-illegal one must be refused with a StrategyConflict that names every slot that two of its strategies claim.
+What a legal set must do is in tests/helpers/combination_checks.py, and CI asks it of all pairs and of the sets that have a name.
+An illegal one must be refused with a StrategyConflict that names every slot that two of its strategies claim.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-
 from bench.combinations.page import page
-from bench.lib.results import FOLDER, publish, published, write_page
-from combination_checks import Case, verdict
-from combination_sets import ADAPTIVE_WITH_ADAM, FLEETS_TEN, PARTS, all_sets, is_legal, refusal
+from bench.lib.results import FOLDER, ROOT, publish, published, write_page
 from fleetx.errors import ConfigError, FleetError
-from harness import RankFailure, run_ranks
+from tests.helpers.combination_checks import Case, verdict
+from tests.helpers.combination_sets import ADAPTIVE_WITH_ADAM, FLEETS_TEN, PARTS, all_sets, is_legal, refusal
+from tests.helpers.harness import RankFailure, run_ranks
 
 NAME = "combinations"
-PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+PAGE = ROOT / "docs" / "combinations.md"
 
 
 def wrong_with(case: Case) -> list[str]:

@@ -23,9 +23,9 @@ from fleetx.errors import LaunchError
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "log", "dist", "build")
 MARK = "FLEET_MUTANTS_CHECKOUT"
-"""In the environment of all processes that the tests start. tests/documents.py takes away names that begin with FLEETX_."""
+"""In the environment of all processes of the tests. tests/helpers/documents.py takes away names that begin with FLEETX_."""
 QUIET_SECONDS = 300.0
-"""A test that takes longer hangs. The ranks of tests/harness.py are given 120 s, most other processes 60."""
+"""A test that takes longer hangs. The ranks of tests/helpers/harness.py are given 120 s, most other processes 60."""
 LEAST_LIMIT_SECONDS = 600.0
 SLOWER = 4.0
 """How much longer than before a stage may take; no less than LEAST_LIMIT_SECONDS."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from documents import PYTHON, ROOT, Ended, clean_environment, run_command
-from pages import (
+from tests.helpers.documents import PYTHON, ROOT, Ended, clean_environment, run_command
+from tests.helpers.pages import (
     AT_ONCE,
     COMMAND_LIMIT_SECONDS,
     PAGE_LIMIT_SECONDS,

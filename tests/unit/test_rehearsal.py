@@ -20,8 +20,8 @@ from fleetx.dist import world
 from fleetx.engine import dry_run_flag
 from fleetx.engine.dry_run import OutOfMemory, Rehearsal, Sample, own_loss
 from fleetx.errors import ConfigError, FleetWarning
-from recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
-from recompute_runs import random_now, rows, seed
+from tests.helpers.recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
+from tests.helpers.recompute_runs import random_now, rows, seed
 
 
 class Everything(nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fleetx import fleet
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STRATEGIES = ROOT / "tests" / "golden" / "strategies"
 HELP = ROOT / "tests" / "golden" / "help"
 SCALARS = ("find_unused_parameters",)
@@ -21,7 +21,7 @@ COMMANDS = {
     "fleetx-plan": ("fleetx", "plan"),
     "fleetx-report": ("fleetx", "report"),
 }
-ON_PURPOSE = "If that is on purpose, write it anew: PYTHONPATH=tests python tests/golden/write.py"
+ON_PURPOSE = "If that is on purpose, write it anew: python -m tests.golden.write"
 TIME_LIMIT_S = 60
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import allocated_in, lasting_bytes
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
-from recompute_runs import random_now, rows
+from tests.helpers.budget_nets import allocated_in, lasting_bytes
+from tests.helpers.recompute_runs import random_now, rows
 
 Batch = tuple[Tensor, Tensor]
 Build = Callable[[], nn.Module]

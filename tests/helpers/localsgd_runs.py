@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.dist import world
-from localsgd_reference import Array, Rule, Workers, net_gradient, simulate
+from tests.helpers.localsgd_reference import Array, Rule, Workers, net_gradient, simulate
 
 ROWS = 6
 LR = 0.1

@@ -24,8 +24,8 @@ def start_forker() -> None:
 
     Multiprocessing gives it no sys.path, and passes over what it cannot import."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
-    CONTEXT.set_forkserver_preload(["warm"])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *([before] if before else [])])
+    CONTEXT.set_forkserver_preload(["tests.helpers.warm"])
     try:
         forkserver.ensure_running()
     finally:

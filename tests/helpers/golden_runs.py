@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fleetx import errors, fleet
 
-FOLDER = Path(__file__).parent / "golden" / "checkpoints"
-VALUES = Path(__file__).parent / "golden" / "values"
+FOLDER = Path(__file__).parents[1] / "golden" / "checkpoints"
+VALUES = Path(__file__).parents[1] / "golden" / "values"
 SIZE = 2
 STOP_AFTER = 11
 """Inside a window of three, and inside an epoch: nothing is at a convenient place."""

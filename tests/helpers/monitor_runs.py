@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from models import batch, mlp
+from tests.helpers.models import batch, mlp
 
 
 def records(folder: Path | str) -> list[dict[str, Any]]:

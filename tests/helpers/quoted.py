@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-SOURCE = Path(__file__).parents[1] / "src" / "fleetx"
+SOURCE = Path(__file__).parents[2] / "src" / "fleetx"
 HOLE = None
 CUT = "…"
 """At the end of a quotation: the message goes on. Elsewhere it stands for a value."""

@@ -1,7 +1,7 @@
 """Pages of the documentation and how they are run: the Python of each, its commands, and what stands in for what is not here.
 
-The rules for pages are in tests/documents.py. tests/ranks/test_docs.py runs one page of each kind, tests/campaigns/test_docs.py
-all of them.
+The rules for pages are in tests/helpers/documents.py. tests/ranks/test_docs.py runs one page of each kind,
+tests/campaigns/test_docs.py all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from documents import (
+from tests.helpers.documents import (
     COMMANDS,
     PYTHON,
     ROOT,
@@ -36,7 +36,7 @@ from documents import (
     script_of,
     shows,
 )
-from stand_ins import PROGRAMS
+from tests.helpers.stand_ins import PROGRAMS
 
 DOCS = ROOT / "docs"
 TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *DOCS.rglob("*.md")]}
@@ -53,6 +53,8 @@ NEEDS = {
     "docs/hosts/ray.md": ("ray",),
 }
 """Libraries without which a page is skipped."""
+STAND_INS = f'env PYTHONPATH="{ROOT}${{PYTHONPATH:+:$PYTHONPATH}}" {sys.executable} -m tests.helpers.stand_ins'
+"""In a shell, from any folder."""
 AT_ONCE = 2
 PAGE_LIMIT_SECONDS, COMMAND_LIMIT_SECONDS = 240.0, 240.0
 BENCHES = re.compile(r"^python -m (bench\.\w+\.run)(.*)$")
@@ -113,12 +115,11 @@ def as_root(line: Line) -> Ended:
 
 def on_two_hosts(line: Line) -> Ended:
     _need_hosts()
-    stand_in = shlex.join([sys.executable, str(ROOT / "tests" / "stand_ins.py"), "hosts", line.text])
-    return as_it_stands(line._replace(text=stand_in))
+    return as_it_stands(line._replace(text=f"{STAND_INS} hosts {shlex.quote(line.text)}"))
 
 
 def by_a_stand_in(line: Line) -> Ended:
-    """srun, sbatch and kubectl are on PATH, from tests/stand_ins.py."""
+    """srun, sbatch and kubectl are on PATH, from tests/helpers/stand_ins.py."""
     _need_hosts()
     return as_it_stands(line)
 
@@ -168,7 +169,7 @@ def by_help(line: Line) -> Ended:
 WAYS = [
     Way(r"sudo .* -m bench\.cluster\.run .*", as_root, "the tests are root, or it is skipped; sudo may not be there"),
     Way(r"fleetrun (.* )?(--ips|--master) .*", on_two_hosts, "the line is run on two network namespaces with these addresses"),
-    Way(r"(srun|sbatch|kubectl) .*", by_a_stand_in, "there is no Slurm and no Kubernetes; tests/stand_ins.py plays them"),
+    Way(r"(srun|sbatch|kubectl) .*", by_a_stand_in, "there is no Slurm and no Kubernetes; tests/helpers/stand_ins.py plays them"),
     Way(r"fleetrun (.* )?--gpus .*", on_gpus_if_any, "on a machine without GPUs it must be refused for that reason"),
     Way(
         r"make (demo|test|test-all)",
@@ -191,7 +192,7 @@ def way_of(command: str) -> Way:
         if re.fullmatch(way.pattern, command):
             return way
     pytest.fail(
-        f"no entry of WAYS (tests/pages.py) says how `{command}` is run. If it can be run as it stands, add:\n"
+        f"no entry of WAYS (tests/helpers/pages.py) says how `{command}` is run. If it can be run as it stands, add:\n"
         f'    Way(r"{command.split()[0]} .*", as_it_stands, ""),'
     )
 
@@ -287,7 +288,7 @@ def _make_programs(folder: Path) -> Path:
     programs.mkdir()
     for name in PROGRAMS:
         path = programs / name
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests" / "stand_ins.py"} {name} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {STAND_INS} {name} "$@"\n')
         path.chmod(0o755)
     return programs
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from forked import CONTEXT, start_process
+from tests.helpers.forked import CONTEXT, start_process
 
 TIME_LIMIT_S = 120.0
 

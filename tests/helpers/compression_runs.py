@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compression_reference import Array, DGCWorkers, Rule, Tensors
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from localsgd_reference import net_gradient, unflatten
-from localsgd_runs import flat, loss_of, net, rows_of, weight_of
+from tests.helpers.compression_reference import Array, DGCWorkers, Rule, Tensors
+from tests.helpers.localsgd_reference import net_gradient, unflatten
+from tests.helpers.localsgd_runs import flat, loss_of, net, rows_of, weight_of
 
 LR = 0.1
 EXACT = 1e-12

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from forked import start_process
+from tests.helpers.forked import start_process
 
 LIMIT_SECONDS = 60.0
 

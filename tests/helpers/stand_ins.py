@@ -1,9 +1,9 @@
 """Stand-ins for what one machine has not: other machines, Slurm, Kubernetes. All are network namespaces, so root is needed.
 
-    python stand_ins.py hosts 'fleetrun --ips 10.0.0.1,10.0.0.2 train.py'     the line on two hosts with these addresses
-    python stand_ins.py srun --nodes=2 --ntasks-per-node=1 COMMAND            the command in tasks, with Slurm's variables
-    python stand_ins.py sbatch job.sh                                         the script, as the batch step of a job
-    python stand_ins.py kubectl apply -f job.yaml                             the container of an Indexed Job, for each index
+    python -m tests.helpers.stand_ins hosts 'fleetrun --ips 10.0.0.1,10.0.0.2 train.py'  a line on two hosts with these addresses
+    python -m tests.helpers.stand_ins srun --nodes=2 --ntasks-per-node=1 COMMAND   the command in tasks, with Slurm's variables
+    python -m tests.helpers.stand_ins sbatch job.sh                                the script, as the batch step of a job
+    python -m tests.helpers.stand_ins kubectl apply -f job.yaml                    the container of an Indexed Job, for each index
 
 The exit code is the worst of all.
 """
@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from bench.lib import netns
 

@@ -7,7 +7,7 @@ The rules, for whoever writes a page:
 - A block with a title, ```python title="train.py", or with `# train.py` as its first line, is also written into the folder as
   that file. So is a titled block of any other language (job.sh, job.yaml), which is then not run itself.
 - After the Python, the commands: every line of a ```bash block is one command (a \\ at its end goes on), in the page's folder,
-  with a script `train.py` in it if the page has written none. tests/pages.py has the table of those that are not
+  with a script `train.py` in it if the page has written none. tests/helpers/pages.py has the table of those that are not
   executed as they stand, with what is done instead, and why.
 - A ```text block directly after a block is what that block prints, or a part of it: `...` in a line stands for anything in that
   line, and `...` alone for any lines. A formula or a drawing is ```text after a paragraph, or a fence without a language.
@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 MARKER = "\x1f"
 PYTHON, COMMANDS = ("python",), ("bash", "sh", "shell", "console")

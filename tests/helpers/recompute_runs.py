@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from recompute_nets import WIDTH, Net
+from tests.helpers.recompute_nets import WIDTH, Net
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch import nn
 
 from fleetx import fleet
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_SECONDS = 240
 LIMIT = {"rtol": 1e-6, "atol": 1e-6}
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from combination_sets import ACTIVE, PARTS, Names, neutral_settings, without_rounding
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from models import learnable_images
+from tests.helpers.combination_sets import ACTIVE, PARTS, Names, neutral_settings, without_rounding
+from tests.helpers.models import learnable_images
 
 MICRO_STEPS = 24
 STOP_AFTER = 13

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 PROGRESS = SOURCE / "fleetx" / "dist" / "heartbeat.py"
 MARK = "FLEETX_TEST_MARK"
 LIMIT_SECONDS = 60.0
