@@ -11,7 +11,7 @@ import torch
 
 from fleetx import fleet
 from fleetx.dist import world
-from forked import start_forker
+from tests.helpers.forked import start_forker
 
 
 @pytest.fixture

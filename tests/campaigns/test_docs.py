@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from documents import PYTHON, ROOT, Ended, clean_environment, run_command
-from pages import (
+from tests.helpers.documents import PYTHON, ROOT, Ended, clean_environment, run_command
+from tests.helpers.pages import (
     AT_ONCE,
     COMMAND_LIMIT_SECONDS,
     PAGE_LIMIT_SECONDS,
@@ -44,13 +44,14 @@ def test_the_commands_of_a_page_run(page: str, runner: Runner) -> None:
 
 
 def test_every_bench_of_the_page_of_benchmarks_can_be_asked_for_help(tmp_path: Path, runner: Runner) -> None:
-    scripts = sorted(set(re.findall(r"`python (bench/\w+\.py)", TEXTS["docs/benchmarks.md"])))
+    scripts = sorted(set(re.findall(r"`python -m (bench\.\w+\.run)", TEXTS["docs/benchmarks.md"])))
     assert len(scripts) > 20
 
     def asked(script: str) -> Ended:
-        folder = tmp_path / Path(script).stem
+        folder = tmp_path / script
         folder.mkdir()
-        return runner.forker.run(ROOT / script, "--help", folder=folder, limit_seconds=PAGE_LIMIT_SECONDS)
+        (folder / "bench").symlink_to(ROOT / "bench")
+        return runner.forker.run(script, "--help", folder=folder, limit_seconds=PAGE_LIMIT_SECONDS)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for script, ended in zip(scripts, pool.map(asked, scripts), strict=True):

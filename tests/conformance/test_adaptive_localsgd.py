@@ -12,9 +12,9 @@ import torch
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from harness import run_ranks
-from localsgd_reference import Rule, clamped, unrounded_period
-from localsgd_runs import LR, Case, Trace, expected, loss_of, net, rate, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.localsgd_reference import Rule, clamped, unrounded_period
+from tests.helpers.localsgd_runs import LR, Case, Trace, expected, loss_of, net, rate, train
 
 
 def adaptive(**configs: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from harness import run_ranks
-from models import batch, mlp
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::fleetx.errors.FleetWarning")
 

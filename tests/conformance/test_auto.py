@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from auto_runs import (
+from fleetx import fleet
+from fleetx.auto import search
+from fleetx.auto.plan import load
+from fleetx.errors import ConfigError
+from fleetx.strategy import DistributedStrategy
+from tests.helpers.auto_runs import (
     WIDTH,
     auto,
     batch,
@@ -31,11 +36,6 @@ from auto_runs import (
     trained_after,
     trained_before,
 )
-from fleetx import fleet
-from fleetx.auto import search
-from fleetx.auto.plan import load
-from fleetx.errors import ConfigError
-from fleetx.strategy import DistributedStrategy
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from harness import run_ranks
-from models import batch, cnn, flat_state, mlp
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch, cnn, flat_state, mlp
 
 STEPS = 20
 MODELS: dict[str, Any] = {"mlp": (mlp, (8,)), "cnn": (cnn, (1, 6, 6))}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from compression_reference import DGCWorkers, Rule, sent_count, sparsity_at
-from compression_runs import (
+from fleetx.engine.sidecar import ALARMS
+from tests.helpers.compression_reference import DGCWorkers, Rule, sent_count, sparsity_at
+from tests.helpers.compression_runs import (
     EXACT,
     Case,
     Slopes,
@@ -21,8 +22,7 @@ from compression_runs import (
     share_rows,
     train,
 )
-from fleetx.engine.sidecar import ALARMS
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 # --- numbers checkable in the head ------------------------------------------------------------------------------------------
 

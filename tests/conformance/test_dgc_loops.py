@@ -10,12 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from compression_reference import DGCWorkers, Rule
-from compression_runs import EXACT, LR, Case, assert_equals_reference, dgc, distributed, expected, heavy_tailed, train
 from fleetx import fleet
-from harness import raised, run_ranks
-from localsgd_reference import net_gradient, unflatten
-from localsgd_runs import flat, loss_of, net, on_nodes, rendezvous, rows_of
+from tests.helpers.compression_reference import DGCWorkers, Rule
+from tests.helpers.compression_runs import (
+    EXACT,
+    LR,
+    Case,
+    assert_equals_reference,
+    dgc,
+    distributed,
+    expected,
+    heavy_tailed,
+    train,
+)
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_reference import net_gradient, unflatten
+from tests.helpers.localsgd_runs import flat, loss_of, net, on_nodes, rendezvous, rows_of
 
 # --- groups, schedulers, reports, layouts -----------------------------------------------------------------------------------
 

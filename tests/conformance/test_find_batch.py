@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import allocated_in, lasting_bytes
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.recompute.find_batch import FoundBatches
-from recompute_nets import NETS, WIDTH, Chain, Inner, Norm
-from recompute_runs import random_now, rows, seed
+from tests.helpers.budget_nets import allocated_in, lasting_bytes
+from tests.helpers.recompute_nets import NETS, WIDTH, Chain, Inner, Norm
+from tests.helpers.recompute_runs import random_now, rows, seed
 
 LARGE = ["convolutions", "u-net", "torch transformer"]
 MB = 1_000_000

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from fleetx import fleet
-from harness import run_ranks
-from models import batch, mlp
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch, mlp
 
 K, UPDATES = 4, 5
 

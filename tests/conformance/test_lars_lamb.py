@@ -1,4 +1,4 @@
-"""LARS and LAMB against the formulas, written down once more in NumPy (tests/layerwise_reference.py): float64, to 1e-12."""
+"""LARS and LAMB against the formulas, written again in NumPy (tests/helpers/layerwise_reference.py): float64, to 1e-12."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fleetx.optim import Lamb, Lars, cpu, lists
-from layerwise_reference import LambTensor, LarsTensor
+from tests.helpers.layerwise_reference import LambTensor, LarsTensor
 
 WAYS: dict[str, dict[str, Any]] = {"loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True}}
 way = pytest.mark.parametrize("way", WAYS)

@@ -16,8 +16,8 @@ from fleetx import fleet
 from fleetx.engine.optimizer_state import check_optimizer_state, optimizer_state
 from fleetx.errors import CheckpointError, FleetWarning
 from fleetx.optim import Lamb, Lars
-from harness import run_ranks
-from models import batch
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch
 
 both = pytest.mark.parametrize("part", ["lars", "lamb"])
 UPDATES = 5

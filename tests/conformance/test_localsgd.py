@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fleetx import fleet
-from harness import raised, run_ranks
-from localsgd_reference import Rule, Workers, net_gradient
-from localsgd_runs import LR, Case, Trace, expected, flat, loss_of, net, on_nodes, rendezvous, rows_of, train
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_reference import Rule, Workers, net_gradient
+from tests.helpers.localsgd_runs import LR, Case, Trace, expected, flat, loss_of, net, on_nodes, rendezvous, rows_of, train
 
 EXACT = 1e-12
 """For float64: sums may be taken in another order, nothing else."""

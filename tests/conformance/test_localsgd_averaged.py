@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fleetx import fleet
-from harness import raised, run_ranks
-from localsgd_runs import loss_of, mean_over_ranks, snapshot, with_norm
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_runs import loss_of, mean_over_ranks, snapshot, with_norm
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.optim import Lamb, Lars
-from harness import run_ranks
-from localsgd_runs import loss_of, net, on_nodes, rendezvous, snapshot, train_by_hand, with_norm
+from tests.helpers.harness import run_ranks
+from tests.helpers.localsgd_runs import loss_of, net, on_nodes, rendezvous, snapshot, train_by_hand, with_norm
 
 UPDATES, K, BEGIN = 9, 3, 2
 LARS: dict[str, Any] = {"lars_coeff": 0.02, "lars_weight_decay": 0.01}

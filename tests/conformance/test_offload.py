@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import allocated_in, feed_forward
 from fleetx import fleet
 from fleetx.engine.patching import patched
 from fleetx.errors import ConfigError, FleetWarning, RecomputeError
 from fleetx.recompute.offload import Parking
 from fleetx.recompute.replay import Replay
-from parking_runs import MOVERS, EarlyMover, LateMover, use_mover
-from recompute_nets import NETS, WIDTH, Chain, EncoderDecoder, Inner, Net, Norm, call_three_times
-from recompute_runs import (
+from tests.helpers.budget_nets import allocated_in, feed_forward
+from tests.helpers.parking_runs import MOVERS, EarlyMover, LateMover, use_mover
+from tests.helpers.recompute_nets import NETS, WIDTH, Chain, EncoderDecoder, Inner, Net, Norm, call_three_times
+from tests.helpers.recompute_runs import (
     Loop,
     assert_ran_again,
     assert_same,

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_runs import AMP, own_peak
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
-from parking_runs import EarlyMover, LateMover, use_mover
-from recompute_nets import NETS, WIDTH, Inner
-from recompute_runs import random_now, rows, seed
+from tests.helpers.budget_runs import AMP, own_peak
+from tests.helpers.parking_runs import EarlyMover, LateMover, use_mover
+from tests.helpers.recompute_nets import NETS, WIDTH, Inner
+from tests.helpers.recompute_runs import random_now, rows, seed
 
 BLOCKS, ROWS = 8, 512
 INPUT = ROWS * WIDTH * 4

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from compression_reference import Array, PowerMatrix, Tensors, basis_of, is_compressed
-from compression_runs import Case, Slopes, distributed, heavy_tailed, leaves, powersgd, summed_by_node, train
 from fleetx import fleet
-from harness import raised, run_ranks
-from localsgd_runs import flat, loss_of, net, on_nodes, rendezvous
+from tests.helpers.compression_reference import Array, PowerMatrix, Tensors, basis_of, is_compressed
+from tests.helpers.compression_runs import Case, Slopes, distributed, heavy_tailed, leaves, powersgd, summed_by_node, train
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_runs import flat, loss_of, net, on_nodes, rendezvous
 
 SHAPES: list[tuple[int, ...]] = [(6, 10), (8, 5), (5, 2, 3), (7,)]
 NAMES = tuple(f"rows.{i}" for i in range(len(SHAPES)))

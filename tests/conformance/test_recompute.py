@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet20
-from recompute_nets import NETS, Chain, Inner, Mixed, Net, Norm, call_three_times, in_float32
-from recompute_runs import (
+from tests.helpers.recompute_nets import NETS, Chain, Inner, Mixed, Net, Norm, call_three_times, in_float32
+from tests.helpers.recompute_runs import (
     Loop,
     assert_ran_again,
     assert_same,

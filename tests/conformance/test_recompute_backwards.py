@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx.errors import FleetError
-from recompute_nets import Chain, Inner, Norm, call_three_times
-from recompute_runs import Loop, distribute, gradient_penalty, loss_of, one_loss_twice, rows, same_in_loop
+from tests.helpers.recompute_nets import Chain, Inner, Norm, call_three_times
+from tests.helpers.recompute_runs import Loop, distribute, gradient_penalty, loss_of, one_loss_twice, rows, same_in_loop
 
 # --- several backwards through one forward ----------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import ROW, RandomNet, allocated_in, bytes_of
-from budget_runs import AMP, assert_equal, bounds, cross_entropy, distribute, everything, own_peak, train
 from fleetx import fleet
 from fleetx.errors import ConfigError
-from recompute_nets import NETS, WIDTH, Chain, Inner
-from recompute_runs import rows, seed
+from tests.helpers.budget_nets import ROW, RandomNet, allocated_in, bytes_of
+from tests.helpers.budget_runs import AMP, assert_equal, bounds, cross_entropy, distribute, everything, own_peak, train
+from tests.helpers.recompute_nets import NETS, WIDTH, Chain, Inner
+from tests.helpers.recompute_runs import rows, seed
 
 LARGE = ["convolutions", "u-net", "torch transformer", "encoder and decoder"]
 FORETOLD = 0.03

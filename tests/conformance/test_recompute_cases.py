@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx.errors import FleetError
-from recompute_nets import WIDTH, Chain, Inner, Norm, call_three_times
-from recompute_runs import distribute, loss_of, rows, same_in_loop, seed
+from tests.helpers.recompute_nets import WIDTH, Chain, Inner, Norm, call_three_times
+from tests.helpers.recompute_runs import distribute, loss_of, rows, same_in_loop, seed
 
 BF16 = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recompute_runs import distribute
+from tests.helpers.recompute_runs import distribute
 
 ROWS, HIDDEN, BLOCKS, LAYERS = 512, 32, 8, 6
 ACTIVATION = ROWS * HIDDEN * 4

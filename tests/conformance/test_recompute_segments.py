@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from budget_nets import allocated_in, lasting_bytes
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
-from harness import raised
-from recompute_nets import WIDTH, Inner, Norm
-from recompute_runs import random_now, rows, seed
+from tests.helpers.budget_nets import allocated_in, lasting_bytes
+from tests.helpers.harness import raised
+from tests.helpers.recompute_nets import WIDTH, Inner, Norm
+from tests.helpers.recompute_runs import random_now, rows, seed
 
 BLOCKS = 12
 ROWS = 256

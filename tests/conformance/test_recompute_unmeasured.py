@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_runs import bounds, cross_entropy, distribute
 from fleetx.errors import ConfigError
-from recompute_runs import rows
+from tests.helpers.budget_runs import bounds, cross_entropy, distribute
+from tests.helpers.recompute_runs import rows
 
 ROWS = 256
 

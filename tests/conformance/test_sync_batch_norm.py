@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.strategies.sync_batch_norm import joined_moments
-from harness import run_ranks
-from models import batch
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch
 
 STEPS = 4
 

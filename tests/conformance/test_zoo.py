@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks
-from zoo import habits, loops
-from zoo.oracles import Api, Ddp, Fleetx, Mean
-from zoo.register import LOOPS, Outcome
+from tests.helpers.harness import run_ranks
+from tests.zoo import habits, loops
+from tests.zoo.oracles import Api, Ddp, Fleetx, Mean
+from tests.zoo.register import LOOPS, Outcome
 
 assert habits and loops  # importing them fills LOOPS
 

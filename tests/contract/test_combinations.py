@@ -1,6 +1,6 @@
 """Every set of up to three strategies: legal pairs and sets with a name do all that is asked of them, illegal ones are refused.
 
-Legal sets of three that have no name are left to bench/combinations.py, which takes all."""
+Legal sets of three that have no name are left to bench/combinations, which takes all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-import combination_checks
-from combination_checks import Case, checked, verdict
-from combination_sets import ADAPTIVE_WITH_ADAM, BEYOND_FLEET, FLEETS_TEN, PARTS, all_sets, is_legal, refusal
 from fleetx import fleet
 from fleetx.recompute import replay
-from harness import run_ranks
+from tests.helpers import combination_checks
+from tests.helpers.combination_checks import Case, checked, verdict
+from tests.helpers.combination_sets import ADAPTIVE_WITH_ADAM, BEYOND_FLEET, FLEETS_TEN, PARTS, all_sets, is_legal, refusal
+from tests.helpers.harness import run_ranks
 
 NAMED = [tuple(sorted(names)) for names in (*FLEETS_TEN, *BEYOND_FLEET)]
 SMALL = [names for names in all_sets([1, 2]) if is_legal(names)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fleetx import fleet
-from golden_runs import (
+from tests.helpers.golden_runs import (
     CASES,
     FOLDER,
     SIZE,
@@ -22,8 +22,8 @@ from golden_runs import (
     tolerance_of,
     values,
 )
-from golden_texts import switches
-from harness import run_ranks
+from tests.helpers.golden_texts import switches
+from tests.helpers.harness import run_ranks
 
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 
@@ -82,7 +82,7 @@ def test_old_values_and_generators_load_as_they_were() -> None:
 
 def test_there_is_a_checkpoint_of_every_case_of_a_strategy_alone_and_of_five_combinations() -> None:
     """New strategies need none: theirs are not old."""
-    assert sorted(CASES) == NAMES, "write those that are missing: PYTHONPATH=tests python tests/golden/write.py checkpoints"
+    assert sorted(CASES) == NAMES, "write those that are missing: python -m tests.golden.write checkpoints"
     assert {*switches()} > {name for name, settings in CASES.items() if settings.get(name)}
     assert len([name for name in NAMES if "+" in name]) == 5
 

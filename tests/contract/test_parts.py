@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from auto_runs import short_measuring
-from fitting import fitting
 from fleetx import fleet
 from fleetx.engine.build import check_parts
 from fleetx.engine.slots import Slot
 from fleetx.errors import ConfigError, FleetWarning, StrategyConflict
 from fleetx.strategies import catalogue
-from harness import run_ranks
-from models import batch, cnn
+from tests.helpers.auto_runs import short_measuring
+from tests.helpers.fitting import fitting
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch, cnn
 
 PARTS = catalogue()
 AVAILABLE = [name for name, part in PARTS.items() if part.available]

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fitting import fitting
 from fleetx import fleet
 from fleetx.engine.slots import Slot
 from fleetx.engine.window import Window
 from fleetx.errors import FleetWarning
 from fleetx.strategies import catalogue
-from harness import run_ranks
-from models import batch
+from tests.helpers.fitting import fitting
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch
 
 PARTS = catalogue()
 AVAILABLE = [name for name, part in PARTS.items() if part.available and name != "auto"]

@@ -1,9 +1,9 @@
 """Write what lies beside this file: checkpoints, strategies as files, texts of --help. Run it by hand, in the repository's root.
 
-    PYTHONPATH=tests python tests/golden/write.py checkpoints NAME...     these ones; without names: those that are missing
-    PYTHONPATH=tests python tests/golden/write.py values                  a checkpoint of everything that is no model or optimizer
-    PYTHONPATH=tests python tests/golden/write.py strategies              default.json, default.yaml, and of each switch
-    PYTHONPATH=tests python tests/golden/write.py help                    help/*.txt
+    python -m tests.golden.write checkpoints NAME...     these ones; without names: those that are missing
+    python -m tests.golden.write values                  a checkpoint of everything that is no model or optimizer
+    python -m tests.golden.write strategies              default.json, default.yaml, and of each switch
+    python -m tests.golden.write help                    help/*.txt
 
 A checkpoint that is here was written by an earlier version of FleetX, and must go on loading: add new ones (`CASES` of
 golden_runs.py), and write one anew only where it was decided that old ones are no longer read. `checkpoints` needs nothing but a
@@ -16,9 +16,20 @@ import argparse
 import shutil
 from pathlib import Path
 
-from golden_runs import CASES, FOLDER, SIZE, VALUES, resumed, save_values, stopped, strategy_for, undisturbed, write_expected
-from golden_texts import COMMANDS, HELP, STRATEGIES, help_of, strategy_of, switches
-from harness import run_ranks
+from tests.helpers.golden_runs import (
+    CASES,
+    FOLDER,
+    SIZE,
+    VALUES,
+    resumed,
+    save_values,
+    stopped,
+    strategy_for,
+    undisturbed,
+    write_expected,
+)
+from tests.helpers.golden_texts import COMMANDS, HELP, STRATEGIES, help_of, strategy_of, switches
+from tests.helpers.harness import run_ranks
 
 
 def write_checkpoint(name: str) -> None:

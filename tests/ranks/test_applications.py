@@ -17,7 +17,7 @@ from fleetx import fleet
 from fleetx.applications import Bert, Bert_base, Resnet20
 from fleetx.applications.bert import labelled_positions
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 TINY = {"hidden": 12, "layers": 2, "heads": 3, "feed_forward": 20, "vocab_size": 23, "max_position": 16}
 WORDS = TINY["vocab_size"]

@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from auto_runs import (
+from fleetx import fleet
+from fleetx.auto.plan import Plan, from_json, to_json
+from fleetx.engine.build import check_parts
+from fleetx.strategies import catalogue
+from tests.helpers.auto_runs import (
     batch,
     bound_by_hand,
     changed,
@@ -25,11 +29,7 @@ from auto_runs import (
     strategies_tried,
     trained_after,
 )
-from fleetx import fleet
-from fleetx.auto.plan import Plan, from_json, to_json
-from fleetx.engine.build import check_parts
-from fleetx.strategies import catalogue
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 ROWS = 48
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from auto_runs import (
+from fleetx import fleet
+from fleetx.auto.candidate import Candidate
+from fleetx.auto.explain import STANDS_FOR
+from fleetx.auto.measurements import forecast
+from fleetx.auto.plan import Plan, from_json, load, to_json
+from tests.helpers.auto_runs import (
     auto,
     batch,
     bound_by_hand,
@@ -30,12 +35,7 @@ from auto_runs import (
     trained_after,
     trained_before,
 )
-from fleetx import fleet
-from fleetx.auto.candidate import Candidate
-from fleetx.auto.explain import STANDS_FOR
-from fleetx.auto.measurements import forecast
-from fleetx.auto.plan import Plan, from_json, load, to_json
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 SMALL = 16
 """Rows of a sample, where memory is not looked at."""

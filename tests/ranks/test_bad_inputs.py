@@ -21,12 +21,12 @@ import pytest
 import torch
 
 import fleetx as X
-from bad_images import REFUSED
-from data_ranks import TINY_BERT, pack, run_job, write_digital, write_images, write_prose
 from fleetx import fleet
 from fleetx.dist import world
-from harness import raised
-from launchers import launchers, wait_until
+from tests.helpers.bad_images import REFUSED
+from tests.helpers.data_ranks import TINY_BERT, pack, run_job, write_digital, write_images, write_prose
+from tests.helpers.harness import raised
+from tests.helpers.launchers import launchers, wait_until
 
 IMAGES = 12
 SECONDS = 60.0

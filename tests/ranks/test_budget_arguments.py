@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fleetx import fleet
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 
 def net() -> nn.Module:

@@ -22,8 +22,8 @@ from fleetx import fleet
 from fleetx.checkpoint import save as save_module
 from fleetx.checkpoint.folder import newest_first
 from fleetx.checkpoint.manifest import read_manifest, verify
-from forked import CONTEXT, start_process
-from harness import raised, run_ranks
+from tests.helpers.forked import CONTEXT, start_process
+from tests.helpers.harness import raised, run_ranks
 
 TIME_LIMIT_S = 60.0
 FEW, MANY = 5, 100

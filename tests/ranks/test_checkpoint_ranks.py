@@ -26,8 +26,8 @@ from fleetx.checkpoint import save as save_module
 from fleetx.checkpoint.snapshot import take_share
 from fleetx.dist.comm import SoloComm
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
-from models import batch, flat_state, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, flat_state, mlp
 
 SHARED = ["MANIFEST.json", "common.json", "common.safetensors"]
 TIME_LIMIT_S = 120

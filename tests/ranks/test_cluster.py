@@ -1,4 +1,4 @@
-"""A cluster on one machine: hosts of bench/netns.py, the command bench/cluster.py, and what the links say of the byte counter."""
+"""A cluster on one machine: hosts of bench/lib/netns.py, the command bench.cluster.run, and the links' own byte counters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from typing import Any
 
 import pytest
 
+from bench.count_bytes.run import reducers
+from bench.lib import netns
+from bench.lib.cluster import Run, run_on_cluster, run_on_hosts
+from bench.lib.link_speed import transfer_seconds
+from bench.lib.netns import cluster, why_not
 from fleetx.errors import ConfigError, LaunchError
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
-
-import netns  # noqa: E402
-from cluster import Run, run_on_cluster, run_on_hosts  # noqa: E402
-from count_bytes import reducers  # noqa: E402
-from link_speed import transfer_seconds  # noqa: E402
-from netns import cluster, why_not  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 LIMIT_SECONDS = 90.0
 REDUCERS = reducers()
@@ -67,9 +65,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def command(*words: str) -> subprocess.Popen[str]:
-    """bench/cluster.py as a process."""
-    line = [sys.executable, str(BENCH / "cluster.py"), *words]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Start `python -m bench.cluster.run` with these words."""
+    line = [sys.executable, "-m", "bench.cluster.run", *words]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 # Hosts
@@ -145,8 +143,8 @@ def test_hosts_and_rates_that_cannot_be_are_refused(hosts: Any, rate_mbit: Any, 
 
 
 def test_without_root_the_command_ends_with_a_sentence_and_code_1() -> None:
-    script = "import os, sys; import cluster; os.geteuid() or os.setuid(65534); sys.exit(cluster.main(['train.py']))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=BENCH, capture_output=True, text=True, check=False)
+    script = "import os, sys; from bench.cluster import run; os.geteuid() or os.setuid(65534); sys.exit(run.main(['train.py']))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "cluster: network namespaces need root; run this as root, for instance with sudo\n"
 
@@ -163,7 +161,7 @@ def test_without_the_tools_the_sentence_names_them(monkeypatch: pytest.MonkeyPat
 
 SLEEPS_ON_A_HOST = """
 import subprocess, sys
-from netns import cluster
+from bench.lib.netns import cluster
 with cluster(hosts=1) as (host,):
     sleeper = subprocess.Popen(host.command("sleep", "600"), env=host.environment({"PATH": sys.argv[1]}))
     print(host.namespace, flush=True)
@@ -175,7 +173,7 @@ with cluster(hosts=1) as (host,):
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_hosts_and_their_processes_go_when_their_owner_is_killed(signum: signal.Signals) -> None:
     line = [sys.executable, "-c", SLEEPS_ON_A_HOST, os.environ["PATH"]]
-    with subprocess.Popen(line, cwd=BENCH, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
         assert owner.stdout is not None
         mark = mark_in(owner.stdout.readline())
         assert remains(mark)
@@ -211,7 +209,7 @@ def test_a_signal_to_the_command_ends_a_running_script_and_leaves_nothing(
 @pytest.mark.usefixtures("can_make_hosts")
 def test_a_script_that_runs_out_of_time_is_killed_and_the_hosts_can_be_used_again() -> None:
     with cluster(hosts=1) as hosts:
-        ended = run_on_hosts(hosts, BENCH / "cluster.py", timeout=0.3)  # less than any launcher takes to start
+        ended = run_on_hosts(hosts, ROOT / "bench" / "cluster" / "run.py", timeout=0.3)  # less than any launcher takes to start
         assert ended.exit_codes == [124] and ended.worst == 124 and ended.seconds < 30
         assert hosts[0].tx_bytes() >= 0
         subprocess.run(hosts[0].command("true"), check=True)
@@ -220,10 +218,9 @@ def test_a_script_that_runs_out_of_time_is_killed_and_the_hosts_can_be_used_agai
 # A script on two hosts, and three
 
 
-TELLS = f"""
+TELLS = """
 import os, socket, sys
-sys.path.append({str(BENCH)!r})
-from count_bytes import main
+from bench.count_bytes.run import main
 from fleetx import fleet
 fleet.init()
 facts = fleet.util.all_gather([socket.gethostname(), os.environ["HOME"], os.environ["GIVEN"]])
@@ -273,7 +270,9 @@ def test_the_byte_counter_agrees_with_the_link_for_every_reducer(name: str, two_
 @pytest.mark.usefixtures("can_make_hosts")
 def test_the_byte_counter_agrees_with_the_links_of_three_hosts() -> None:
     env = {"FLEETX_DEVICE": "cpu"}
-    run = run_on_cluster(BENCH / "count_bytes.py", ["{}"], hosts=3, rate_mbit=None, env=env, timeout=LIMIT_SECONDS)
+    run = run_on_cluster(
+        ROOT / "bench" / "count_bytes" / "run.py", ["{}"], hosts=3, rate_mbit=None, env=env, timeout=LIMIT_SECONDS
+    )
     assert run.exit_codes == [0, 0, 0], run.consoles
     (figure,) = figures(run)
     assert figure["counted_bytes"] == pytest.approx(figure["link_bytes"], rel=0.05)

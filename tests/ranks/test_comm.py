@@ -11,7 +11,7 @@ import torch
 from fleetx import fleet
 from fleetx.dist import world
 from fleetx.dist.nodes import two_level
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 
 def _bytes(rank: int) -> dict[str, float]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compression_runs import AMP, dgc, distributed, kept, leaves, merged, powersgd, unequal
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
-from localsgd_runs import on_nodes, rendezvous
-from models import batch, flat_state, mlp
+from tests.helpers.compression_runs import AMP, dgc, distributed, kept, leaves, merged, powersgd, unequal
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_runs import on_nodes, rendezvous
+from tests.helpers.models import batch, flat_state, mlp
 
 DGC = dgc(sparsity=[0.9], rampup_begin_step=2, min_numel=32)
 """Updates 1 and 2 are dense; biases are small."""

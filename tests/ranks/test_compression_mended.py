@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetWarning
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 SPARSE = {"sparsity": [0.9], "min_numel": 50}
 DGC = {"dgc": True, "dgc_configs": SPARSE}

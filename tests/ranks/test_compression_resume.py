@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compression_runs import AMP, dgc, distributed, leaves, merged, powersgd, unequal
 from fleetx import fleet
-from harness import raised, run_ranks
-from localsgd_runs import on_nodes, rendezvous, snapshot, weight_of
-from models import batch
+from tests.helpers.compression_runs import AMP, dgc, distributed, leaves, merged, powersgd, unequal
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_runs import on_nodes, rendezvous, snapshot, weight_of
+from tests.helpers.models import batch
 
 RAMP = {"rampup_begin_step": 2, "rampup_step": 8, "sparsity": [0.5, 0.75, 0.9, 0.95], "min_numel": 32}
 LOW = {"rank": 2, "begin_step": 2, "min_compression": 1.0}

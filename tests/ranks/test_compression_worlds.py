@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
-from harness import raised, run_ranks
-from localsgd_runs import on_nodes, rendezvous
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_runs import on_nodes, rendezvous
 
 DGC = {"dgc": True, "dgc_configs": {"sparsity": [0.9], "min_numel": 50}}
 POWERSGD = {"powersgd": True, "powersgd_configs": {"rank": 1, "begin_step": 0, "min_compression": 1.0}}

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import fleetx as X
-from data_ranks import (
+from fleetx import fleet
+from tests.helpers.data_ranks import (
     TINY_BERT,
     image_hashes,
     left_behind,
@@ -25,8 +26,7 @@ from data_ranks import (
     write_images,
     write_prose,
 )
-from fleetx import fleet
-from launchers import wait_until
+from tests.helpers.launchers import wait_until
 
 KINDS = ("folder", "tar", "lines", "raw", "tokens", "raw tokens", "whole tail")
 WORKERS = (0, 1, 3)

@@ -16,8 +16,8 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from documents import COMMANDS, PYTHON, ROOT, clean_environment, outputs_of, read_blocks, script_of, shows
-from pages import (
+from tests.helpers.documents import COMMANDS, PYTHON, ROOT, clean_environment, outputs_of, read_blocks, script_of, shows
+from tests.helpers.pages import (
     COMMAND_LIMIT_SECONDS,
     DOCS,
     PAGES,

@@ -19,8 +19,8 @@ import pytest
 from fleetx.cli.main import main
 from fleetx.doctor.exchanging import check_trial
 from fleetx.doctor.trial import run_trial
-from hosts import two_hosts
-from launchers import MARK, find_marked, wait_until
+from tests.helpers.hosts import two_hosts
+from tests.helpers.launchers import MARK, find_marked, wait_until
 
 SOURCE = Path(__file__).parents[2] / "src"
 STRANGE = {

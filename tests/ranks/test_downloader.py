@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 import fleetx
-from file_server import Handler, Server, row, serving, snapshot
 from fleetx.download import once_per_node
 from fleetx.download.folder import opened
 from fleetx.errors import ConfigError, DataError
 from fleetx.utils import Downloader
-from harness import raised, run_ranks
+from tests.helpers.file_server import Handler, Server, row, serving, snapshot
+from tests.helpers.harness import raised, run_ranks
 
 DATA = os.urandom(8_000_000)
 SOURCE = Path(fleetx.__file__).parents[1]

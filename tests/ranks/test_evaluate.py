@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fleetx.applications.evaluate import eval_mode, evaluate, means
 from fleetx.applications.resnet import Resnet20
 from fleetx.errors import ConfigError, DataError
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 SAMPLES = 13
 

@@ -19,9 +19,9 @@ from fleetx.dist import world
 from fleetx.engine.dry_run import Rehearsal, Sample
 from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.errors import FleetError, FleetWarning, RecomputeError
-from harness import raised, run_ranks
-from recompute_nets import WIDTH, Norm
-from recompute_runs import rows
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.recompute_nets import WIDTH, Norm
+from tests.helpers.recompute_runs import rows
 
 BUDGET = 50_000
 

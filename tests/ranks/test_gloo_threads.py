@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fleetx.dist import gloo_threads, world
-from harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 
 def _let_go(rank: int) -> tuple[int, int]:

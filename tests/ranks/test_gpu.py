@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fitting import fitting
 from fleetx import fleet
 from fleetx.errors import FleetWarning
 from fleetx.strategies import catalogue
-from harness import raised, run_ranks
-from models import batch, cnn, learnable_images
+from tests.helpers.fitting import fitting
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, learnable_images
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -121,7 +121,7 @@ def test_an_overflow_on_one_rank_is_agreed_on_the_gpu_too() -> None:
 NCCL_SCRIPT = """
 import json, torch
 from torch.nn import functional as F
-from models import cnn, learnable_images
+from tests.helpers.models import cnn, learnable_images
 from fleetx import fleet, world
 fleet.init()
 model = cnn()
@@ -139,9 +139,9 @@ print(json.dumps({"comm": type(world.current().comm).__name__, "backend": str(di
 def test_one_nccl_rank_runs_the_same_code_path(tmp_path: Path) -> None:
     script = tmp_path / "nccl.py"
     script.write_text(NCCL_SCRIPT)
-    tests = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
-    env["PYTHONPATH"] = os.pathsep.join([str(tests), str(tests.parent / "src")])
+    env["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src")])
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.strip().splitlines()[-1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fleetx import fleet
-from ranks.test_gpu_memory import Encoder, alone_and_exact, cleared, loss_fn, sentences
+from tests.ranks.test_gpu_memory import Encoder, alone_and_exact, cleared, loss_fn, sentences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 __all__ = ["alone_and_exact"]  # the fixture of every test here too

@@ -21,7 +21,7 @@ import fleetx as X
 from fleetx import fleet
 from fleetx.dist import world
 from fleetx.errors import ConfigError
-from harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 UPDATES = 5

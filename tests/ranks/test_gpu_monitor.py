@@ -14,7 +14,7 @@ from fleetx import fleet
 from fleetx.dist import world
 from fleetx.dist.heartbeat import Phase
 from fleetx.monitor.split import MOST_EVENTS, DeviceStopwatch
-from monitor_runs import records, summary
+from tests.helpers.monitor_runs import records, summary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

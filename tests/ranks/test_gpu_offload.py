@@ -16,7 +16,7 @@ from fleetx.errors import ConfigError
 from fleetx.recompute.host_memory import CudaMover, Pool
 from fleetx.recompute.offload import Parking
 from fleetx.recompute.replay import Replay
-from ranks.test_gpu_memory import NETS, TYPES, Encoder, alone_and_exact, cleared, loss_fn, sentences, train
+from tests.ranks.test_gpu_memory import NETS, TYPES, Encoder, alone_and_exact, cleared, loss_fn, sentences, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 __all__ = ["alone_and_exact"]  # the fixture of every test here too

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fleetx import fleet
 from fleetx.engine.optimizer_hooks import refuse_before_step
 from fleetx.optim import Lamb, Lars
-from gpu_steps import (
+from tests.helpers.gpu_steps import (
     CONVOLUTION,
     DEVICE,
     LOOP,
@@ -32,8 +32,8 @@ from gpu_steps import (
     make,
     take_steps,
 )
-from harness import run_ranks
-from models import batch
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 both = pytest.mark.parametrize("kind", [Lars, Lamb])

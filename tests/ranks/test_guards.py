@@ -16,8 +16,8 @@ from torch.nn.utils import parameters_to_vector
 
 from fleetx import fleet
 from fleetx.errors import FleetError, FleetWarning
-from harness import raised, run_ranks
-from models import batch, cnn, flat_state, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, flat_state, mlp
 
 NAN, INF = float("nan"), float("inf")
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
-from models import batch, cnn, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, mlp
 
 
 def _sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:

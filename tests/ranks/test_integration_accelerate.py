@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_runs import EXAMPLES, LIMIT, changed_lines, computes_in, fresh, run_example, strategy_of
 from fleetx import fleet
-from harness import raised, run_ranks
-from models import flat_state, mlp
+from tests.helpers.accelerate_runs import EXAMPLES, LIMIT, changed_lines, computes_in, fresh, run_example, strategy_of
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import flat_state, mlp
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness import raised, run_ranks
-from launchers import MARK, find_marked, wait_until
-from lightning_runs import (
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.launchers import MARK, find_marked, wait_until
+from tests.helpers.lightning_runs import (
     as_launched,
     fit,
     make_gan,

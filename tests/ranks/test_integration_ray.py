@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-import ray_runs
-from harness import run_ranks
-from launchers import MARK, find_marked, wait_until
+from tests.helpers import ray_runs
+from tests.helpers.harness import run_ranks
+from tests.helpers.launchers import MARK, find_marked, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = pytest.mark.campaign  # a cluster takes half a minute to start

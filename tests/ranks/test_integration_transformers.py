@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accelerate_runs import EXAMPLES, LIMIT, changed_lines, computes_in, fresh, run_example, strategy_of
 from fleetx import fleet
-from harness import raised, run_ranks
-from models import flat_state
+from tests.helpers.accelerate_runs import EXAMPLES, LIMIT, changed_lines, computes_in, fresh, run_example, strategy_of
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import flat_state
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed")

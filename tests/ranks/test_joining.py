@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from documents import clean_environment
+from tests.helpers.documents import clean_environment
 
 LIMIT_SECONDS = 120
 

@@ -13,7 +13,7 @@ import torch
 from fleetx import fleet
 from fleetx.data.loader import Loader
 from fleetx.errors import DataError
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 
 class Rows:
@@ -123,7 +123,7 @@ RANK_ZERO_KEEPS_THE_STORE = """
 import torch
 from fleetx import fleet
 from fleetx.data.loader import Loader
-from test_loader_ranks import Rows
+from tests.ranks.test_loader_ranks import Rows
 
 fleet.init()
 model = torch.nn.Linear(4, 1)
@@ -139,12 +139,11 @@ def test_the_word_is_heard_also_where_the_failing_worker_keeps_the_store(failing
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = RANK_ZERO_KEEPS_THE_STORE.format(bad=8 + failing)
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "PYTHONPATH": paths,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
     }
     ranks = [

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
-from localsgd_runs import loss_of, mean_over_ranks, net
-from models import batch, cnn, flat_state
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_runs import loss_of, mean_over_ranks, net
+from tests.helpers.models import batch, cnn, flat_state
 
 K3 = {"k_steps": 3}
 """Rounds after updates 4, 7, 10, ..."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
-from localsgd_runs import loss_of, mean_over_ranks, net, on_nodes, rendezvous, snapshot, with_norm
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.localsgd_runs import loss_of, mean_over_ranks, net, on_nodes, rendezvous, snapshot, with_norm
 
 NAN = float("nan")
 FINE = "nothing raised"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
-from harness import run_ranks
-from localsgd_runs import loss_of, on_nodes, rendezvous, snapshot, weight_of
+from tests.helpers.harness import run_ranks
+from tests.helpers.localsgd_runs import loss_of, on_nodes, rendezvous, snapshot, weight_of
 
 DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 

@@ -27,8 +27,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fleetx import fleet
 from fleetx.engine.report import Report
 from fleetx.engine.sidecar import ALARMS
-from harness import raised, run_ranks
-from models import batch, cnn, flat_state, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, flat_state, mlp
 
 STEPS = 6
 TOLERANCE = 1e-12
@@ -144,7 +144,7 @@ def test_every_spelling_of_a_step_equals_one_process_on_the_joined_batch(spellin
 def test_a_plain_python_process_trains_exactly_as_torch_alone() -> None:
     script = """
         import torch
-        from models import batch, mlp
+        from tests.helpers.models import batch, mlp
         from torch.nn import functional as F
         from fleetx import fleet
 
@@ -166,7 +166,7 @@ def test_a_plain_python_process_trains_exactly_as_torch_alone() -> None:
     """
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "OMPI_", "PMI_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    env["PYTHONPATH"] = str(Path(__file__).parents[1])
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

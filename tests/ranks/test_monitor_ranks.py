@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from fleetx import fleet
-from harness import raised, run_ranks
-from launchers import Launchers, launchers, wait_until
-from models import batch
-from monitor_runs import environment, pair, records, summary, train
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.launchers import Launchers, launchers, wait_until
+from tests.helpers.models import batch
+from tests.helpers.monitor_runs import environment, pair, records, summary, train
 
 LIMIT_SECONDS = 60.0
 
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_reports_against_a_dense_all_reduce(tmp_path: Pat
 
 
 def _model() -> torch.nn.Module:
-    from models import mlp
+    from tests.helpers.models import mlp
 
     return mlp()
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fleetx import fleet
-from harness import run_ranks
-from noise_reference import SIGNAL_SQ, TRACE, distributed, reference, samples, strategy
+from tests.helpers.harness import run_ranks
+from tests.helpers.noise_reference import SIGNAL_SQ, TRACE, distributed, reference, samples, strategy
 
 FLOAT32 = 1e-4
 UPDATES = 10

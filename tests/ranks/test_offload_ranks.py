@@ -11,10 +11,10 @@ from torch import nn
 
 from fleetx import fleet
 from fleetx.errors import ConfigError
-from harness import run_ranks
-from parking_runs import LateMover, use_mover
-from recompute_nets import NETS
-from recompute_runs import Trace, assert_ran_again, assert_same, train
+from tests.helpers.harness import run_ranks
+from tests.helpers.parking_runs import LateMover, use_mover
+from tests.helpers.recompute_nets import NETS
+from tests.helpers.recompute_runs import Trace, assert_ran_again, assert_same, train
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms joined": ("u-net", {"sync_batch_norm": True}),

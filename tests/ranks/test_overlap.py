@@ -17,8 +17,8 @@ from fleetx.dist.comm import Pending
 from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.engine.reentrant import queue_callback
 from fleetx.engine.sidecar import ALARMS
-from harness import raised, run_ranks
-from models import batch
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch
 
 LAYERS = 6
 WIDTH = 16

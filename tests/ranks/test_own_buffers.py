@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from fleetx import fleet
 from fleetx.engine.buffer_kinds import LARGE_NUMEL
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
-from models import batch
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch
 
 SMALL, LARGE = 64, LARGE_NUMEL + 64
 LOCAL_SGD: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 2, "begin_step": 1}}

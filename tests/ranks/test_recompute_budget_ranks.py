@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_nets import lasting_bytes
-from budget_runs import AMP, cross_entropy, distribute
 from fleetx.recompute.memory_probe import CountingGauge
-from harness import raised, run_ranks
-from recompute_nets import NETS
-from recompute_runs import random_now, rows, seed
+from tests.helpers.budget_nets import lasting_bytes
+from tests.helpers.budget_runs import AMP, cross_entropy, distribute
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.recompute_nets import NETS
+from tests.helpers.recompute_runs import random_now, rows, seed
 
 PROMPT_S = 60.0
 """A rank that waits in a collective would be given up after 120 s by the harness."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from harness import raised, run_ranks
-from recompute_nets import NETS, WIDTH, Chain, ConvNet, Inner, Net, Norm, call_three_times
-from recompute_runs import Trace, assert_ran_again, assert_same, distribute, rows, seed, train
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.recompute_nets import NETS, WIDTH, Chain, ConvNet, Inner, Net, Norm, call_three_times
+from tests.helpers.recompute_runs import Trace, assert_ran_again, assert_same, distribute, rows, seed, train
 
 SYNC = {"sync_batch_norm": True}
 BF16 = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}

@@ -15,8 +15,8 @@ from fleetx import fleet
 from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.strategies import catalogue
-from harness import raised, run_ranks
-from models import batch, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, mlp
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

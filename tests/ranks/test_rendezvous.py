@@ -17,8 +17,8 @@ from fleetx.errors import LaunchError
 from fleetx.launch import rendezvous
 from fleetx.launch.agreement import End, NodeState, Phase
 from fleetx.launch.control import Chair, Hello, Member
-from launchers import USES_PROGRESS, Launcher, Launchers, launchers, wait_until
-from limits import within
+from tests.helpers.launchers import USES_PROGRESS, Launcher, Launchers, launchers, wait_until
+from tests.helpers.limits import within
 
 INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.2", "fe80::1"], "eth1": ["10.1.0.2"]}
 GONE_SECONDS = 8.0

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import run_folders
 from fleetx.report.page import make_page
 from fleetx.report.read import read_run
+from tests.helpers import run_folders
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
 CHROMIUM = shutil.which("chromium")

@@ -12,7 +12,7 @@ import pytest
 
 from fleetx.errors import StrategyConflict
 from fleetx.launch.worker import is_mendable
-from launchers import USES_PROGRESS, Launchers, launchers, wait_until
+from tests.helpers.launchers import USES_PROGRESS, Launchers, launchers, wait_until
 
 REDUCE_AND_DIE = """
 import os, signal

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fleetx import fleet
-from harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 ODD = TensorDataset(torch.arange(11.0)[:, None])
 EVEN = TensorDataset(torch.arange(12.0)[:, None])

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from fleetx import fleet
 from fleetx.checkpoint import save
 from fleetx.errors import CheckpointError, ConfigError
-from harness import raised, run_ranks
-from models import batch, cnn, flat_state, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, flat_state, mlp
 
 
 class Tied(nn.Module):

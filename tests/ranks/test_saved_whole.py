@@ -28,8 +28,8 @@ from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet20
 from fleetx.engine.patching import PatchedForward
 from fleetx.errors import FleetWarning
-from harness import run_ranks
-from models import batch, flat_state
+from tests.helpers.harness import run_ranks
+from tests.helpers.models import batch, flat_state
 
 USERS_MODULE = """
 import torch

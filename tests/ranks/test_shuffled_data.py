@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, WeightedRandomSampler
 
 from fleetx import fleet
-from harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 DATA = TensorDataset(torch.arange(48.0)[:, None])
 

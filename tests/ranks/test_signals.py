@@ -1,6 +1,6 @@
 """fleetrun and signals, to it at every moment of a run: the right exit code, and nothing left two seconds later.
 
-`python tests/ranks/test_signals.py 10` sends each signal ten times at each moment, at random instants, and prints a table.
+`python -m tests.ranks.test_signals 10` sends each signal ten times at each moment, at random instants, and prints a table.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # when run as a script
-from launchers import SOURCE, Launcher, Launchers, launchers, wait_until
+from tests.helpers.launchers import SOURCE, Launcher, Launchers, launchers, wait_until
 
 EXIT_CODES = {
     signal.SIGTERM: 143,

@@ -18,8 +18,8 @@ from fleetx.engine.optimizer_hooks import may_change_gradients
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.optim import Lamb, Lars
 from fleetx.optim.inner_decay import exclusion_words
-from harness import raised, run_ranks
-from models import batch, cnn, flat_state
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, flat_state
 
 pytestmark = pytest.mark.usefixtures("alone")
 WRITE_SGD = r"Write torch.optim.SGD\(model.parameters\(\), lr=..., momentum=0.9\)"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Host, two_hosts
+from tests.helpers.hosts import Host, two_hosts
 
 SOURCE = Path(__file__).parents[2] / "src"
 LIMIT_SECONDS = 90.0

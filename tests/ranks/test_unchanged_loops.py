@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from fleetx import fleet
 from fleetx.dist import comm
 from fleetx.errors import FleetWarning
-from harness import raised, run_ranks
-from models import batch, cnn, flat_state, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, flat_state, mlp
 
 STEPS = 6
 Loop = Callable[[nn.Module, torch.optim.Optimizer, int], Any]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from harness import raised, run_ranks
-from models import batch, cnn, flat_state, mlp
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, cnn, flat_state, mlp
 
 DDP = nn.parallel.DistributedDataParallel
 STEPS = 8

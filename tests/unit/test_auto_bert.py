@@ -1,19 +1,16 @@
-"""bench/auto_bert.py without a GPU: its page, also of plans that failed, and rows of several runs."""
+"""bench/auto_bert without a GPU: its page, also of plans that failed, and rows of several runs."""
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
-from auto_bert import rows_kept
-from auto_bert_page import OF_MISSES, section
+from bench.auto_bert.page import OF_MISSES, section
+from bench.auto_bert.run import rows_kept
 
 PUBLISHED = Path(__file__).parents[2] / "bench" / "results" / "auto_bert.json"
 

@@ -11,7 +11,7 @@ import torch
 from fleetx.auto.link import SIZES, LinkProfile, fitted, measured_link, read_off
 from fleetx.dist import world
 from fleetx.dist.wire_cost import all_reduce
-from harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 LATENCY, RATE = 50e-6, 1e9
 

@@ -1,4 +1,4 @@
-"""bench/auto_regret.py: what counts as regret and as the right order, by numbers that can be checked by hand."""
+"""bench/auto_regret: what counts as regret and as the right order, by numbers that can be checked by hand."""
 
 import json
 import subprocess
@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
+from bench.auto_regret import run as auto_regret
+from bench.auto_regret.grid import budget_between, everything_on, grid, narrow_auto
+from bench.auto_regret.page import page
+from bench.auto_regret.summary import EVERYTHING, drift_of, finished, ordered_pairs, ranks, spearman, summary
+from fleetx.auto import candidate
+from fleetx.errors import ConfigError
 
-import auto_regret  # noqa: E402
-from auto_regret_grid import budget_between, everything_on, grid, narrow_auto  # noqa: E402
-from auto_regret_page import page  # noqa: E402
-from auto_regret_summary import EVERYTHING, drift_of, finished, ordered_pairs, ranks, spearman, summary  # noqa: E402
-from fleetx.auto import candidate  # noqa: E402
-from fleetx.errors import ConfigError  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 BUDGET, SAMPLES = 100, 2
 
@@ -158,8 +157,8 @@ def test_flags_that_mean_nothing_are_refused(argv, said):
 
 @pytest.mark.campaign
 def test_the_bench_runs_from_end_to_end_in_small():
-    command = [sys.executable, str(BENCH / "auto_regret.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "bench.auto_regret.run", "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["cells"] == 2 and found["over_budget"] == 0

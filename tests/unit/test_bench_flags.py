@@ -2,22 +2,16 @@
 
 import json
 import re
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
+from bench.large_batch import run as large_batch
+from bench.large_batch.flags import SMOKE, flags_of
+from bench.large_batch.recipe import Recipe
+from bench.large_batch.summary import told, verdict, verdicts
+from bench.optimizer_step import run as optimizer_step
 from fleetx.errors import ConfigError
-
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
-
-import large_batch  # noqa: E402
-import optimizer_step  # noqa: E402
-from large_batch_flags import SMOKE, flags_of  # noqa: E402
-from large_batch_recipe import Recipe  # noqa: E402
-from large_batch_summary import told, verdict, verdicts  # noqa: E402
 
 
 def help_of(call, capsys, monkeypatch):

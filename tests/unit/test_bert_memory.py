@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
-
-import bert_memory  # noqa: E402
-from bert_memory_card import CountedCard, foretold, largest_that_fits, line_through  # noqa: E402
-from bert_memory_contestants import SMALL, Recipe, strategy_of  # noqa: E402
-from bert_memory_table import table, told, verdicts  # noqa: E402
-from fleetx.errors import ConfigError  # noqa: E402
+from bench.bert_memory import run as bert_memory
+from bench.bert_memory.card import CountedCard, foretold, largest_that_fits, line_through
+from bench.bert_memory.contestants import SMALL, Recipe, strategy_of
+from bench.bert_memory.table import table, told, verdicts
+from fleetx.errors import ConfigError
 
 CELLS: dict[str, Any] = {
     "ours-fp32": {"max_batch": 42, "sentences_per_s": 45.0},

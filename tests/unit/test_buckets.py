@@ -14,7 +14,7 @@ from fleetx.engine.buckets import Buckets
 from fleetx.engine.layout import bucket_lengths, bucket_runs
 from fleetx.engine.norms import global_norm
 from fleetx.errors import ConfigError
-from harness import make_fake_comm
+from tests.helpers.harness import make_fake_comm
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 120))

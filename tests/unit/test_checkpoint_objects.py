@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler as schedulers
 from fleetx import fleet
 from fleetx.checkpoint.load import Reader
 from fleetx.errors import CheckpointError, ConfigError, FleetWarning
-from models import batch, mlp
+from tests.helpers.models import batch, mlp
 
 pytestmark = pytest.mark.usefixtures("alone")
 STEPS, STOP_AFTER = 12, 5

@@ -1,21 +1,16 @@
-"""The images of bench/large_batch.py: an archive read safely, and augmentation against numpy."""
+"""The images of bench/large_batch: an archive read safely, and augmentation against numpy."""
 
 import io
-import sys
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from bench.lib import cifar10
+from bench.lib.image_draws import DEVIATION, MEAN, crop_and_flip, cut_out, draw, micro_batch, mirrored, normalise
 from fleetx.errors import DataError
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))  # the benches are scripts: they import each other by bare names
-
-import cifar10
-from image_draws import DEVIATION, MEAN, crop_and_flip, cut_out, draw, micro_batch, mirrored, normalise
 
 
 def archive_of(folder, entries, lists):

@@ -1,4 +1,4 @@
-"""bench/compression_table.py and compression_speed.py: what each method is, the figures and verdicts, the traffic, the page."""
+"""bench/compression_table and compression_speed: what each method is, the figures and verdicts, the traffic, the page."""
 
 import json
 import subprocess
@@ -9,24 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from bench.compression_speed import contestants as speed_rows
+from bench.compression_speed import run as compression_speed
+from bench.compression_speed import traffic
+from bench.compression_speed.figures import complaint, figures_of, verdicts
+from bench.compression_table.methods import METHODS, Settings
+from bench.compression_table.page import page
+from bench.compression_table.run import flags_of, main, summary
+from bench.compression_table.verdicts import accuracy_verdicts, behind
+from bench.lib.mlp import USUAL as MLP
+from bench.localsgd_table.accuracy import Job, Plan, is_done
+from bench.localsgd_table.methods import Settings as LocalSettings
+from bench.localsgd_table.training import Training, begin_of, planned
 from fleetx import fleet
 from fleetx.errors import ConfigError
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
-
-import compression_contestants as speed_rows  # noqa: E402
-import compression_speed  # noqa: E402
-import compression_traffic as traffic  # noqa: E402
-from compression_methods import METHODS, Settings  # noqa: E402
-from compression_page import page  # noqa: E402
-from compression_speed_figures import complaint, figures_of, verdicts  # noqa: E402
-from compression_table import flags_of, main, summary  # noqa: E402
-from compression_verdicts import accuracy_verdicts, behind  # noqa: E402
-from localsgd_accuracy import Job, Plan, is_done  # noqa: E402
-from localsgd_methods import Settings as LocalSettings  # noqa: E402
-from localsgd_training import Training, begin_of, planned  # noqa: E402
-from mlp_contestants import USUAL as MLP  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 USUAL = Settings()
 
@@ -216,8 +214,8 @@ def test_a_page_is_made_of_the_files_that_are_named(tmp_path):
 
 @pytest.mark.campaign
 def test_the_trainings_run_from_end_to_end_in_small():
-    command = [sys.executable, str(BENCH / "compression_table.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "bench.compression_table.run", "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for method in METHODS:
         assert f"final {method} " in done.stdout
@@ -225,7 +223,7 @@ def test_the_trainings_run_from_end_to_end_in_small():
 
 @pytest.mark.campaign
 def test_the_steps_run_from_end_to_end_in_small():
-    command = [sys.executable, str(BENCH / "compression_speed.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "bench.compression_speed.run", "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout.splitlines()[-1])) == set(speed_rows.IN_TURNS)

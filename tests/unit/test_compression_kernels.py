@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernel_interpreter
 from fleetx.engine.bucket import Bucket
 from fleetx.reduce.compressor import pieces_of
 from fleetx.reduce.entry_list import ListedRows, Row, Rule
+from tests.helpers import kernel_interpreter
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from file_server import Handler, Server, answers, row, serving, snapshot
 from fleetx.errors import ConfigError, DataError
 from fleetx.utils import Downloader
-from limits import within
+from tests.helpers.file_server import Handler, Server, answers, row, serving, snapshot
+from tests.helpers.limits import within
 
 LIMIT_SECONDS = 60.0
 

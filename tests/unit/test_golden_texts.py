@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fleetx import fleet
-from golden_texts import COMMANDS, HELP, ON_PURPOSE, STRATEGIES, help_of, strategy_of, switches
+from tests.helpers.golden_texts import COMMANDS, HELP, ON_PURPOSE, STRATEGIES, help_of, strategy_of, switches
 
 NAMES = sorted({path.stem for path in STRATEGIES.iterdir()})
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from bad_images import REFUSED, WHOLE_JPEG, WHOLE_PNG, animated, encoded, photo
 from fleetx.data.images.augment import evaluation_box
 from fleetx.data.images.decode import open_image, scaled, whole
 from fleetx.errors import DataError
+from tests.helpers.bad_images import REFUSED, WHOLE_JPEG, WHOLE_PNG, animated, encoded, photo
 
 MODES = {"JPEG": ["RGB", "L"], "PNG": ["RGB", "L", "LA", "P", "1", "RGBA"], "WEBP": ["RGB"], "BMP": ["RGB"], "GIF": ["P"]}
 

@@ -10,7 +10,7 @@ import pytest
 from fleetx.data.images.files import Archive, FolderFiles, open_folder, open_tar, read_regular_file
 from fleetx.data.images.image_list import parse_image_list
 from fleetx.errors import DataError
-from limits import within
+from tests.helpers.limits import within
 
 
 def listed(*names):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from bad_images import REFUSED, encoded, photo
 from fleetx.data.images.augment import IMAGENET_MEAN, IMAGENET_STD
 from fleetx.data.images.from_paths import image_folder_source, image_list_source
 from fleetx.data.loader import Loader
 from fleetx.data.sampler import FleetSampler
 from fleetx.errors import ConfigError, DataError, FleetWarning
+from tests.helpers.bad_images import REFUSED, encoded, photo
 
 COUNT = 12
 

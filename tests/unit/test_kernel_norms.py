@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernel_interpreter
 from fleetx.errors import ConfigError
 from fleetx.optim import Lars
-from kernel_interpreter import CHUNK, assert_equal_bits, assert_same, by_kernels, draw, take_steps
+from tests.helpers import kernel_interpreter
+from tests.helpers.kernel_interpreter import CHUNK, assert_equal_bits, assert_same, by_kernels, draw, take_steps
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted")

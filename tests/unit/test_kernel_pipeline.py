@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import kernel_interpreter
 from fleetx import fleet
 from fleetx.engine.optimizer_hooks import refuse_before_step
-from kernel_interpreter import by_kernels
-from models import batch
+from tests.helpers import kernel_interpreter
+from tests.helpers.kernel_interpreter import by_kernels
+from tests.helpers.models import batch
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted", "alone")

@@ -11,10 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernel_interpreter
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.optim import Lamb, Lars
-from kernel_interpreter import CHUNK, LOOP, Run, assert_equal_bits, assert_same, both_ways, by_kernels, draw, take_steps
+from tests.helpers import kernel_interpreter
+from tests.helpers.kernel_interpreter import (
+    CHUNK,
+    LOOP,
+    Run,
+    assert_equal_bits,
+    assert_same,
+    both_ways,
+    by_kernels,
+    draw,
+    take_steps,
+)
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernel_interpreter
 from fleetx.optim import Lamb, Lars
-from kernel_interpreter import CHUNK, assert_equal_bits, assert_same, both_ways, by_kernels, draw, drawn, take_steps
+from tests.helpers import kernel_interpreter
+from tests.helpers.kernel_interpreter import CHUNK, assert_equal_bits, assert_same, both_ways, by_kernels, draw, drawn, take_steps
 
 interpreted = kernel_interpreter.interpreted
 pytestmark = pytest.mark.usefixtures("interpreted")

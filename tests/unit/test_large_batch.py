@@ -1,4 +1,4 @@
-"""bench/large_batch.py: learning rates and trials, what a run computes, the order of runs, the verdicts and the page."""
+"""bench/large_batch: learning rates and trials, what a run computes, the order of runs, the verdicts and the page."""
 
 import json
 import math
@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from bench.large_batch.jobs import Job, final_jobs, in_time, tuning_jobs
+from bench.large_batch.page import page
+from bench.large_batch.recipe import GRID, Recipe, Trial, choose_cells, ema_keep, lr_at, read_trials
+from bench.large_batch.run import Bench, Place, coloured_noise, on_device
+from bench.large_batch.summary import summarise, verdicts
+from bench.large_batch.train import Trainer, make_model, make_optimizer, why_stop
+from bench.lib.resnet9 import ResNet9
 from fleetx.errors import ConfigError
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
-
-from large_batch import Bench, Place, coloured_noise, on_device  # noqa: E402
-from large_batch_jobs import Job, final_jobs, in_time, tuning_jobs  # noqa: E402
-from large_batch_page import page  # noqa: E402
-from large_batch_recipe import GRID, Recipe, Trial, choose_cells, ema_keep, lr_at, read_trials  # noqa: E402
-from large_batch_summary import summarise, verdicts  # noqa: E402
-from large_batch_train import Trainer, make_model, make_optimizer, why_stop  # noqa: E402
-from resnet9 import ResNet9  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 SGD = Trial("sgd", 64, 0.1, 5e-4)
 LARS = Trial("lars", 64, 0.4, 5e-4, lars_coeff=0.02)
@@ -254,8 +252,8 @@ def test_the_page_shows_every_run_and_says_when_budgets_differ():
 
 @pytest.mark.campaign
 def test_the_bench_runs_from_end_to_end_with_all_three_optimizers(tmp_path):
-    command = [sys.executable, str(BENCH / "large_batch.py"), "--smoke", "--out", str(tmp_path), "--seeds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "bench.large_batch.run", "--smoke", "--out", str(tmp_path), "--seeds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [(run["phase"], run["trial"]["optimizer"]) for run in runs] == [

@@ -1,26 +1,21 @@
-"""The options of bench/large_batch.py's recipe for learning in few updates: each does what it says, and can be switched off."""
+"""The options of bench/large_batch's recipe for learning in few updates: each does what it says, and can be switched off."""
 
 import math
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from bench.large_batch.page import explanation
+from bench.large_batch.recipe import Recipe, Trial
+from bench.large_batch.run import coloured_noise, flags_of, on_device, recipe_of
+from bench.large_batch.train import Trainer, make_optimizer
+from bench.lib.image_draws import draw, normalise
+from bench.lib.resnet9 import Layer, ResNet9, start_as_identity
+from bench.lib.whitening import FITTED_IMAGES, Whitening, evenly_spaced, patch_covariance, whitening_filters
 from fleetx.errors import ConfigError
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))  # the benches are scripts: they import each other by bare names
-
-from image_draws import draw, normalise
-from large_batch import coloured_noise, flags_of, on_device, recipe_of
-from large_batch_page import explanation
-from large_batch_recipe import Recipe, Trial
-from large_batch_train import Trainer, make_optimizer
-from resnet9 import Layer, ResNet9, start_as_identity
-from whitening import FITTED_IMAGES, Whitening, evenly_spaced, patch_covariance, whitening_filters
 
 CPU = torch.device("cpu")
 SGD = Trial("sgd", 16, 0.1, 5e-4)

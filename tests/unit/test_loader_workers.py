@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import fleetx as X
-from data_ranks import run_job, write_images
 from fleetx.data import workers
 from fleetx.data.loader import Loader
 from fleetx.dist import world
 from fleetx.errors import DataError
-from harness import raised
+from tests.helpers.data_ranks import run_job, write_images
+from tests.helpers.harness import raised
 
 IMAGES = 48
 

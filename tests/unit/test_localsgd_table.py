@@ -1,4 +1,4 @@
-"""bench/localsgd_table.py: the methods' settings, the fit and the verdicts, which trainings are made, the page."""
+"""bench/localsgd_table: the methods' settings, the fit and the verdicts, which trainings are made, the page."""
 
 import json
 import subprocess
@@ -10,21 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fleetx import fleet
-from fleetx.engine.report import Report
-from fleetx.errors import ConfigError
-
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
-
-from localsgd_accuracy import Job, Plan, final_jobs, is_done, tuning_jobs  # noqa: E402
-from localsgd_contest import Contestant  # noqa: E402
-from localsgd_flags import flags_of  # noqa: E402
-from localsgd_methods import METHODS, OURS, TRAINED, Settings, begin_step, choose, first_period, label, strategy  # noqa: E402
-from localsgd_page import page  # noqa: E402
-from localsgd_summary import accuracy, fit, throughput, training_ms, verdicts, whole_trainings  # noqa: E402
-from localsgd_table import lines, summary  # noqa: E402
-from localsgd_throughput import (  # noqa: E402
+from bench.lib.results import published
+from bench.lib.table_flags import made
+from bench.localsgd_table.accuracy import Job, Plan, final_jobs, is_done, tuning_jobs
+from bench.localsgd_table.contest import Contestant
+from bench.localsgd_table.flags import flags_of
+from bench.localsgd_table.methods import METHODS, OURS, TRAINED, Settings, begin_step, choose, first_period, label, strategy
+from bench.localsgd_table.page import page
+from bench.localsgd_table.run import lines, summary
+from bench.localsgd_table.summary import accuracy, fit, throughput, training_ms, verdicts, whole_trainings
+from bench.localsgd_table.training import Diary, Training, planned
+from bench.localsgd_table.worker import (
     MINIATURE_BEGIN,
     MINIATURE_STEPS,
     AdaptiveRow,
@@ -35,9 +31,11 @@ from localsgd_throughput import (  # noqa: E402
     falling,
     order,
 )
-from localsgd_training import Diary, Training, planned  # noqa: E402
-from results import published  # noqa: E402
-from table_flags import made  # noqa: E402
+from fleetx import fleet
+from fleetx.engine.report import Report
+from fleetx.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 USUAL = Settings()
 
@@ -339,8 +337,8 @@ def test_figures_of_another_bench_are_refused(tmp_path):
 
 @pytest.mark.campaign
 def test_the_bench_runs_from_end_to_end_in_small():
-    command = [sys.executable, str(BENCH / "localsgd_table.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "bench.localsgd_table.run", "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for method in METHODS:
         assert f"tiny     {method} " in done.stdout

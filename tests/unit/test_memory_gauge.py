@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward
 from fleetx.recompute.memory_probe import CountingGauge, gauge_for
+from tests.helpers.budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward
 
 CLOSE = 0.01
 """Of the profiler's peak without kernels' workspaces, where no random states are kept."""

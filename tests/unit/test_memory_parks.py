@@ -14,7 +14,7 @@ from fleetx.recompute.batches import Growth
 from fleetx.recompute.plan import moments
 from fleetx.recompute.profile import Element, Profile, Way, from_plain, host_bytes, joined, peak_bytes, to_plain
 from fleetx.recompute.solve import Solution, cheapest, smallest_budget
-from limits import within
+from tests.helpers.limits import within
 
 STORED, AGAIN, JOINS, PARKS = range(4)
 

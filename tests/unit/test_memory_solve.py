@@ -11,7 +11,7 @@ import pytest
 
 from fleetx.recompute.profile import Element, Profile, Way
 from fleetx.recompute.solve import cheapest, smallest_budget
-from limits import within
+from tests.helpers.limits import within
 
 MANY = 120
 """Random profiles of each kind."""

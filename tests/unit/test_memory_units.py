@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from budget_runs import assert_equal, bounds, cross_entropy, distribute, everything
 from fleetx.applications import Bert_base, Resnet20
-from recompute_nets import NETS, WIDTH, Inner
-from recompute_runs import rows, seed
+from tests.helpers.budget_runs import assert_equal, bounds, cross_entropy, distribute, everything
+from tests.helpers.recompute_nets import NETS, WIDTH, Inner
+from tests.helpers.recompute_runs import rows, seed
 
 pytestmark = pytest.mark.usefixtures("alone")
 

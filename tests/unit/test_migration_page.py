@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import fleetx
-from documents import ROOT
 from fleetx import fleet
 from fleetx.engine.build import check_parts
 from fleetx.engine.report import Report
 from fleetx.errors import ConfigError, StrategyConflict
 from fleetx.launch.flags import parse
 from fleetx.optim import schedules
+from tests.helpers.documents import ROOT
 
 PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 STATES = ("same", "renamed", "differs", "refused")

@@ -22,8 +22,8 @@ from fleetx.errors import ConfigError, FleetWarning
 from fleetx.monitor import monitor as monitors
 from fleetx.monitor.folder import Folder, command_of, last_record
 from fleetx.monitor.split import MOST_EVENTS, PARTS, DeviceStopwatch
-from models import batch, mlp
-from monitor_runs import environment, pair, records, summary, train
+from tests.helpers.models import batch, mlp
+from tests.helpers.monitor_runs import environment, pair, records, summary, train
 
 
 @pytest.fixture(autouse=True)

@@ -1,21 +1,19 @@
-"""bench/mutants.py: which faults are made of a line, what is left alone, how a set is drawn, and how an end of pytest is read."""
+"""bench/mutants: which faults are made of a line, what is left alone, how a set is drawn, and how an end of pytest is read."""
 
 import functools
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))  # the benches are scripts: they import each other by bare names
+from bench.mutants import run as mutants
+from bench.mutants.edits import apply, draw, functions_of, is_valid, shown
+from bench.mutants.run import AREAS, Area, Journal, Plan, chosen, draw_mutants, files_of, shares, summary
+from bench.mutants.runner import limit_seconds, read_ending
+from fleetx.errors import ConfigError
 
-import mutants  # noqa: E402
-from fleetx.errors import ConfigError  # noqa: E402
-from mutant_edits import apply, draw, functions_of, is_valid, shown  # noqa: E402
-from mutant_runner import limit_seconds, read_ending  # noqa: E402
-from mutants import AREAS, Area, Journal, Plan, chosen, draw_mutants, files_of, shares, summary  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def mutated(body: str, head: str = "def f(a, b):") -> list[str]:
@@ -136,7 +134,7 @@ def test_areas_share_a_count_as_evenly_as_may_be():
 def test_the_tables_name_sources_and_tests_that_are_there():
     assert all(files_of(area) for area in AREAS.values())
     names = [name for area in AREAS.values() for name in area.tests]
-    assert names and all((BENCH.parent / name).is_file() for name in names)
+    assert names and all((ROOT / name).is_file() for name in names)
 
 
 def test_a_source_that_is_not_there_is_refused_and_one_that_is_left_out_is_not_drawn_from(tmp_path):
@@ -153,7 +151,7 @@ def test_mutants_of_our_sources_are_valid_and_have_names_by_area():
     drawn = list(of_our_sources())
     assert [one.id for one in drawn] == [f"{area}-{number:02}" for area in AREAS for number in (1, 2)]
     for one in drawn:
-        content = (BENCH.parent / one.file).read_bytes()
+        content = (ROOT / one.file).read_bytes()
         assert is_valid(content, one.edit) and one.before != one.after
     assert chosen(drawn, drawn[3].id) == [drawn[3]]
     with pytest.raises(ConfigError, match="--only nothing is none of the mutants"):

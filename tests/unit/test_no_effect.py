@@ -14,7 +14,7 @@ from torch import nn
 from fleetx import fleet
 from fleetx.strategies import catalogue
 from fleetx.strategy import DistributedStrategy
-from harness import run_ranks
+from tests.helpers.harness import run_ranks
 
 MERGE = 'gradient_merge has no effect with k_steps = 1. Write strategy.gradient_merge_configs = {"k_steps": 4}.'
 LOCAL = (

@@ -16,8 +16,8 @@ from fleetx.engine.noise_scale import estimates, noise_scale_of, require_measura
 from fleetx.engine.slots import Merge
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.strategies import catalogue
-from harness import make_fake_comm
-from noise_reference import SIGNAL_SQ, TRACE, distributed, reference, samples, strategy
+from tests.helpers.harness import make_fake_comm
+from tests.helpers.noise_reference import SIGNAL_SQ, TRACE, distributed, reference, samples, strategy
 
 FLOAT32 = 1e-4
 """Norms in float32, whose difference is taken: a part in ten thousand is well above their rounding."""

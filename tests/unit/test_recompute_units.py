@@ -15,8 +15,8 @@ import fleetx as X
 from fleetx import fleet
 from fleetx.errors import ConfigError, FleetError
 from fleetx.recompute.units import chosen_units
-from recompute_nets import WIDTH, Chain, ConvNet, EncoderDecoder, Inner, TorchTransformer, UNet
-from recompute_runs import Trace, count_runs, distribute, rows
+from tests.helpers.recompute_nets import WIDTH, Chain, ConvNet, EncoderDecoder, Inner, TorchTransformer, UNet
+from tests.helpers.recompute_runs import Trace, count_runs, distribute, rows
 
 KEY = 'recompute_configs["checkpoints"]'
 

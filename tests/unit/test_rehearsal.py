@@ -21,8 +21,8 @@ from fleetx.engine import dry_steps
 from fleetx.engine.dry_run import OutOfMemory, Rehearsal, Sample, own_loss
 from fleetx.engine.state import counters
 from fleetx.errors import ConfigError, FleetWarning
-from recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
-from recompute_runs import random_now, rows, seed
+from tests.helpers.recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
+from tests.helpers.recompute_runs import random_now, rows, seed
 
 
 class Everything(nn.Module):

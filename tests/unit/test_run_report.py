@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import run_folders
 from fleetx.errors import ConfigError
 from fleetx.report import axis, curves, logs, metrics, ranks, strip, tables, words
 from fleetx.report.facts import facts_of, one_line, wire_words
@@ -19,7 +18,8 @@ from fleetx.report.metrics import RankTimes, parse_lines, update_from
 from fleetx.report.page import make_page
 from fleetx.report.read import flat, read_run, run_names
 from fleetx.report.thinning import Point, means, thin
-from limits import within
+from tests.helpers import run_folders
+from tests.helpers.limits import within
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import run_folders
 from fleetx import fleet
 from fleetx.cli.main import main
 from fleetx.report.read import read_run
+from tests.helpers import run_folders
 
 ROOT = Path(__file__).parents[2]
 

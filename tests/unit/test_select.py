@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compression_reference import Array, largest_places
 from fleetx.reduce import top_k
 from fleetx.reduce.top_k import largest
+from tests.helpers.compression_reference import Array, largest_places
 
 
 def random_of(*seed: int) -> np.random.Generator:

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from documents import ROOT, Block, read_blocks
 from fleetx import fleet
 from fleetx.engine.slots import Part, Slot
 from fleetx.errors import FleetError, FleetWarning
 from fleetx.strategies import catalogue
-from harness import run_ranks
-from quoted import is_said, plain, reads_as
+from tests.helpers.documents import ROOT, Block, read_blocks
+from tests.helpers.harness import run_ranks
+from tests.helpers.quoted import is_said, plain, reads_as
 
 PARTS = catalogue()
 AVAILABLE = [name for name, part in PARTS.items() if part.available]

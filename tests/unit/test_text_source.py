@@ -17,7 +17,7 @@ from fleetx.data.text.from_paths import is_test_file, stdlib_files, text_source
 from fleetx.data.text.tensors import compact, widened
 from fleetx.data.text.text_source import TextSource
 from fleetx.errors import ConfigError, DataError, FleetWarning
-from harness import raised, run_ranks
+from tests.helpers.harness import raised, run_ranks
 
 WORDS = "time year people way day man thing woman life child world school state family student group country problem".split()
 

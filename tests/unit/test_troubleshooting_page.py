@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fleetx
-from documents import ROOT, read_blocks
 from fleetx import fleet
-from quoted import is_said, plain
+from tests.helpers.documents import ROOT, read_blocks
+from tests.helpers.quoted import is_said, plain
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 OTHERS = "From torch, NCCL, gloo and the system"

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from file_server import row, snapshot
 from fleetx.errors import DataError
 from fleetx.utils import Downloader
+from tests.helpers.file_server import row, snapshot
 
 Member = tuple[tarfile.TarInfo, bytes]
 

@@ -12,11 +12,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from zoo import nets
-from zoo.nets import BATCHES, epoch, image_epoch
-from zoo.optimizers import sgd
-from zoo.oracles import Api
-from zoo.register import Notes, Outcome, loop
+from tests.zoo import nets
+from tests.zoo.nets import BATCHES, epoch, image_epoch
+from tests.zoo.optimizers import sgd
+from tests.zoo.oracles import Api
+from tests.zoo.register import Notes, Outcome, loop
 
 EPOCHS = 3
 

@@ -22,11 +22,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from zoo import nets
-from zoo.nets import BATCHES, FEATURES, ROWS, epoch, image_epoch, rows, tokens
-from zoo.optimizers import SAM, ModelEma, ScheduleFree, sgd
-from zoo.oracles import Api
-from zoo.register import Notes, Outcome, loop
+from tests.zoo import nets
+from tests.zoo.nets import BATCHES, FEATURES, ROWS, epoch, image_epoch, rows, tokens
+from tests.zoo.optimizers import SAM, ModelEma, ScheduleFree, sgd
+from tests.zoo.oracles import Api
+from tests.zoo.register import Notes, Outcome, loop
 
 EPOCHS = 3
 

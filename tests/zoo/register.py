@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.oracles import Api
+from tests.zoo.oracles import Api
 
 
 @dataclass

@@ -71,7 +71,7 @@ COLUMN = {
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Measured on an H200 by bench/optimizer_step.py."""
+    """Measured on an H200 by bench/optimizer_step."""
 
     chunk_elements: int
     warps: int = 8

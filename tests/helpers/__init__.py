@@ -1,0 +1,1 @@
+"""What tests share: ranks and other processes to run in, references to compare with, nets, servers, and pages that run."""
