@@ -214,8 +214,17 @@ def _iterators() -> Iterator[Any]:
     dataloader = sys.modules["torch.utils.data.dataloader"]
     kinds = {getattr(dataloader, name) for name in ITERATORS}
     for one in [one for one in gc.get_objects() if type(one) in kinds]:
-        if one._num_yielded > 0 and getattr(one, "_tasks_outstanding", 1) > 0:
+        if one._num_yielded > 0 and _is_under_way(one):
             yield one
+
+
+def _is_under_way(iterator: Any) -> bool:
+    """Whether its last batch is in use or to come. After that one no worker has a task, though the loop may be training on it.
+
+    An iterator that ends shuts its workers down; one with persistent workers keeps them, and may have ended long ago."""
+    if getattr(iterator, "_tasks_outstanding", 1) > 0:
+        return True
+    return not (getattr(iterator, "_persistent_workers", True) or getattr(iterator, "_shutdown", True))
 
 
 def _sampler_of(iterator: Any) -> Any:
