@@ -106,7 +106,7 @@ def bind(
     _in_forward[face.pipeline] = (weakref.ref(model), _forward_parts(strategy))
     _connect(whole, face, strategy, params)
     if not is_placed:
-        warn_of_other_modules(params, here.comm)
+        warn_of_other_modules(params, here.comm, syncs_batch_norm=strategy.sync_batch_norm)
 
 
 def _forward_parts(strategy: DistributedStrategy) -> list[Part]:
