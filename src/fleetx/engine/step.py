@@ -470,13 +470,15 @@ class Pipeline:
     def _is_finite_now(self) -> bool:
         """Judge again what a bare backward has reduced: the user may have replaced what was not finite (nan_to_num_).
 
-        Equal gradients give every rank the same answer, if every rank has done the same to them. Not under a compressor, which
-        leaves zeros where it has seen something that is not finite."""
+        All ranks agree, or the update is made on none. Not under a compressor, which leaves zeros where it has seen something
+        that is not finite."""
         if not self.stages.reduce.is_linear:
             return False
         self.buckets.adopt_replaced()
         self._grad_norm = self._norms.measure()
-        return math.isfinite(self._grad_norm)
+        return self._checks.agree_on_edited(
+            float(self._grad_norm), self.index + 1, alone=self.buckets.alone, backward=self.stages.backward
+        )
 
     def _average(self, news: News) -> bool:
         """AVERAGE, where there is such a stage. Whether the weights are a new average over all ranks."""

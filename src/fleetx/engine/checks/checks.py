@@ -205,6 +205,13 @@ class Checks:
         told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
         self.unheard.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
 
+    def agree_on_edited(self, norm: float, step: int, *, alone: bool, backward: Backward) -> bool:
+        """Whether gradients that were not finite may be applied after all: the user has changed them, and this is their norm.
+
+        Every rank is here, or has left its step() out: all of them have seen gradients that were not finite."""
+        finite = math.isfinite(norm)
+        return finite if alone else self.finite.agree(finite, step=step, stops=self.must_stop(backward))
+
     def must_stop(self, backward: Backward) -> bool:
         """An overflow is what a loss scale expects, while it can shrink; elsewhere it is an accident."""
         return self.finite.mode == "stop" and not backward.expects_overflow()
