@@ -144,7 +144,7 @@ class BareBackward:
         self._task = None
         pipeline = self._pipeline()
         if pipeline is not None:
-            pipeline.buckets.abandon()
+            pipeline.abandon_backward()
             pipeline.break_window()
 
     def _refuse_graph(self, name: str) -> None:

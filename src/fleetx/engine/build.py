@@ -18,6 +18,7 @@ from .checks.checks import AlarmReader, Checks
 from .checks.deferred import Unheard
 from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
+from .checks.half_sent import HalfSent
 from .checks.nonfinite import NonFiniteGuard
 from .checks.unused import UnusedCheck
 from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
@@ -125,6 +126,7 @@ def compile_strategy(
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
         alarms=AlarmReader(buckets),
         unheard=Unheard(),
+        half_sent=HalfSent(comm),
         comm=comm,
     )
     meter = NoiseScaleMeter(strategy.noise_scale_steps, merge=stages.merge, comm=comm)

@@ -120,7 +120,7 @@ class Pipeline:
                 pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
-            self.buckets.abandon()
+            self.abandon_backward()
             raise
         if at_end or not due:
             self._keep()
@@ -324,6 +324,12 @@ class Pipeline:
 
     def abandon_bare(self) -> None:
         self.bare.abandon()
+
+    def abandon_backward(self) -> None:
+        """Wait for what a backward that failed has sent; the next one may have to be refused."""
+        sent = self.buckets.abandon()
+        if sent:
+            self._checks.half_sent.note(self.teller.pair, place=self._checks.place, sent=sent, total=len(self.buckets))
 
     def break_window(self) -> None:
         """A backward failed half-way. Without merging torch's own rule holds: what it left is the user's to zero."""
