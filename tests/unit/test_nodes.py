@@ -211,6 +211,14 @@ def test_one_mpi_process_on_each_node_is_a_node() -> None:
     assert find_nodes(Asked(), openmpi(size=1), unasked()) == Nodes()
 
 
+def test_one_process_of_mvapich_on_each_node_is_a_node() -> None:
+    names = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    env = {f"MV2_COMM_WORLD_{name}": value for name, value in names.items()} | {"MASTER_ADDR": "node0", "PBS_JOBID": "9"}
+    assert find_nodes(Asked(), env, machine("10.0.0.2")) == Nodes(2, 1, "10.0.0.2", "10.0.0.1", job_port("9"))
+    with pytest.raises(ConfigError, match="2 processes on this node"):
+        find_nodes(Asked(), env | {"MV2_COMM_WORLD_LOCAL_SIZE": "2"}, unasked())
+
+
 def test_one_process_of_mpich_on_each_node_is_a_node() -> None:
     env = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "PBS_JOBID": "9"}
     found = find_nodes(Asked(), {**env, "MASTER_ADDR": "node0"}, machine("10.0.0.2"))

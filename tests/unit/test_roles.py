@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fleetx.dist.roles import ALONE, first_host, job_port, role_from_env, role_in_group
@@ -14,6 +16,9 @@ TORCHRUN = {
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "job-17",
+}  # fmt: skip
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4",
 }  # fmt: skip
 HYDRA = {
     "PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4",
@@ -43,6 +48,44 @@ def test_openmpi_on_one_node_needs_no_address() -> None:
 def test_openmpi_on_several_nodes_asks_for_the_address_by_name() -> None:
     with pytest.raises(ConfigError, match="MASTER_ADDR is not set, but mpirun on several nodes is"):
         role_from_env(OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+def test_mvapich_joins_by_its_own_variables_also_where_hydra_has_started_it() -> None:
+    role = role_from_env(MVAPICH)
+    assert (role.rank, role.size, role.local_rank, role.local_size, role.address) == (1, 4, 1, 4, "127.0.0.1")
+    assert (role.source, role.port) == ("mvapich", job_port(""))
+    assert role_from_env(MVAPICH | {"PBS_JOBID": "88.host"}).port == job_port("88.host")
+    by_hydra = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    assert role_from_env(MVAPICH | by_hydra) == role
+
+
+def test_mvapich_on_several_nodes_asks_for_the_address_by_name() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not set, but mpirun on several nodes is"):
+        role_from_env(MVAPICH | {"MV2_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+@pytest.mark.parametrize("missing", ["MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"])
+def test_half_set_mvapich_variables_name_what_is_missing(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{missing} is not set"):
+        role_from_env({k: v for k, v in MVAPICH.items() if k != missing})
+
+
+def test_a_rank_of_pmix_without_a_size_is_refused_with_lines_that_work() -> None:
+    with pytest.raises(ConfigError, match="^PMIX_RANK is set, but no variable says how many processes") as refused:
+        role_from_env({"PMIX_RANK": "1"})
+    line = str(refused.value).split("os.environ.update(")[1].split(")`")[0]
+
+    os = SimpleNamespace(environ={"PMIX_RANK": "1"})
+    written = eval(f"dict({line})", {"os": os, "world_size": 2})  # noqa: S307  # our own line
+    role = role_from_env({"PMIX_RANK": "1"} | written)
+    assert (role.rank, role.size, role.source) == (1, 2, "torchrun")
+
+
+def test_a_rank_of_pmix_beside_variables_that_say_more_changes_nothing() -> None:
+    one_task = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}
+    assert role_from_env(one_task | {"PMIX_RANK": "0"}) == ALONE
+    for env in (TORCHRUN, OPENMPI, SLURM):
+        assert role_from_env(env | {"PMIX_RANK": "0"}) == role_from_env(env)
 
 
 def test_mpich_and_intel_mpi_on_one_node_need_no_address() -> None:

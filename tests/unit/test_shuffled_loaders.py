@@ -84,6 +84,16 @@ def test_a_loader_with_workers_is_described_until_it_is_exhausted() -> None:
     assert read_by(loader, batches=10) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_loader_with_workers_is_described_at_its_only_batch_and_not_once_its_loop_is_over() -> None:
+    gc.collect()
+    iterator = iter(DataLoader(DATA, 40, shuffle=True, num_workers=1))
+    next(iterator)
+    assert [loader["sampler"] for loader in shuffled_loaders(2)] == ["RandomSampler"]
+    assert next(iterator, None) is None
+    assert shuffled_loaders(2) == []
+
+
 @pytest.mark.parametrize(
     "sampler",
     [

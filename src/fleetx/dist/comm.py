@@ -96,6 +96,17 @@ class Comm(abc.ABC):
         """What the last rank to stop left behind, if any has."""
         return None
 
+    @contextlib.contextmanager
+    def word_during(self, text: str) -> Iterator[None]:
+        """Leave a word for the time of a collective that another rank may miss; once it is done, all of them know."""
+        self.leave_word(text)
+        yield
+        self.take_back_word()
+
+    def take_back_word(self) -> None:
+        """Leave no word any more, of this rank or of another."""
+        return None
+
     def leave_note(self, key: str, text: str) -> None:
         """For other ranks to find, in place of an earlier one. No collective: nobody waits for it."""
         return None
@@ -179,6 +190,8 @@ def _word_left() -> str | None:
         if not store.check([LAST_WORD]):
             return None
         word = store.get(LAST_WORD).decode()
+        if not word:  # taken back
+            return None
         store.set(f"{READERS}/{dist.get_rank()}", "")
         return word
     except RuntimeError:  # the store went with the rank that kept it: ranks need not end at the same time
@@ -218,6 +231,12 @@ class TorchComm(Comm):
 
     def word_left(self) -> str | None:
         return _word_left()
+
+    def take_back_word(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            # Not deleted: another rank that has just seen the key would wait for it.
+            dist.distributed_c10d._get_default_store().set(LAST_WORD, "")
+        _kept_for_readers.clear()
 
     def leave_note(self, key: str, text: str) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the store went with the rank that kept it, or with the group

@@ -1,4 +1,4 @@
-"""Who am I? Rank and size from the variables of torchrun, fleetrun, Open MPI, MPICH, Intel MPI or Slurm.
+"""Who am I? Rank and size from the variables of torchrun, fleetrun, Open MPI, MVAPICH, MPICH, Intel MPI or Slurm.
 
 Pure functions of an environment. Variables that name a job, but not this process in it, are an error: training alone in each
 of N processes would look like training together.
@@ -43,10 +43,11 @@ def role_from_env(env: Env) -> Role:
     """Read the role that a launcher gave; alone when there was none. Half-set variables are an error that names all of them."""
     if env.get("RANK") and env.get("WORLD_SIZE"):
         return _checked(_from_torchrun(env))
-    role = _from_openmpi(env) or _from_pmi(env) or _from_slurm(env)
+    role = _from_openmpi(env) or _from_mvapich(env) or _from_pmi(env) or _from_slurm(env)
     if role is not None and _agrees_with_job(role, env):
         return _checked(role)
     refuse_half_set(env)
+    refuse_pmix_alone(env)
     return ALONE
 
 
@@ -107,25 +108,46 @@ def refuse_half_set(env: Env) -> None:
     )
 
 
+def refuse_pmix_alone(env: Env) -> None:
+    """Raise where PMIx gives a rank and no other variable the size; Slurm's, which may stand beside it, have been read."""
+    if env.get("PMIX_RANK") and "SLURM_PROCID" not in env:
+        lines = ", ".join(f"{name}={WRITE[name]}" for name in JOB if name != "RANK")
+        raise ConfigError(
+            "PMIX_RANK is set, but no variable says how many processes there are: this process would train alone. Start with "
+            "fleetrun, torchrun or Open MPI's mpirun, which set all that is needed; or write "
+            f'`os.environ.update(RANK=os.environ["PMIX_RANK"], {lines})` before fleet.init(); for one process alone unset '
+            "PMIX_RANK."
+        )
+
+
 def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]} are" if len(names) > 1 else f"{names[0]} is"
 
 
 def _from_openmpi(env: Env) -> Role | None:
-    prefix = "OMPI_COMM_WORLD_"
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+    return _from_comm_world(env, "OMPI_COMM_WORLD_", source="openmpi", job=job)
+
+
+def _from_mvapich(env: Env) -> Role | None:
+    """Of mpirun_rsh, the launcher of MVAPICH2."""
+    return _from_comm_world(env, "MV2_COMM_WORLD_", source="mvapich", job=pmi_job(env))
+
+
+def _from_comm_world(env: Env, prefix: str, *, source: str, job: str) -> Role | None:
+    """`job`: what tells two jobs on one node apart, the same on every rank."""
     if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
         return None
     rank = _integer(env, f"{prefix}RANK", because=f"{prefix}SIZE")
     size = _integer(env, f"{prefix}SIZE", because=f"{prefix}RANK")
     local_size = _integer(env, f"{prefix}LOCAL_SIZE", because=f"{prefix}RANK")
     on_one_node = local_size == size
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
     return Role(
         rank=rank,
         size=size,
         local_rank=_integer(env, f"{prefix}LOCAL_RANK", because=f"{prefix}RANK"),
         local_size=local_size,
-        source="openmpi",
+        source=source,
         address="127.0.0.1"
         if on_one_node and "MASTER_ADDR" not in env
         else _text(env, "MASTER_ADDR", because="mpirun on several nodes"),

@@ -162,7 +162,7 @@ class BareBackward:
         self._task = None
         pipeline = self._pipeline()
         if pipeline is not None:
-            pipeline.buckets.abandon()
+            pipeline.abandon_backward()
             self._break_window(pipeline)
 
     def _break_window(self, pipeline: Pipeline) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..dist import world
 from ..errors import ConfigError, warn_user
-from . import pairs
+from . import grad_scaler, pairs
 from .buffer_kinds import refuse_unknown_buffers
 from .build import check_parts, compile_strategy
 from .ddp import bare, refuse_unfit, wrapper_of
@@ -107,10 +107,11 @@ def bind(
     face.forward_stage = compiled.forward
     keep_with(model, face)
     watch()
+    grad_scaler.watch()
     _in_forward[face.pipeline] = (weakref.ref(model), acting)
     _connect(whole, face, strategy, parts, params)
     if not is_placed:
-        warn_of_other_modules(params, here.comm)
+        warn_of_other_modules(params, here.comm, syncs_batch_norm=strategy.sync_batch_norm)
 
 
 def _forward_parts(parts: Sequence[Part]) -> list[Part]:

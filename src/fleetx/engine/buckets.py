@@ -214,8 +214,9 @@ class Buckets:
             bucket.collect()
             bucket.end_micro_step()
 
-    def abandon(self) -> None:
-        """A backward failed half-way: wait for what was started, start nothing more."""
+    def abandon(self) -> int:
+        """A backward failed half-way: wait for what was started, start nothing more. How many buckets were sent."""
+        sent = 0 if self._start is None or self.alone else self._launched
         pending, self._start, self._pending = self._pending, None, []
         for work in pending:
             with contextlib.suppress(RuntimeError, PeerError):  # an error of this backward, or of the next call
@@ -223,6 +224,7 @@ class Buckets:
         for bucket in self._buckets:
             bucket.wake_hooks()
             bucket.expecting = False
+        return sent
 
     def close(self) -> None:
         """Start what backward left over, wait for everything; every view then holds the mean over ranks."""

@@ -18,6 +18,7 @@ from .checks.checks import AlarmReader, Checks
 from .checks.deferred import Unheard
 from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
+from .checks.half_sent import HalfSent
 from .checks.nonfinite import NonFiniteGuard
 from .checks.unused import UnusedCheck
 from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
@@ -123,11 +124,12 @@ def compile_strategy(
     may_skip = stages.backward.checks_finite or strategy.on_nan_inf == "skip"
     checks = Checks(
         unused=UnusedCheck(buckets, comm, allowed=allowed),
-        first_look=FirstLook(model),
+        first_look=FirstLook(model, wrapper),
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
         alarms=AlarmReader(buckets),
         unheard=Unheard(),
+        half_sent=HalfSent(comm),
         comm=comm,
     )
     meter = NoiseScaleMeter(strategy.noise_scale_steps, merge=stages.merge, comm=comm)

@@ -55,6 +55,24 @@ def reduce_conflicts(parts: Sequence[Part]) -> list[str]:
     return [f"{listed} {claim} `reduce`, which DistributedDataParallel already does in backward. {UNWRAPPED}"]
 
 
+def refuse_other_wrapper(model: nn.Module, own: DistributedDataParallel | None) -> None:
+    """Raise inside the forward of a DDP wrapper that is not the pair's own. `own`: the wrapper that was distributed, if one was.
+
+    Its reducer and ours would write the same gradients in one backward, and neither would leave their mean."""
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if active is None or active is own or not torch.is_grad_enabled():
+        return
+    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    if any(id(param) in trained for param in active.parameters()):
+        raise ConfigError(
+            "the model that fleet.distribute(...) has prepared is called through DistributedDataParallel(...), and both would "
+            "reduce the same gradients. Leave the line model = DistributedDataParallel(model) out: the gradients of the model "
+            "itself are reduced as under it. To keep DistributedDataParallel as the reducer, write model = "
+            "DistributedDataParallel(model) first, and then model, optimizer = fleet.distribute(model, optimizer, strategy) "
+            "with the wrapper. Where a framework wraps the model, use what fleetx.integrations has for it."
+        )
+
+
 def refuse_steps_of_a_sample(model: nn.Module) -> None:
     """DDP's collectives would run in them; a rank that fails there alone leaves the others waiting."""
     if isinstance(model, nn.Module) and wrapper_of(model) is not None:

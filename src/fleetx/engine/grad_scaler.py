@@ -3,21 +3,30 @@
 scaler.scale(loss).backward()      ends with reduced gradients, still scaled: the same on every rank
 scaler.unscale_(optimizer)         optional, by the scaler itself; clipping follows
 scaler.step(optimizer)             looks for infinities in the reduced gradients, so that all ranks skip or none does
+
+A window that is wholly inside fleet.no_sync() is still local when the scaler looks at it: it is reduced just before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from . import pairs
 from .buckets import Buckets
 from .slots import Slot, Stages
+
+JUDGE = "_unscale_grads_"
+"""The method of torch's GradScaler that looks at gradients, of unscale_() and of step() alike."""
 
 
 @final
@@ -43,6 +52,34 @@ class GradScaling:
             for flat in buckets.flats:
                 flat.mul_(inverse.to(flat.device, flat.dtype))
         return True
+
+
+@functools.cache
+def watch() -> None:
+    """Let every GradScaler of this process look at reduced gradients, from now on; once.
+
+    What each rank has found in its own gradients would differ: the scales would go apart, and a rank that skips its step by
+    itself would leave the others waiting. torch has no hook for this.
+    A torch without it, or a scaler that does not call it, is refused in step()."""
+    judge = getattr(GradScaler, JUDGE, None)
+    if judge is None:
+        return
+
+    @functools.wraps(judge)
+    def judge_reduced(scaler: GradScaler, optimizer: Optimizer, *args: Any, **settings: Any) -> Any:
+        for pair in pairs.reached_by(optimizer):
+            pair.reduce_before_scaler(optimizer)
+        return judge(scaler, optimizer, *args, **settings)
+
+    setattr(GradScaler, JUDGE, judge_reduced)
+
+
+def refuse_unjudged() -> NoReturn:
+    raise ConfigError(
+        "scaler.step(optimizer) has found gradients that are this rank's own, and that the GradScaler has not judged: they came "
+        "inside fleet.no_sync() after scaler.unscale_(optimizer), or the scaler is not torch.amp.GradScaler. Call "
+        "scaler.unscale_(optimizer) after the last backward of the window, and run that one outside of fleet.no_sync()."
+    )
 
 
 def scaling_of(optimizer: Any, *, by_kernel: bool = False) -> GradScaling | None:

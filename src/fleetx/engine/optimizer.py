@@ -90,6 +90,7 @@ class FleetOptimizer(Optimizer):
         route(self.given, self)
         pipeline.layout_is_stale = _stale_layout(weakref.ref(self))
         pipeline.is_own_step = _own_step(weakref.ref(self))
+        pipeline.is_own_optimizer = _own_optimizer(weakref.ref(self))
         if isinstance(self.update, Update):
             self.update.__dict__[OWNER] = weakref.ref(self)
             refuse_before_step(self.update, _refuse_step_past_the_pipeline)
@@ -343,3 +344,11 @@ def _own_step(held: Callable[[], FleetOptimizer | None]) -> Callable[[Optimizer]
         return found is not None and found.handles_step_of(optimizer)
 
     return is_own_step
+
+
+def _own_optimizer(held: Callable[[], FleetOptimizer | None]) -> Callable[[Optimizer], bool]:
+    def is_own_optimizer(optimizer: Optimizer) -> bool:
+        found = held()
+        return found is not None and (optimizer is found or optimizer is found.given or optimizer is found.update)
+
+    return is_own_optimizer

@@ -63,6 +63,9 @@ class Pair(Protocol):
     def before_other_step(self, optimizer: Optimizer) -> None:
         """An optimizer that is not this pair's is about to step some of its parameters."""
 
+    def reduce_before_scaler(self, optimizer: Optimizer) -> None:
+        """Reduce gradients that are this rank's own before a GradScaler looks at them, for a step of this optimizer."""
+
 
 _alive: weakref.WeakSet[Pair] = weakref.WeakSet()
 _numbers: weakref.WeakKeyDictionary[Pair, int] = weakref.WeakKeyDictionary()

@@ -99,8 +99,10 @@ def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
         raise ConfigError(f"the model is spread over {sorted(map(str, devices))}. One rank drives one device.")
 
 
-def warn_of_other_modules(params: dict[str, nn.Parameter], comm: Comm) -> None:
-    """Name modules outside the model whose parameters are trained: their buffers (BatchNorm statistics) are not seen."""
+def warn_of_other_modules(params: dict[str, nn.Parameter], comm: Comm, *, syncs_batch_norm: bool) -> None:
+    """Name modules outside the model whose parameters are trained: their buffers (BatchNorm statistics) are not seen.
+
+    `syncs_batch_norm`: the strategy has sync_batch_norm, which acts on the model alone."""
     outside = [param for name, param in params.items() if name.startswith(OUTSIDE)]
     if comm.size == 1 or comm.rank != 0 or not outside:
         return
@@ -109,7 +111,9 @@ def warn_of_other_modules(params: dict[str, nn.Parameter], comm: Comm) -> None:
     if owners:
         warn_user(
             f"the optimizer trains parameters of a module outside the model, a {type(owners[0]).__name__} with buffers, whose "
-            "statistics would drift apart between ranks. Give both to fleet.distribute as one: "
+            "statistics would drift apart between ranks"
+            + (", and strategy.sync_batch_norm has no effect on it" if syncs_batch_norm else "")
+            + ". Give both to fleet.distribute as one: "
             "fleet.distribute(torch.nn.ModuleList([model, other]), optimizer, strategy).",
         )
 

@@ -26,7 +26,7 @@ from .bare_backward import BareBackward
 from .bucket import Bucket
 from .buckets import Buckets
 from .checks.checks import Checks
-from .grad_scaler import GradScaling, scaling_of
+from .grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
 from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
@@ -71,6 +71,8 @@ class Pipeline:
         """Makes a new pipeline, which reduces the gradients that are there."""
         self.is_own_step: Callable[[Optimizer], bool] = lambda optimizer: False
         """Whether a step of this optimizer is made by the pair, or refused elsewhere."""
+        self.is_own_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
+        """Whether calls of this optimizer are the pair's: it was given to fleet.distribute(...), or returned by it."""
         self.refuse_past_parts: Callable[[Optimizer], None] = lambda optimizer: None
         """Raises where a step of an optimizer that is not the pair's would leave out a part of the strategy."""
         self.look_for_unreduced: Callable[[Optimizer], None] = lambda optimizer: None
@@ -119,7 +121,7 @@ class Pipeline:
                 pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
-            self.buckets.abandon()
+            self.abandon_backward()
             raise
         if at_end or not due:
             self._keep()
@@ -140,6 +142,8 @@ class Pipeline:
         """End a micro-step; a no-op inside a window. `recycle`: the gradients are not looked at afterwards.
 
         `scaling`: of a GradScaler. `closure`: for an optimizer that runs it inside its step."""
+        if scaling is not None and self.stages.ddp is None and self._has_local():
+            refuse_unjudged()
         self._reduce_what_came()
         if self.window.closed:
             return self.update(recycle=recycle, scaling=scaling, closure=closure)
@@ -159,8 +163,22 @@ class Pipeline:
         self.window.refuse_broken()
         if self.window.applied and self.buckets.touched():
             self.leave_applied()
-        if self.buckets.touched() if self.window.entered else self.buckets.has_new():
+        if self._has_local():
             self._take_local_gradients()
+
+    def _has_local(self) -> bool:
+        """Whether there are gradients of this rank alone: left by fleet.no_sync(), or put in place by the user."""
+        return self.buckets.touched() if self.window.entered else self.buckets.has_new()
+
+    def reduce_before_scaler(self, optimizer: Optimizer) -> None:
+        """Every rank is here, as in step(): none has seen yet whether its gradients are finite."""
+        if self.stages.ddp is not None or dry_steps.is_on():
+            return
+        if pairs.stays_local() and not self.is_own_optimizer(optimizer):
+            return  # its step leaves them local too (before_other_step)
+        if self._has_local():
+            refuse_unfit(self.stages)
+            self._reduce_what_came()
 
     def flush(self) -> Report:
         """Close a window early. Every rank must call it, at the same place."""
@@ -293,6 +311,12 @@ class Pipeline:
     def abandon_bare(self) -> None:
         self.bare.abandon()
 
+    def abandon_backward(self) -> None:
+        """Wait for what a backward that failed has sent; the next one may have to be refused."""
+        sent = self.buckets.abandon()
+        if sent:
+            self.checks.half_sent.note(self.teller.pair, place=self.checks.place, sent=sent, total=len(self.buckets))
+
     def _take_local_gradients(self) -> None:
         """Reduce what is this rank's own, without overlap: left by fleet.no_sync(), or put in place by the user."""
         self.weighing.refuse_bare(self.window)
@@ -409,13 +433,15 @@ class Pipeline:
     def _is_finite_now(self) -> bool:
         """Judge again what a bare backward has reduced: the user may have replaced what was not finite (nan_to_num_).
 
-        Equal gradients give every rank the same answer, if every rank has done the same to them. Not under a compressor, which
-        leaves zeros where it has seen something that is not finite."""
+        All ranks agree, or the update is made on none. Not under a compressor, which leaves zeros where it has seen something
+        that is not finite."""
         if not self.stages.reduce.is_linear:
             return False
         self.buckets.adopt_replaced()
         self._grad_norm = self._norms.measure()
-        return math.isfinite(self._grad_norm)
+        return self.checks.agree_on_edited(
+            float(self._grad_norm), self.index + 1, alone=self.buckets.alone, backward=self.stages.backward
+        )
 
     def _average(self, news: News) -> bool:
         """AVERAGE, where there is such a stage. Whether the weights are a new average over all ranks."""

@@ -184,11 +184,12 @@ def _from_slurm(env: Env) -> Told | None:
 
 
 def _from_mpi(env: Env) -> Told | None:
-    prefix = "OMPI_COMM_WORLD_"
-    if f"{prefix}SIZE" in env:
-        _refuse_ranks_of_mpi(_number(env, f"{prefix}LOCAL_SIZE", default=1))
-        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
-        return Told(_number(env, f"{prefix}SIZE"), _number(env, f"{prefix}RANK"), env.get("MASTER_ADDR"), _told_port(env, job))
+    job_of_openmpi = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+    for prefix, job in (("OMPI_COMM_WORLD_", job_of_openmpi), ("MV2_COMM_WORLD_", pmi_job(env))):
+        if f"{prefix}SIZE" in env:
+            _refuse_ranks_of_mpi(_number(env, f"{prefix}LOCAL_SIZE", default=1))
+            port = _told_port(env, job)
+            return Told(_number(env, f"{prefix}SIZE"), _number(env, f"{prefix}RANK"), env.get("MASTER_ADDR"), port)
     if "PMI_SIZE" in env and not is_pmi_of_slurm(env):
         _refuse_ranks_of_mpi(_number(env, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", default=1))
         return Told(_number(env, "PMI_SIZE"), _number(env, "PMI_RANK"), env.get("MASTER_ADDR"), _told_port(env, pmi_job(env)))

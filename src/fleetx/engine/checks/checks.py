@@ -21,6 +21,7 @@ from ..window import Window
 from .deferred import Unheard
 from .desync import RankCheck
 from .first_batch import FirstLook
+from .half_sent import HalfSent
 from .nonfinite import NonFiniteGuard
 from .unused import UnusedCheck
 
@@ -121,6 +122,7 @@ class Checks:
     ranks: RankCheck
     alarms: AlarmReader
     unheard: Unheard
+    half_sent: HalfSent
     comm: Comm
     deferred: Alarms | None = None
     """Missing gradients of a window that was reduced by a bare backward: an error in step(), if no other backward fills them."""
@@ -133,6 +135,7 @@ class Checks:
         """Act on alarms read late; and once, before the first reduce: all ranks weigh or none, and each has its own data.
 
         `again`: the window was reduced before, and its alarms are sent once more."""
+        self.half_sent.refuse()
         self.deferred, self.deferred_alone = None, False
         if again:
             self.alarms.forget()
@@ -205,12 +208,20 @@ class Checks:
         told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
         self.unheard.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
 
+    def agree_on_edited(self, norm: float, step: int, *, alone: bool, backward: Backward) -> bool:
+        """Whether gradients that were not finite may be applied after all: the user has changed them, and this is their norm.
+
+        Every rank is here, or has left its step() out: all of them have seen gradients that were not finite."""
+        finite = math.isfinite(norm)
+        return finite if alone else self.finite.agree(finite, step=step, stops=self.must_stop(backward))
+
     def must_stop(self, backward: Backward) -> bool:
         """An overflow is what a loss scale expects, while it can shrink; elsewhere it is an accident."""
         return self.finite.mode == "stop" and not backward.expects_overflow()
 
     def agree_to_flush(self, window: Window) -> None:
         """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
+        self.half_sent.refuse()
         counts = self.comm.gather_json(window.micro_steps) if self.comm.size > 1 else []
         if any(counts) and not all(counts):
             raise FleetError(

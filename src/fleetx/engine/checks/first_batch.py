@@ -1,4 +1,4 @@
-"""A look at the first forward: is each rank fed its own data, and was the model compiled behind our back?"""
+"""A look at the first forward: has each rank its own data, and was the model compiled or put into DDP behind our back?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ...dist.comm import Comm
 from ...errors import ConfigError, warn_user
 from .. import dry_steps
+from ..ddp import refuse_other_wrapper
 from ..plain_copy import keep_copies_plain, left_out
 
 COMPILE_FIRST = (
@@ -56,8 +58,9 @@ def _feed(hasher: Any, value: Any) -> bool:
 class FirstLook:
     """Hooks the model's first training forward. Says nothing, and costs nothing, afterwards."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None) -> None:
+        """`wrapper`: of the model, where it reduces."""
+        self._model, self._wrapper = model, wrapper
         self._compiled_before = is_compiled(model)
         self._digest: str | None = None
         if "torch._dynamo" in sys.modules:  # a model that is compiled has loaded it; to load it here would take seconds
@@ -74,6 +77,7 @@ class FirstLook:
             return
         if not self._compiled_before and _called_from_compiled(module):
             raise ConfigError(COMPILE_FIRST)
+        refuse_other_wrapper(module, self._wrapper)
         if module.training and self._digest is None and torch.is_grad_enabled():
             with contextlib.suppress(RuntimeError):  # tensors without data (torch.func, fake tensors) tell nothing
                 self._digest = digest([args, kwargs])
@@ -215,8 +219,17 @@ def _iterators() -> Iterator[Any]:
     dataloader = sys.modules["torch.utils.data.dataloader"]
     kinds = {getattr(dataloader, name) for name in ITERATORS}
     for one in [one for one in gc.get_objects() if type(one) in kinds]:
-        if one._num_yielded > 0 and getattr(one, "_tasks_outstanding", 1) > 0:
+        if one._num_yielded > 0 and _is_under_way(one):
             yield one
+
+
+def _is_under_way(iterator: Any) -> bool:
+    """Whether its last batch is in use or to come. After that one no worker has a task, though the loop may be training on it.
+
+    An iterator that ends shuts its workers down; one with persistent workers keeps them, and may have ended long ago."""
+    if getattr(iterator, "_tasks_outstanding", 1) > 0:
+        return True
+    return not (getattr(iterator, "_persistent_workers", True) or getattr(iterator, "_shutdown", True))
 
 
 def _sampler_of(iterator: Any) -> Any:

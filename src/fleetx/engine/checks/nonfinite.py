@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from typing import Literal, NoReturn, TypeAlias, final
 
@@ -29,18 +30,50 @@ class NonFiniteGuard:
         self._owners = sort_buffers(model, local).floats if may_skip else {}
         self._good = [buffer.clone() for buffer in self._present()]
         """Floating buffers after the last update: a NaN that passed a BatchNorm is in its statistics, update or not."""
+        self._finite_on: list[bool] = []
+        """By rank, whether the gradients are finite after the user has edited them; empty where no ranks disagree."""
+
+    def agree(self, finite: bool, *, step: int, stops: bool) -> bool:
+        """Whether the gradients, which were not finite when they were reduced, are finite now on every rank.
+
+        The user may have made them so on some ranks only, by a loss that the others do not see. `stops`: an update that is not
+        finite is an error, which a rank that has left step() out finds as its reason."""
+        if self._comm.size == 1:
+            return finite
+        with self._word(step) if stops and not finite else contextlib.nullcontext():
+            ranks = self._comm.gather_json(finite)
+        self._finite_on = [] if all(ranks) else ranks
+        return all(ranks)
+
+    def _word(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self._comm.word_during(
+            f"rank {self._comm.rank}: update {step} is not made, since its loss or gradients are not finite: "
+            f"{self.bad_gradients()}. The other ranks are in optimizer.step(); skip a batch on all ranks or on none."
+        )
+
+    def _edited_on_some(self) -> str:
+        ranks, self._finite_on = self._finite_on, []
+        edited = [rank for rank, finite in enumerate(ranks) if finite]
+        if not edited:
+            return ""
+        return (
+            f" The script has made them finite on ranks {edited} only: they are the same on all ranks after backward, so decide "
+            "by the gradients and not by this rank's loss, or ask all ranks: fleet.util.all_reduce(value)."
+        )
 
     def _present(self) -> list[Tensor]:
         return [buffer_of(owner) for owner in self._owners.values()]
 
     def refuse(self, step: int, losses: list[Tensor]) -> NoReturn:
         """Every rank is here: the answer came from what all of them reduced."""
-        by_rank = self._comm.gather_json([repr(float(loss)) for loss in losses])
+        with self._word(step):
+            by_rank = self._comm.gather_json([repr(float(loss)) for loss in losses])
         bad = [f"{loss} on rank {rank}" for rank, told in enumerate(by_rank) for loss in told if "nan" in loss or "inf" in loss]
         seen = "all finite" if any(by_rank) else "not seen, after a bare loss.backward()"
         raise FleetError(
             f"update {step} was not made: its loss or gradients are not finite. Losses: {', '.join(bad[:8]) or seen}. "
-            f"Gradients: {self.bad_gradients()}. The weights are as before, statistics of norm layers may not be. "
+            f"Gradients: {self.bad_gradients()}.{self._edited_on_some()} The weights are as before, "
+            "statistics of norm layers may not be. "
             'Look at the data and the learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
         )
 
