@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigError
-
 if TYPE_CHECKING:
     import torch
 
@@ -234,8 +232,6 @@ class Part(abc.ABC):
 
     name: ClassVar[str]
     risk_class: ClassVar[Risk]
-    available: ClassVar[bool] = True
-    """False while a part is declared but not built: compiling it is an error, never a run without it."""
     talks_in_backward: ClassVar[bool] = False
     """It has collectives of its own inside backward; buckets are then reduced after it, never in between."""
     inner: ClassVar[tuple[type[Optimizer], ...]] = ()
@@ -275,12 +271,6 @@ class Part(abc.ABC):
     def neutral(cls) -> dict[str, Any] | None:
         """The settings at which this part must equal plain synchronous training, if there are any."""
         return {}
-
-
-def not_available(*names: str) -> ConfigError:
-    listed, verb = ", ".join(f"`{name}`" for name in names), "is" if len(names) == 1 else "are"
-    switches = ", ".join(f"`{name}=True`" for name in names)
-    return ConfigError(f"{listed} {verb} not available yet in this version. Remove {switches} from the strategy.")
 
 
 def conflicts(parts: Iterable[tuple[str, frozenset[Slot]]]) -> dict[Slot, list[str]]:
