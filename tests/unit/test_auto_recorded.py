@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from fleetx.auto.candidate import REDUCERS, Candidate, at_once, every
+from fleetx.auto.candidate import DENSE, Candidate, every, offered
 from fleetx.auto.cost import Reducer, Rung, wire
 from fleetx.auto.explain import rejected
 from fleetx.auto.fixed import Fixed
@@ -23,6 +24,7 @@ from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast
 from fleetx.auto.run_measurements import gradients_of
 from fleetx.auto.what_if import Question, curves, what_if
 from fleetx.dist.wire_cost import Link
+from fleetx.engine.slots import PlanContext
 from fleetx.strategy import DistributedStrategy
 
 RECORDED = Path(__file__).with_name("auto_recorded.json")
@@ -61,12 +63,12 @@ def fixed_of(parts: dict[str, dict[str, Any]]) -> Fixed:
 def reducers_beside(fixed: Fixed) -> list[Reducer]:
     if fixed.reducer is not None:
         return [fixed.reducer]
-    return [one for one in REDUCERS if one == Reducer() or fixed.refusal(one.kind) is None]
+    return [one for one in offered(PlanContext(ranks=2)) if one == DENSE or fixed.refusal(one.kind) is None]
 
 
 def measured_of(net: str, link: Link, fixed: Fixed) -> Measured:
     """As if the wire took a tenth more than it should, and each number of a tensor 2 ns of work."""
-    gradients = gradients_of(NETS[net]().parameters(), **fixed.compressed())
+    gradients = gradients_of(NETS[net]().parameters())
     steps = 2 * (link.ranks - 1)
     points = tuple((n, steps * link.latency_s + n * steps / link.ranks / link.bytes_per_s) for n in (1e5, 1e6, 1e7))
     ladder = (Rung(100 * MB, 0.0, 0), Rung(60 * MB, 0.003, 2, ("0",)), Rung(40 * MB, 0.007, 4))
@@ -104,7 +106,7 @@ def planned(net: str, link: Link, fixed: Fixed) -> dict[str, Any]:
         rows.append(row(one))
         settings[candidate.name] = DistributedStrategy(**{**candidate.settings(), **fixed.settings}).to_dict()
         if candidate.merge_steps == steps[0] and candidate.precision == precisions[0]:
-            tried = fixed.timed(at_once(candidate.settings()), recomputes=True)
+            tried = fixed.timed(replace(candidate, reducer=candidate.reducer.steady()).settings(), recomputes=True)
             timed[candidate.name] = DistributedStrategy(**tried).to_dict()
     plain = Candidate(precisions[0], 8, steps[0], fixed.reducer or Reducer(), kept=fixed.names)
     chosen = forecast(measured, plain)

@@ -15,6 +15,7 @@ from auto_regret_grid import budget_between, everything_on, grid, narrow_auto  #
 from auto_regret_page import page  # noqa: E402
 from auto_regret_summary import EVERYTHING, drift_of, finished, ordered_pairs, ranks, spearman, summary  # noqa: E402
 from fleetx.auto import candidate  # noqa: E402
+from fleetx.engine.slots import PlanContext  # noqa: E402
 from fleetx.errors import ConfigError  # noqa: E402
 
 BUDGET, SAMPLES = 100, 2
@@ -118,11 +119,12 @@ def test_drift_is_how_much_longer_plans_took_that_were_run_both_then_and_later()
 
 
 def test_auto_chooses_from_the_grid_and_nothing_else(monkeypatch):
-    for name in ("MERGES", "REDUCERS"):
+    for name in ("MERGES", "offered"):
         monkeypatch.setattr(candidate, name, getattr(candidate, name))
     narrow_auto()
     merges = [(8, steps) for steps in candidate.MERGES]
-    found = candidate.every(("float32", "bfloat16"), merges, candidate.REDUCERS, own_batch=True, risk="schedule")
+    reducers = candidate.offered(PlanContext(ranks=2))
+    found = candidate.every(("float32", "bfloat16"), merges, reducers, own_batch=True, risk="schedule")
     assert set(found) == set(grid(8)) and len(grid(8)) == 20
     assert budget_between(120, 80) == BUDGET
 
