@@ -147,7 +147,7 @@ def planned(size: Size, card: Card, whole: int, *, small: bool) -> dict[str, Any
         "batch": plan.micro_batch, "steps": plan.merge_steps, "update_s": seconds, "samples_per_s": whole / seconds,
         "chosen": plan.chosen, "predicted_s": row.predicted_s, "off": row.predicted_s / seconds - 1,
         "predicted_bytes": row.predicted_bytes, "planning_s": round(planning_s, 1), "told": str(plan).splitlines(),
-        "passes": [[p.precision, p.batch, p.forward_s, p.backward_s, p.is_foretold] for p in plan.measured.passes],
+        "passes": [[p.precision, p.batch, p.forward_s, p.backward_s, p.is_predicted] for p in plan.measured.passes],
         "unseen": unseen(plan, size, card, whole), **facts,
     }  # fmt: skip
 
@@ -167,7 +167,7 @@ def unseen(plan: Any, size: Size, card: Card, whole: int) -> list[dict[str, Any]
             peak = card.facts()["peak"]
             found.append(
                 {
-                    "name": told.candidate.name, "is_timed": not one.is_foretold, "predicted_s": told.cost.seconds,
+                    "name": told.candidate.name, "is_timed": not one.is_predicted, "predicted_s": told.cost.seconds,
                     "measured_s": seconds, "off": told.cost.seconds / seconds - 1, "predicted_bytes": told.peak_bytes,
                     "peak_bytes": peak, "peak_off": told.peak_bytes / peak - 1,
                 }

@@ -17,7 +17,7 @@ from typing import Any
 from bench.auto_regret.models import Net, fresh
 from fleetx import fleet
 from fleetx.auto import candidate as candidates
-from fleetx.auto.candidate import Candidate, at_once
+from fleetx.auto.candidate import Candidate
 from fleetx.auto.clock import typical
 from fleetx.auto.cost import Reducer
 from fleetx.engine.bind import give_up, rehearsal_of
@@ -30,7 +30,13 @@ from fleetx.recompute.solve import least_peak
 
 PRECISIONS = ("float32", "bfloat16")
 MERGES = (1, 4)
-REDUCERS = (Reducer(), Reducer("bf16_allreduce"), Reducer("powersgd", 4), Reducer("dgc", 0.999), Reducer("localsgd", 8))
+REDUCERS = (
+    Reducer(),
+    Reducer.named("bf16_allreduce"),
+    Reducer.named("powersgd", 4),
+    Reducer.named("dgc", 0.999),
+    Reducer.named("localsgd", 8),
+)
 EVERYTHING = "everything on"
 BUDGET_SHARE = 0.5
 """Of the way from the least peak that recompute can reach to that of a plain step."""
@@ -61,12 +67,13 @@ def grid(rows: int) -> list[Candidate]:
 
 def everything_on(rows: int) -> Candidate:
     """All that a user could switch on, every repeated block computed again."""
-    return Candidate("bfloat16", rows, 4, Reducer("dgc", 0.999), recomputes=True, grows_batch=True)
+    return Candidate("bfloat16", rows, 4, Reducer.named("dgc", 0.999), recomputes=True, grows_batch=True)
 
 
 def narrow_auto() -> None:
-    """`auto` chooses from this grid: of its own merges and periods from those that are measured here."""
-    candidates.MERGES, candidates.REDUCERS = MERGES, REDUCERS  # type: ignore[assignment]
+    """Let `auto` choose from this grid: of its own merges and periods from those that are measured here."""
+    candidates.MERGES = MERGES  # type: ignore[assignment]
+    candidates.offered = lambda context: list(REDUCERS)
 
 
 @contextlib.contextmanager
@@ -116,7 +123,7 @@ class Pair:
 def bound(net: Net, candidate: Candidate, budget: int | None, *, name: str | None = None) -> Pair:
     """A ConfigError, on all ranks, where no plan of recompute keeps to the budget."""
     model, optimizer, batch = fresh(net)
-    strategy = fleet.DistributedStrategy(**at_once(candidate.settings(budget)))
+    strategy = replace(candidate, reducer=candidate.reducer.steady()).strategy(budget)
     with quiet():
         model, face = fleet.distribute(model, optimizer, strategy, sample=batch, loss_fn=net.loss)
     return Pair(name or candidate.name, candidate, rehearsal_of(model, face, batch, net.loss))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fleetx import fleet
 from fleetx.engine.build import check_parts
 from fleetx.engine.slots import Slot
-from fleetx.errors import ConfigError, FleetWarning, StrategyConflict
+from fleetx.errors import FleetWarning, StrategyConflict
 from fleetx.strategies import catalogue
 from tests.helpers.auto_runs import short_measuring
 from tests.helpers.fitting import fitting
@@ -21,8 +21,7 @@ from tests.helpers.harness import run_ranks
 from tests.helpers.models import batch, cnn
 
 PARTS = catalogue()
-AVAILABLE = [name for name, part in PARTS.items() if part.available]
-NEUTRAL = [name for name in AVAILABLE if PARTS[name].neutral() is not None]
+NEUTRAL = [name for name in PARTS if PARTS[name].neutral() is not None]
 
 
 def _strategy(*names: str, configs: dict[str, Any] | None = None) -> fleet.DistributedStrategy:
@@ -43,17 +42,13 @@ def test_settings_survive_json_and_yaml(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_built_or_says_that_it_is_not(name: str, alone: None) -> None:
+def test_a_part_is_built_and_trains(name: str, alone: None) -> None:
     model = cnn()
     optimizer = fitting([name], model.parameters(), lambda params: torch.optim.SGD(params, lr=0.1))
-    if PARTS[name].available:
-        with warnings.catch_warnings(), short_measuring():
-            warnings.simplefilter("ignore", FleetWarning)
-            _, ours = fleet.distribute(model, optimizer, _strategy(name), **_steps_for(name))
-        assert ours.minimize(F.cross_entropy(model(batch(0, shape=(1, 6, 6))[0]), batch(0)[1])).due
-    else:
-        with pytest.raises(ConfigError, match=f"`{name}` is not available yet"):
-            fleet.distribute(model, optimizer, _strategy(name))
+    with warnings.catch_warnings(), short_measuring():
+        warnings.simplefilter("ignore", FleetWarning)
+        _, ours = fleet.distribute(model, optimizer, _strategy(name), **_steps_for(name))
+    assert ours.minimize(F.cross_entropy(model(batch(0, shape=(1, 6, 6))[0]), batch(0)[1])).due
 
 
 def _steps_for(name: str) -> dict[str, Any]:
@@ -99,11 +94,8 @@ def test_every_pair_compiles_or_names_the_slot(first: str, second: str) -> None:
         for slot in shared:
             assert f"claim `{slot.value}`" in str(caught.value)
         assert first in str(caught.value) and second in str(caught.value) and "Keep one of them." in str(caught.value)
-    elif PARTS[first].available and PARTS[second].available:
-        check_parts(parts)
     else:
-        with pytest.raises(ConfigError, match="not available yet"):
-            check_parts(parts)
+        check_parts(parts)
 
 
 def test_all_conflicts_are_reported_at_once() -> None:

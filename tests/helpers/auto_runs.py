@@ -43,7 +43,8 @@ def short_measuring(*, few: bool = False, slow_from: float | None = None) -> Ite
         put(probe, "FEW_TIMED", 1)
         put(run_measurements, "measured_link", partial(measured_link, sizes=(4096, 16384, 65536)))
         if few:
-            put(candidate, "REDUCERS", (DENSE, Reducer("powersgd", 4), Reducer("dgc", 0.999), Reducer("localsgd", 2)))
+            few_kinds = [DENSE, Reducer.named("powersgd", 4), Reducer.named("dgc", 0.999), Reducer.named("localsgd", 2)]
+            put(candidate, "offered", lambda context: few_kinds)
             put(candidate, "MERGES", (1, 2))
         if slow_from is not None:
             put(run_measurements, "FAR_SLOWER", slow_from)

@@ -12,7 +12,7 @@ from fleetx.errors import StrategyConflict
 from fleetx.strategies import catalogue
 from fleetx.strategy import DistributedStrategy
 
-PARTS = {name: part for name, part in catalogue().items() if part.available and name != "auto"}
+PARTS = {name: part for name, part in catalogue().items() if name != "auto"}
 LARGEST = 3
 
 FLEETS_TEN = (

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.engine.optimizer import FleetOptimizer
-from fleetx.errors import ConfigError, FleetWarning
-from fleetx.strategies import catalogue
+from fleetx.errors import FleetWarning
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.models import batch, mlp
 
@@ -368,21 +367,6 @@ def test_the_same_batch_on_all_ranks_is_warned_of_once_and_on_rank_0_only(way: s
 
 
 # --- strategies -----------------------------------------------------------------------------------------------------
-
-
-def test_a_strategy_that_is_not_built_yet_is_refused_by_name(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue()["dgc"], "available", False)  # whether or not this version has it
-    model = mlp()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    strategy = fleet.DistributedStrategy(dgc=True)
-    for call in (
-        lambda: fleet.distribute(model, sgd(model), strategy),
-        lambda: fleet.distributed_optimizer(sgd(model), strategy),
-    ):
-        with pytest.raises(ConfigError, match=r"`dgc` is not available yet.*Remove `dgc=True`"):
-            call()
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    fleet.distribute(model, sgd(model))  # nothing was half done
 
 
 def _recovers(rank: int) -> str:

@@ -20,7 +20,6 @@ import torch
 import fleetx as X
 from fleetx import fleet
 from fleetx.errors import ConfigError, StrategyConflict
-from fleetx.strategies import catalogue
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 240
@@ -34,9 +33,6 @@ class Script:
     name: str
     parts: tuple[str, ...]
     flags: tuple[str, ...] = SMALL_IMAGES
-
-    def is_available(self) -> bool:
-        return all(catalogue()[part].available for part in self.parts)
 
 
 SCRIPTS = (
@@ -76,11 +72,7 @@ def start(script: Script, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[
 
 @pytest.mark.parametrize(
     "script",
-    [
-        pytest.param(script, marks=[] if script == QUICK else [pytest.mark.campaign])
-        for script in SCRIPTS
-        if script.is_available()
-    ],
+    [pytest.param(script, marks=[] if script == QUICK else [pytest.mark.campaign]) for script in SCRIPTS],
     ids=shown_as,
 )
 def test_a_script_whose_strategies_are_there_runs_on_two_workers(script: Script, tmp_path: Path) -> None:
@@ -103,18 +95,6 @@ def test_a_script_whose_strategies_are_there_runs_on_two_workers(script: Script,
         lines = LINE.findall((tmp_path / "log" / f"workerlog.{rank}").read_text(encoding="utf-8"))
         assert [(int(worker), int(step)) for worker, step, _, _ in lines] == [(rank, step) for step in range(5)]
         assert all(0 < float(cost) < 20 for _, _, cost, _ in lines)
-
-
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.is_available()], ids=shown_as)
-def test_a_script_says_which_of_its_strategies_is_not_there_yet(
-    script: Script, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_texts(tmp_path)
-    with pytest.raises(ConfigError, match="not available yet in this version") as caught:
-        start(script, monkeypatch)
-    missing = {part for part in script.parts if not catalogue()[part].available}
-    assert missing == set(re.findall(r"`(\w+)=True`", str(caught.value)))
 
 
 def test_the_scripts_are_short_and_a_flag_that_nobody_knows_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

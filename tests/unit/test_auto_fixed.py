@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fleetx.auto.candidate import DENSE, REDUCERS, Candidate, every
-from fleetx.auto.cost import Gradients, Reducer, Rung
+from fleetx.auto.candidate import DENSE, Candidate, every, offered
+from fleetx.auto.cost import Gradients, Reducer, Rung, wire
 from fleetx.auto.explain import rejected
 from fleetx.auto.fixed import NOTHING, Fixed
 from fleetx.auto.link import LinkProfile
@@ -21,7 +21,8 @@ from fleetx.auto.request import Asked
 from fleetx.auto.run_measurements import gradients_of
 from fleetx.auto.what_if import Question, candidate_of, curves, same_plan, what_if
 from fleetx.cli.planning import how_to_use
-from fleetx.engine.slots import Risk
+from fleetx.dist.wire_cost import Link, low_rank, sparse
+from fleetx.engine.slots import PlanContext, Risk
 from fleetx.errors import ConfigError
 from fleetx.recompute.profile import Element, Profile, Way
 from fleetx.strategies import catalogue
@@ -37,10 +38,10 @@ def measured(*reducers: Reducer, passes: tuple[Pass, ...] = (PASS,)) -> Measured
     """Two ranks, 1 GB/s, 4 MB of gradients; every exchange takes 4 ms, the optimizer's step 2."""
     reduced = tuple(Reduced(one.every_update(), 0.006, 4e6, 0, 300 * MB) for one in reducers)
     link = LinkProfile(2, POINTS, POINTS)
-    return Measured("CPU", link, Gradients(1_000_000, 900_000, ((1000, 500),)), 0.002, passes, reduced)
+    return Measured("CPU", link, Gradients(((1000, 500), (400_000,), *[(10_000,)] * 10)), 0.002, passes, reduced)
 
 
-ALL = measured(*REDUCERS)
+ALL = measured(*offered(PlanContext(ranks=2)))
 
 
 def fixed(**settings: Any) -> Fixed:
@@ -72,11 +73,11 @@ def test_a_part_that_claims_the_same_slot_is_refused_with_both_names() -> None:
 def test_what_is_set_is_no_longer_chosen() -> None:
     assert fixed(amp=True, amp_configs={"dtype": "float16"}).precision == "float16"
     assert fixed(gradient_merge=True, gradient_merge_configs={"k_steps": 4}).merge_steps == 4
-    assert fixed(dgc=True, dgc_configs={"sparsity": [0.9, 0.99]}).reducer == Reducer("dgc", 0.99)
-    assert fixed(powersgd=True, powersgd_configs={"rank": 2}).reducer == Reducer("powersgd", 2)
-    assert fixed(localsgd=True, localsgd_configs={"k_steps": 8}).reducer == Reducer("localsgd", 8)
-    assert fixed(adaptive_localsgd=True).reducer == Reducer("adaptive_localsgd", 1)
-    assert fixed(fp16_allreduce=True).reducer == Reducer("fp16_allreduce")
+    assert fixed(dgc=True, dgc_configs={"sparsity": [0.9, 0.99]}).reducer == Reducer.named("dgc", 0.99)
+    assert fixed(powersgd=True, powersgd_configs={"rank": 2}).reducer == Reducer.named("powersgd", 2)
+    assert fixed(localsgd=True, localsgd_configs={"k_steps": 8}).reducer == Reducer.named("localsgd", 8)
+    assert fixed(adaptive_localsgd=True).reducer == Reducer.named("adaptive_localsgd", 1)
+    assert fixed(fp16_allreduce=True).reducer == Reducer.named("fp16_allreduce")
     free = fixed(clip_norm=True, lars=True, sync_batch_norm=True)
     assert (free.precision, free.merge_steps, free.reducer, free.recompute) == (None, None, None, None)
 
@@ -98,7 +99,7 @@ def test_few_micro_steps_and_short_periods_are_timed_of_long_ones() -> None:
     found = timed(merge, Candidate(merge_steps=3).settings())
     assert found.gradient_merge_configs == {"k_steps": 3, "avg": False}
     local = {"localsgd": True, "localsgd_configs": {"k_steps": 16, "begin_step": 900, "overlap_steps": 9, "outer_momentum": 0.5}}
-    found = timed(local, Candidate(reducer=Reducer("localsgd", 2)).settings())
+    found = timed(local, Candidate(reducer=Reducer.named("localsgd", 2)).settings())
     configs = found.localsgd_configs
     assert (configs["k_steps"], configs["begin_step"], configs["overlap_steps"], configs["outer_momentum"]) == (2, 1, 1, 0.5)
 
@@ -117,18 +118,21 @@ def test_passes_are_measured_with_nothing_computed_again_and_updates_with_all_th
 
 
 def test_what_compressors_take_is_counted_by_the_settings_of_the_user() -> None:
-    tensors = [torch.zeros(128, 128), torch.zeros(64)]
-    assert gradients_of(tensors, **fixed(dgc=True, dgc_configs={"min_numel": 64}).compressed()).large == 16384 + 64
-    assert gradients_of(tensors, **fixed(powersgd=True, powersgd_configs={"rank": 64}).compressed()).matrices == ()
+    gradients, link = gradients_of([torch.zeros(128, 128), torch.zeros(64)]), Link(2, 1e9)
+    small = fixed(dgc=True, dgc_configs={"min_numel": 64}).reducer
+    thick = fixed(powersgd=True, powersgd_configs={"rank": 64}).reducer
+    assert small is not None and thick is not None
+    assert wire(small, gradients, link) == sparse(16384 + 64, link, sparsity=0.999)
+    assert wire(thick, gradients, link) == low_rank([], link, rank=64, dense_numel=16384 + 64)
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------------
 
 
 def test_risk_binds_what_is_added_and_not_what_was_set() -> None:
-    bf16 = Candidate("bfloat16", 8, reducer=Reducer("localsgd", 8), kept=("localsgd",))
+    bf16 = Candidate("bfloat16", 8, reducer=Reducer.named("localsgd", 8), kept=("localsgd",))
     assert bf16.risk == Risk.ROUNDING and replace(bf16, kept=("localsgd", "amp")).risk == Risk.EXACT
-    batches, reducers = [(8, 4)], [Reducer("dgc", 0.999)]
+    batches, reducers = [(8, 4)], [Reducer.named("dgc", 0.999)]
     found = list(every(["float32"], batches, reducers, own_batch=True, risk="exact", kept=("dgc", "gradient_merge")))
     assert [(one.merge_steps, one.reducer.kind, one.risk) for one in found] == [(4, "dgc", Risk.EXACT)]
     assert not list(every(["float32"], batches, reducers, own_batch=True, risk="exact", kept=("dgc",)))  # merging is added
@@ -172,7 +176,7 @@ def test_what_cannot_stand_beside_a_part_is_told_with_its_slot() -> None:
 
 def test_a_part_that_was_set_is_not_told_as_rejected() -> None:
     kept = fixed(amp=True, recompute=True, gradient_merge=True, bf16_allreduce=True)
-    found = sentences(kept, Candidate("float32", 8, reducer=Reducer("bf16_allreduce")))
+    found = sentences(kept, Candidate("float32", 8, reducer=Reducer.named("bf16_allreduce")))
     assert set(found) == {"powersgd", "dgc", "localsgd", "fp16_allreduce", "adaptive_localsgd"}
     assert set(found.values()) == {"bf16_allreduce, which you set, claims `reduce`."}
 
@@ -217,10 +221,10 @@ def test_other_links_and_ranks_keep_what_was_set() -> None:
     kinds = {one.candidate.reducer.kind for one in clip.forecasts}
     assert "dgc" not in kinds and {"dense", "powersgd", "localsgd"} <= kinds
     one = what_if(ALL, replace(question, risk="exact"), fixed(powersgd=True))
-    assert {found.candidate.reducer for found in one.forecasts} == {Reducer("powersgd", 4)}
+    assert {found.candidate.reducer for found in one.forecasts} == {Reducer.named("powersgd", 4)}
     merged = what_if(ALL, question, fixed(gradient_merge=True, gradient_merge_configs={"k_steps": 3}))
     assert {found.candidate.merge_steps for found in merged.forecasts} == {3}
-    base = Candidate(batch=8, reducer=Reducer("bf16_allreduce"))
+    base = Candidate(batch=8, reducer=Reducer.named("bf16_allreduce"))
     assert [found.name for found in curves(ALL, base, question, fixed=fixed(bf16_allreduce=True))] == ["bf16_allreduce"]
 
 
@@ -234,7 +238,7 @@ def test_a_global_batch_that_the_users_merging_does_not_make_up_is_refused() -> 
 def test_a_plan_is_found_again_among_its_own_candidates() -> None:
     settings = {"amp": True, "localsgd": True, "localsgd_configs": {"k_steps": 8}, "gradient_merge": True}
     settings["gradient_merge_configs"] = {"k_steps": 2}
-    reducer, passes = Reducer("localsgd", 8), (replace(PASS, precision="bfloat16"),)
+    reducer, passes = Reducer.named("localsgd", 8), (replace(PASS, precision="bfloat16"),)
     plan = replace(a_plan(**settings), measured=measured(reducer, passes=passes), merge_steps=2)
     base = candidate_of(plan)
     assert (base.precision, base.merge_steps, base.reducer, base.grows_batch) == ("bfloat16", 2, reducer, False)

@@ -1,4 +1,4 @@
-"""What `auto` may choose, what it foretells of it, and the plan it writes: from measures made up here, checked by hand."""
+"""What `auto` may choose, what it predicts, and the plan it writes: from measurements made up here, checked by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetx.auto.candidate import REDUCERS, RISKS, Candidate, allows, at_once, batches_of, every
-from fleetx.auto.cost import Gradients, Reducer, Rung
+from fleetx.auto.candidate import RISKS, Candidate, allows, batches_of, every, offered
+from fleetx.auto.cost import Gradients, Reducer, Rung, wire
 from fleetx.auto.explain import rejected
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
@@ -22,16 +22,19 @@ from fleetx.auto.plan import Plan, Row, differences, from_json, load, to_json
 from fleetx.auto.probe import ladder_of, on_line
 from fleetx.auto.request import least_share
 from fleetx.auto.run_measurements import gradients_of
-from fleetx.dist.wire_cost import Link
+from fleetx.dist.wire_cost import Link, as_matrix, low_rank, sparse
 from fleetx.engine.build import check_parts
-from fleetx.engine.slots import Risk
+from fleetx.engine.slots import PlanContext, Risk
 from fleetx.errors import ConfigError
 from fleetx.recompute.profile import Element, Profile, Way
+from fleetx.reduce.powersgd import matrix_shape
 from fleetx.strategy import DistributedStrategy
 
 MB = 10**6
-GRADIENTS = Gradients(numel=1_000_000, large=900_000, matrices=((1000, 500),))
-DGC = Reducer("dgc", 0.999)
+REDUCERS = offered(PlanContext(ranks=2))
+GRADIENTS = Gradients(((1000, 500), (400_000,), *[(10_000,)] * 10))
+"""1,000,000 numbers: 900,000 in tensors that DGC makes sparse, 500,000 in one that PowerSGD factors."""
+DGC = Reducer.named("dgc", 0.999)
 
 
 def measured_on(bytes_per_s: float) -> Measured:
@@ -43,9 +46,9 @@ def measured_on(bytes_per_s: float) -> Measured:
     )
     reduced = (
         Reduced(Reducer(), 0.002 + 4e6 / bytes_per_s, 4e6, 0, 300 * MB),
-        Reduced(Reducer("bf16_allreduce"), 0.002 + 2e6 / bytes_per_s, 2e6, 0, 300 * MB),
+        Reduced(Reducer.named("bf16_allreduce"), 0.002 + 2e6 / bytes_per_s, 2e6, 0, 300 * MB),
         Reduced(DGC, 0.002 + 0.4072e6 / bytes_per_s + 0.0094, 0.4072e6, 8 * MB, 310 * MB),
-        Reduced(Reducer("localsgd", 1), 0.002 + 4e6 / bytes_per_s, 4e6, 4 * MB, 304 * MB),
+        Reduced(Reducer.named("localsgd", 1), 0.002 + 4e6 / bytes_per_s, 4e6, 4 * MB, 304 * MB),
     )
     return Measured("CPU", LinkProfile(2, points, points), GRADIENTS, 0.002, passes, reduced, missing={"powersgd": "refused: x."})
 
@@ -54,7 +57,7 @@ FAST, SLOW = measured_on(1e9), measured_on(1e7)
 PLAIN = Candidate("float32", 8)
 
 
-def foretold(measured: Measured, candidate: Candidate, **given: Any) -> Forecast:
+def predicted(measured: Measured, candidate: Candidate, **given: Any) -> Forecast:
     found = forecast(measured, candidate, **given)
     assert isinstance(found, Forecast), found
     return found
@@ -79,7 +82,7 @@ def test_merging_changes_nothing_but_rounding_where_the_global_batch_is_given() 
     assert [(c.batch, c.merge_steps, c.risk) for c in found] == [(16, 1, Risk.EXACT), (8, 2, Risk.EXACT)]
 
 
-@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda reducer: f"{reducer.kind} {reducer.setting:g}")
+@pytest.mark.parametrize("reducer", REDUCERS, ids=lambda reducer: reducer.label)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_every_candidate_is_a_legal_strategy_of_no_more_than_its_risk(precision: str, reducer: Reducer) -> None:
     candidate = Candidate(precision, 8, 2, reducer, recomputes=True, grows_batch=True)
@@ -96,24 +99,26 @@ def test_the_plain_candidate_is_the_plain_strategy() -> None:
 
 
 def test_a_name_tells_all_that_is_set() -> None:
-    full = Candidate("bfloat16", 8, 4, Reducer("localsgd", 16), recomputes=True)
+    full = Candidate("bfloat16", 8, 4, Reducer.named("localsgd", 16), recomputes=True)
     assert full.name == "bf16, recompute, 4 x 8, localsgd 16"
     assert Candidate(merge_steps=4).name == "fp32, merge 4" and Candidate(reducer=DGC).name == "fp32, dgc 0.999"
 
 
 def test_the_settings_of_a_reducer_come_to_its_part() -> None:
-    strategy = Candidate("float32", 8, 1, Reducer("powersgd", 4)).strategy()
+    strategy = Candidate("float32", 8, 1, Reducer.named("powersgd", 4)).strategy()
     assert strategy.powersgd and strategy.powersgd_configs["rank"] == 4
     assert Candidate(reducer=DGC).strategy().dgc_configs["sparsity"] == [0.999]
-    assert Candidate(reducer=Reducer("localsgd", 8)).strategy().localsgd_configs["k_steps"] == 8
+    assert Candidate(reducer=Reducer.named("localsgd", 8)).strategy().localsgd_configs["k_steps"] == 8
     tight = Candidate(recomputes=True).strategy(memory=700 * MB)
     assert tight.recompute and tight.recompute_configs["budget"] == 700 * MB
 
 
 def test_a_trial_of_powersgd_skips_the_dense_updates_at_its_start() -> None:
-    settings = Candidate(reducer=Reducer("powersgd", 4)).settings()
-    assert at_once(settings)["powersgd_configs"] == {"rank": 4, "begin_step": 0}
-    assert "begin_step" not in settings["powersgd_configs"] and at_once({"dgc": True}) == {"dgc": True}
+    reducer = Reducer.named("powersgd", 4)
+    timed, trained = (Candidate(reducer=one).strategy() for one in (reducer.steady(), reducer))
+    assert timed.powersgd_configs == {**trained.powersgd_configs, "begin_step": 0}
+    assert trained.powersgd_configs["rank"] == 4 and trained.powersgd_configs["begin_step"] == 10
+    assert DGC.steady().settings() == DGC.settings()
 
 
 @given(share=st.integers(1, 4096), near=st.integers(1, 512))
@@ -131,68 +136,80 @@ def test_of_micro_batches_that_are_all_far_the_nearest_is_taken() -> None:
 
 
 def test_gradients_are_counted_as_the_compressors_see_them() -> None:
-    found = gradients_of([torch.zeros(128, 128), torch.zeros(128), torch.zeros(200, 100)])
-    assert found == Gradients(16384 + 128 + 20000, 16384 + 20000, ((128, 128), (200, 100)))
+    found, link = gradients_of([torch.zeros(128, 128), torch.zeros(128), torch.zeros(200, 100)]), Link(2, 1e9)
+    assert found.numel == 16384 + 128 + 20000
+    assert wire(DGC, found, link) == sparse(16384 + 20000, link, sparsity=0.999, dense_numel=128)
+    factored = low_rank([(128, 128), (200, 100)], link, rank=4, dense_numel=128)
+    assert wire(Reducer.named("powersgd", 4), found, link) == factored
+
+
+def test_rows_of_a_gradient_are_its_outermost_dimension_in_memory() -> None:
+    image = torch.zeros(8, 16, 3, 5)
+    last = image.to(memory_format=torch.channels_last)
+    rows = torch.zeros(1, 12)
+    assert gradients_of([image, last, last[:, ::2], rows]).shapes == ((8, 16, 3, 5), (8, 3, 5, 16), (8, 8, 3, 5), (12, 1))
+    for tensor in (image, last, last[:, ::2], rows, torch.zeros(7), torch.zeros(0, 3), torch.zeros(2, 3, 4).permute(2, 0, 1)):
+        assert as_matrix(gradients_of([tensor]).shapes[0]) == matrix_shape(tensor)
 
 
 # --- the forecast -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_plain_update_is_its_pass_its_step_and_what_backward_does_not_hide() -> None:
-    assert foretold(FAST, PLAIN).cost.seconds == pytest.approx(0.032)
-    slow = foretold(SLOW, PLAIN)
+    assert predicted(FAST, PLAIN).cost.seconds == pytest.approx(0.032)
+    slow = predicted(SLOW, PLAIN)
     assert slow.cost.seconds == pytest.approx(0.412) and slow.samples == 16 and slow.peak_bytes == 1000 * MB
     assert slow.seconds_per_sample == pytest.approx(0.412 / 16)
 
 
 def test_precision_merging_and_reducers_change_what_they_stand_for() -> None:
-    assert foretold(SLOW, Candidate("bfloat16", 8)).cost.seconds == pytest.approx(0.018 + 0.388 + 0.002)
-    merged = foretold(SLOW, Candidate("float32", 8, 4, grows_batch=True))
+    assert predicted(SLOW, Candidate("bfloat16", 8)).cost.seconds == pytest.approx(0.018 + 0.388 + 0.002)
+    merged = predicted(SLOW, Candidate("float32", 8, 4, grows_batch=True))
     assert merged.cost.seconds == pytest.approx(4 * 0.030 + 0.380 + 0.002) and merged.samples == 64
-    assert foretold(SLOW, Candidate("float32", 8, 1, Reducer("bf16_allreduce"))).cost.shown_s == pytest.approx(0.180)
-    sparse = foretold(SLOW, Candidate("float32", 8, 1, DGC))
+    assert predicted(SLOW, Candidate("float32", 8, 1, Reducer.named("bf16_allreduce"))).cost.shown_s == pytest.approx(0.180)
+    sparse = predicted(SLOW, Candidate("float32", 8, 1, DGC))
     assert sparse.cost.seconds == pytest.approx(0.032 + 0.040_72 + 0.0094) and sparse.peak_bytes == 1008 * MB
-    local = foretold(SLOW, Candidate("float32", 8, 1, Reducer("localsgd", 8)))
+    local = predicted(SLOW, Candidate("float32", 8, 1, Reducer.named("localsgd", 8)))
     assert local.cost.seconds == pytest.approx(0.032 + 0.050) and local.cost.bytes_sent == 500_000
 
 
 def test_recompute_follows_from_the_memory_and_from_what_the_reducer_keeps() -> None:
-    fits, tight = foretold(FAST, PLAIN, memory=1000 * MB), foretold(FAST, PLAIN, memory=999 * MB)
+    fits, tight = predicted(FAST, PLAIN, memory=1000 * MB), predicted(FAST, PLAIN, memory=999 * MB)
     assert not fits.candidate.recomputes and tight.candidate.recomputes
     assert tight.peak_bytes == 700 * MB and tight.cost.seconds == pytest.approx(0.036) and tight.again_s == 0.004
-    kept = foretold(FAST, Candidate("float32", 8, 1, DGC), memory=707 * MB)  # 8 MB of it are DGC's
+    kept = predicted(FAST, Candidate("float32", 8, 1, DGC), memory=707 * MB)  # 8 MB of it are DGC's
     assert kept.peak_bytes == 508 * MB and kept.again_s == 0.009
-    assert not foretold(FAST, Candidate("bfloat16", 8), memory=700 * MB).candidate.recomputes
+    assert not predicted(FAST, Candidate("bfloat16", 8), memory=700 * MB).candidate.recomputes
 
 
 def test_what_does_not_fit_or_was_not_measured_is_told_in_words() -> None:
     assert forecast(FAST, PLAIN, memory=499 * MB) == "needs at least 500.00 MB"
     assert forecast(FAST, PLAIN, memory=250 * MB) == "its update alone needs 300.00 MB"
     assert forecast(FAST, Candidate("float16", 8)) == "float16 was not measured"
-    assert forecast(FAST, Candidate("float32", 8, 1, Reducer("powersgd", 4))) == "refused: x."
+    assert forecast(FAST, Candidate("float32", 8, 1, Reducer.named("powersgd", 4))) == "refused: x."
     blind = replace(FAST, passes=(Pass("float32", 8, 0.010, 0.020),))
     assert forecast(blind, PLAIN, memory=900 * MB) == "its memory was not measured"
-    assert foretold(blind, PLAIN).cost.seconds == pytest.approx(0.032)
+    assert predicted(blind, PLAIN).cost.seconds == pytest.approx(0.032)
 
 
 def test_over_another_link_a_dense_update_takes_its_bytes_over_the_bandwidth() -> None:
     for ranks, rate in ((2, 1e6), (64, 1e6), (4096, 1e7)):
-        found = foretold(FAST, PLAIN, link=Link(ranks, rate))
+        found = predicted(FAST, PLAIN, link=Link(ranks, rate))
         wire_s = 2 * (ranks - 1) / ranks * 4e6 / rate
         assert found.cost.seconds == pytest.approx(0.032 + wire_s - 0.020) and found.samples == 8 * ranks
 
 
 def test_over_the_same_link_the_forecast_is_the_measured_one() -> None:
-    for candidate in (PLAIN, Candidate("float32", 8, 1, DGC), Candidate("float32", 8, 1, Reducer("localsgd", 8))):
-        there = foretold(SLOW, candidate, link=SLOW.link.link())
-        assert there.cost.seconds == pytest.approx(foretold(SLOW, candidate).cost.seconds)
+    for candidate in (PLAIN, Candidate("float32", 8, 1, DGC), Candidate("float32", 8, 1, Reducer.named("localsgd", 8))):
+        there = predicted(SLOW, candidate, link=SLOW.link.link())
+        assert there.cost.seconds == pytest.approx(predicted(SLOW, candidate).cost.seconds)
 
 
 def test_dgc_loses_to_dense_beyond_as_many_ranks_as_its_density_allows() -> None:
     sparse = Candidate("float32", 8, 1, DGC)
 
     def gain(ranks: int) -> float:
-        plain, other = (foretold(FAST, c, link=Link(ranks, 1e6)).cost.seconds for c in (PLAIN, sparse))
+        plain, other = (predicted(FAST, c, link=Link(ranks, 1e6)).cost.seconds for c in (PLAIN, sparse))
         return plain - other
 
     assert gain(8) > 0 and gain(500) > 0 and gain(1000) < 0 and gain(4096) < 0
@@ -208,7 +225,7 @@ def test_more_bandwidth_never_makes_an_update_slower(
     rates: tuple[float, float], ranks: int, reducer: Reducer, steps: int
 ) -> None:
     candidate = Candidate("float32", 8, steps, reducer)
-    slow, fast = (foretold(FAST, candidate, link=Link(ranks, rate)).cost for rate in sorted(rates))
+    slow, fast = (predicted(FAST, candidate, link=Link(ranks, rate)).cost for rate in sorted(rates))
     assert fast.seconds <= slow.seconds * (1 + 1e-12) and fast.bytes_sent == slow.bytes_sent
 
 
@@ -269,7 +286,7 @@ def sentences(
     ran: dict[Candidate, float] | None = None,
 ) -> dict[str, str]:
     rules: dict[str, float | str] = {"lars": 0.003, "lamb": "takes the place of torch.optim.Adam."}
-    chosen = foretold(measured, PLAIN, memory=memory)
+    chosen = predicted(measured, PLAIN, memory=memory)
     return rejected(measured, chosen, risk=risk, memory=memory, asked_batch=asked, rules=rules, ran=ran or {})
 
 
@@ -427,7 +444,7 @@ def test_the_table_has_predicted_measured_memory_bytes_and_risk() -> None:
     lines = str(a_plan()).splitlines()
     assert lines[0] == "auto: fp32, recompute (planned in 7 s on CPU, 2 ranks)"
     assert re.split(r"\s{2,}", lines[1].strip()) == [
-        "plan", "ms, foretold", "measured", "samples/s", "MB, foretold", "measured", "MB sent", "risk",
+        "plan", "predicted ms", "measured", "samples/s", "predicted MB", "measured", "MB sent", "risk",
     ]  # fmt: skip
     chosen, failed = (re.split(r"\s{2,}", line.strip()) for line in lines[2:4])
     assert chosen == ["*", "fp32, recompute", "36.4", "37.8", "423.3", "700.0", "699.0", "4.00", "exact"]

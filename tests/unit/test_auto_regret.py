@@ -12,6 +12,7 @@ from bench.auto_regret.grid import budget_between, everything_on, grid, narrow_a
 from bench.auto_regret.page import page
 from bench.auto_regret.summary import EVERYTHING, drift_of, finished, ordered_pairs, ranks, spearman, summary
 from fleetx.auto import candidate
+from fleetx.engine.slots import PlanContext
 from fleetx.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -117,11 +118,12 @@ def test_drift_is_how_much_longer_plans_took_that_were_run_both_then_and_later()
 
 
 def test_auto_chooses_from_the_grid_and_nothing_else(monkeypatch):
-    for name in ("MERGES", "REDUCERS"):
+    for name in ("MERGES", "offered"):
         monkeypatch.setattr(candidate, name, getattr(candidate, name))
     narrow_auto()
     merges = [(8, steps) for steps in candidate.MERGES]
-    found = candidate.every(("float32", "bfloat16"), merges, candidate.REDUCERS, own_batch=True, risk="schedule")
+    reducers = candidate.offered(PlanContext(ranks=2))
+    found = candidate.every(("float32", "bfloat16"), merges, reducers, own_batch=True, risk="schedule")
     assert set(found) == set(grid(8)) and len(grid(8)) == 20
     assert budget_between(120, 80) == BUDGET
 

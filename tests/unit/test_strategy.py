@@ -22,7 +22,6 @@ from fleetx.strategy import DistributedStrategy
 
 PARTS = sorted(catalogue())
 PARTS_WITH_KEYS = [name for name in PARTS if dataclasses.fields(catalogue()[name])]
-DECLARED = [name for name in PARTS if not catalogue()[name].available]
 
 
 def message(action: Any, kind: type[Exception] = ConfigError) -> str:
@@ -265,12 +264,6 @@ def test_auto_keeps_other_parts_with_their_settings() -> None:
 def test_auto_beside_both_spellings_of_localsgd_is_a_conflict() -> None:
     strategy = DistributedStrategy(auto=True, localsgd=True, adaptive_localsgd=True)
     assert "adaptive_localsgd and localsgd both claim `reduce`" in strategy.explain()
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_a_declared_part_says_that_it_is_not_available(name: str) -> None:
-    part: Any = catalogue()[name]()
-    assert message(lambda: part.build(None)).startswith(f"`{name}` is not available yet in this version.")
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -548,11 +541,6 @@ def test_parts_that_share_several_slots_are_told_once() -> None:
     (conflict,) = [line for line in table.split("\n") if line.startswith("Conflict: ")]
     assert conflict.startswith("Conflict: lamb and lars both claim `momentum` and both claim `update`. LAMB scales ")
     assert conflict.count("LARS scales ") == 1 and conflict.endswith(" Keep one of them.")
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_explain_names_the_parts_that_are_not_built_yet(name: str) -> None:
-    assert DistributedStrategy(**{name: True}).explain().endswith(f"\nNot available yet in this version: {name}.")
 
 
 def test_explain_lists_a_part_that_claims_no_slot() -> None:

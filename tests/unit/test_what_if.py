@@ -24,7 +24,8 @@ from fleetx.dist.wire_cost import Link, dense, low_rank, sparse
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
 
-GRADIENTS = Gradients(numel=1_000_000, large=900_000, matrices=((1000, 500), (500, 200)))
+GRADIENTS = Gradients(((1000, 500), (500, 200), (300_000,), *[(10_000,)] * 10))
+"""1,000,000 numbers: 900,000 in tensors that DGC makes sparse, 600,000 in two that PowerSGD factors."""
 LADDER = (Rung(50_000_000, 0.0, 0), Rung(30_000_000, 0.004, 3))
 PASS = Pass("float32", 8, 0.010, 0.020, LADDER)
 UPDATE_S = 0.002
@@ -37,8 +38,8 @@ PAIR = replace(
     link=PAIR_LINK,
     reduced=(
         Reduced(Reducer(), UPDATE_S + 0.0051, 4e6, 0, 12_000_000),
-        Reduced(Reducer("dgc", 0.999), UPDATE_S + 0.0101, 4e5, 8_000_000, 12_000_000),
-        Reduced(Reducer("localsgd", 1), UPDATE_S + 0.0061, 4e6, 4_000_000, 12_000_000),
+        Reduced(Reducer.named("dgc", 0.999), UPDATE_S + 0.0101, 4e5, 8_000_000, 12_000_000),
+        Reduced(Reducer.named("localsgd", 1), UPDATE_S + 0.0061, 4e6, 4_000_000, 12_000_000),
     ),
 )
 GBIT = 1e9 / 8
@@ -94,15 +95,15 @@ def test_a_compressor_keeps_its_own_work_and_local_sgd_its_period() -> None:
     found = what_if(PAIR, Question("schedule", bytes_per_s=GBIT, world=16))
     here = sparse(900_000, HERE, sparsity=0.999, dense_numel=100_000).seconds
     there = sparse(900_000, link, sparsity=0.999, dense_numel=100_000).seconds
-    assert seconds_of(found, Reducer("dgc", 0.999)) == pytest.approx(0.030 + there + (0.0101 - here) + UPDATE_S, rel=1e-6)
+    assert seconds_of(found, Reducer.named("dgc", 0.999)) == pytest.approx(0.030 + there + (0.0101 - here) + UPDATE_S, rel=1e-6)
     averaging = dense(1_000_000, link).seconds + (0.0061 - dense(1_000_000, HERE).seconds)
-    assert seconds_of(found, Reducer("localsgd", 4)) == pytest.approx(0.030 + averaging / 4 + UPDATE_S, rel=1e-6)
+    assert seconds_of(found, Reducer.named("localsgd", 4)) == pytest.approx(0.030 + averaging / 4 + UPDATE_S, rel=1e-6)
 
 
 def test_a_reducer_that_was_not_measured_has_the_work_of_a_dense_one_and_that_is_said() -> None:
     found = what_if(ALONE, Question("lossy", bytes_per_s=GBIT, world=16))
-    wire_s = low_rank(GRADIENTS.matrices, Link(16, GBIT), rank=4, dense_numel=400_000).seconds
-    assert seconds_of(found, Reducer("powersgd", 4)) == pytest.approx(0.030 + wire_s + 0.001 + UPDATE_S, rel=1e-6)
+    wire_s = low_rank(GRADIENTS.shapes[:2], Link(16, GBIT), rank=4, dense_numel=400_000).seconds
+    assert seconds_of(found, Reducer.named("powersgd", 4)) == pytest.approx(0.030 + wire_s + 0.001 + UPDATE_S, rel=1e-6)
     assert found.unmeasured == {"bf16_allreduce", "powersgd", "dgc"}
     text = outlook_text(plan_of(ALONE), found)
     assert text.count("(work not measured)") == 3 and "the work on the device was not measured" in text
@@ -203,9 +204,9 @@ def test_a_plan_without_a_strategy_says_so() -> None:
 def test_a_plan_is_read_by_its_strategy() -> None:
     assert candidate_of(plan_of(PAIR)) == Candidate(batch=8)
     settings = {"amp": True, "amp_configs": {"dtype": "bfloat16"}, "dgc": True, "dgc_configs": {"sparsity": [0.9, 0.99]}}
-    assert candidate_of(plan_of(PAIR, **settings)) == Candidate("bfloat16", 8, 1, Reducer("dgc", 0.99))
+    assert candidate_of(plan_of(PAIR, **settings)) == Candidate("bfloat16", 8, 1, Reducer.named("dgc", 0.99))
     merged = replace(plan_of(PAIR, powersgd=True), micro_batch=4, merge_steps=2)
-    assert candidate_of(merged) == Candidate("float32", 4, 2, Reducer("powersgd", 4))
+    assert candidate_of(merged) == Candidate("float32", 4, 2, Reducer.named("powersgd", 4))
 
 
 # --- by the number of ranks -------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_every_reducer_has_a_curve_up_to_4096_ranks() -> None:
 
 
 def test_curves_have_the_plans_own_setting_and_want_a_rate() -> None:
-    base = Candidate(batch=8, reducer=Reducer("localsgd", 4))
+    base = Candidate(batch=8, reducer=Reducer.named("localsgd", 4))
     assert "localsgd 4" in [curve.name for curve in curves(PAIR, base, Question())]
     with pytest.raises(ConfigError, match="bandwidth=10Gbit"):
         curves(ALONE, Candidate(batch=8), Question())

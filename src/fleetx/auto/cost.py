@@ -1,98 +1,132 @@
-"""How long an update takes, what it sends and what memory it needs, for any strategy: pure functions of what was measured.
+"""Predict how long an update takes, what it sends and what memory it needs, for any plan: pure functions of measurements.
 
     update = k (forward + backward + computing again) + wire + work + the optimizer's step - what backward hides of the wire
 
-A dense reducer runs beside the last backward of a merge window. Compressors begin when all gradients are there. Local SGD sends
-weights, every few updates. How well a batch teaches is told beside it, never mixed in.
+Plain training reduces beside the last backward of a merge window. Compressors begin when all gradients are there. Local SGD sends
+weights, every few updates. What a strategy sends is asked of its part (`Part.wire_cost`). How well a batch teaches is reported
+beside the prediction, never mixed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Self, final
 
 from ..dist import wire_cost
 from ..dist.wire_cost import Cost, Link
+from ..engine.slots import Part, Risk, Slot
 from ..errors import ConfigError
+from ..strategies import catalogue
+
+DENSE_NAME = "dense"
+"""Name of plain training's reducer, in plans and their files."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of a model, as compressors see them."""
+    """Shapes of a model's gradients."""
 
-    numel: int
-    """Of all tensors."""
-    large: int = 0
-    """Of those that DGC makes sparse."""
-    matrices: tuple[tuple[int, int], ...] = ()
-    """Those that PowerSGD factors."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Lengths of the dimensions of each tensor, the one that is outermost in memory first."""
+
+    @property
+    def numel(self) -> int:
+        return wire_cost.numel(self.shapes)
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reducer:
-    """How ranks come together. `setting` is the sparsity of DGC, the rank of PowerSGD, the (first) period of Local SGD."""
+    """How ranks come together in a plan: plain all-reduce, or one part of the catalogue, with its settings.
 
-    kind: str = "dense"
-    setting: float = 0.0
+    Two reducers are equal if they have one label: it is what names them in a plan."""
 
-    def __post_init__(self) -> None:
-        if self.kind not in COSTS:
-            raise ConfigError(f"reducer {self.kind!r} is not known; there are {', '.join(COSTS)}.")
+    part: Part | None = None
+    """The part and its settings; None: plain all-reduce."""
+
+    @classmethod
+    def named(cls, kind: str, setting: float | None = None) -> Self:
+        """Make a reducer by its part's name and, where the part has one, the setting of its label."""
+        if kind == DENSE_NAME:
+            return cls()
+        part = _part_named(kind)
+        if setting is None or not part.label_key:
+            return cls(part())
+        default = getattr(part(), part.label_key)
+        value = [setting] if isinstance(default, list) else type(default)(setting)
+        return cls(part(**{part.label_key: value}))
+
+    @property
+    def kind(self) -> str:
+        """Name of the part."""
+        return DENSE_NAME if self.part is None else self.part.name
+
+    @property
+    def label(self) -> str:
+        """Name of the part with its main setting, as plans have it."""
+        return DENSE_NAME if self.part is None else self.part.label()
+
+    @property
+    def risk(self) -> Risk:
+        return Risk.EXACT if self.part is None else self.part.risk_class
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it works beside backward."""
-        return self.kind in HIDDEN
+        """Whether its messages travel beside backward."""
+        return self.part is None or self.part.overlaps_backward
 
     @property
     def period(self) -> int:
         """Updates from one exchange to the next."""
-        return int(self.setting) if self.averages else 1
+        return 1 if self.part is None else self.part.updates_per_exchange()
 
-    @property
-    def averages(self) -> bool:
-        """Whether weights are averaged every few updates, and gradients not reduced."""
-        return self.kind in AVERAGES
+    def steady(self, *, longest_period: int | None = None) -> Reducer:
+        """The same without what is different at the start of a training; periods are cut to `longest_period` updates."""
+        if self.part is None:
+            return self
+        return Reducer(self.part.steady(min(self.period, longest_period or self.period)))
 
     def every_update(self) -> Reducer:
-        """Local SGD with an averaging in every update, as it is measured: its period only says how many share one."""
-        return Reducer(self.kind, 1) if self.averages else self
+        """Exchange in every update, as it is measured: a period only says how many updates share one exchange."""
+        return self.steady(longest_period=1)
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of a DistributedStrategy that switch it on."""
+        return {} if self.part is None else settings_of([self.part])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reducer) and self.label == other.label
+
+    def __hash__(self) -> int:
+        return hash(self.label)
 
 
-def _sparse(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
-    rest = gradients.numel - gradients.large
-    return wire_cost.sparse(gradients.large, link, sparsity=reducer.setting, dense_numel=rest)
+def _part_named(kind: str) -> type[Part]:
+    found = catalogue().get(kind)
+    if found is None or Slot.REDUCE not in found().claims():
+        known = [DENSE_NAME, *(name for name, part in catalogue().items() if Slot.REDUCE in part().claims())]
+        raise ConfigError(f"reducer {kind!r} is not known; there are {', '.join(known)}.")
+    return found
 
 
-def _low_rank(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
-    rest = gradients.numel - sum(rows * columns for rows, columns in gradients.matrices)
-    return wire_cost.low_rank(gradients.matrices, link, rank=int(reducer.setting), dense_numel=rest)
-
-
-def _16_bits(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
-    return wire_cost.dense(gradients.numel, link, item_bytes=2)
-
-
-COSTS: Mapping[str, Callable[[Reducer, Gradients, Link], Cost]] = {
-    "dense": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link),
-    "bf16_allreduce": _16_bits,
-    "fp16_allreduce": _16_bits,
-    "dgc": _sparse,
-    "powersgd": _low_rank,
-    "localsgd": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link),
-    "adaptive_localsgd": lambda reducer, gradients, link: wire_cost.dense(gradients.numel, link),
-}
-"""Of one exchange."""
-AVERAGES = ("localsgd", "adaptive_localsgd")
-HIDDEN = ("dense", "bf16_allreduce", "fp16_allreduce")
+def settings_of(parts: Iterable[Part]) -> dict[str, Any]:
+    """Settings of a DistributedStrategy that switch these parts on."""
+    settings: dict[str, Any] = {}
+    for part in parts:
+        settings[part.name] = True
+        if dataclasses.fields(part):
+            settings[f"{part.name}_configs"] = dataclasses.asdict(part)
+    return settings
 
 
 def wire(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
-    """Of one exchange, over any link."""
-    return COSTS[reducer.kind](reducer, gradients, link)
+    """Bytes and seconds of one exchange over a link."""
+    if reducer.part is None:
+        return wire_cost.dense(gradients.numel, link)
+    return reducer.part.wire_cost(gradients.shapes, link)
 
 
 # --- one update -------------------------------------------------------------------------------------------------------------
@@ -101,12 +135,12 @@ def wire(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
 @final
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One forward and backward."""
+    """Hold the seconds of one forward and backward."""
 
     forward_s: float
     backward_s: float
     again_s: float = 0.0
-    """Of computing again, in backward."""
+    """Seconds of computing again, in backward."""
 
     @property
     def seconds(self) -> float:
@@ -116,12 +150,12 @@ class Micro:
 @final
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Of one reducer, with nothing beside it."""
+    """Hold the cost of one exchange with nothing beside it."""
 
     reducer: Reducer
     wire_s: float
     work_s: float
-    """On the device: choosing what to send, and putting together what came."""
+    """Seconds of work on the device: choosing what to send, and putting together what came."""
     bytes_sent: float
 
     @property
@@ -132,19 +166,19 @@ class Exchange:
 @final
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """Of one update, on the mean of a period."""
+    """Hold the cost of one update, on the mean of a period."""
 
     seconds: float
     bytes_sent: float
-    """By one rank."""
+    """Bytes that one rank sends."""
     shown_s: float
-    """What of the exchange nothing hides."""
+    """Seconds of the exchange that nothing hides."""
 
 
 def update_cost(
     micro: Micro, exchange: Exchange, *, update_s: float, merge_steps: int = 1, hidden_share: float = 1.0
 ) -> UpdateCost:
-    """`hidden_share`: of what could be hidden behind one backward, what is."""
+    """Predict one update. `hidden_share`: the share that is hidden of what one backward could hide."""
     reducer = exchange.reducer
     beside = hidden_share * min(exchange.wire_s, micro.backward_s + micro.again_s) if reducer.is_hidden else 0.0
     shown = (exchange.seconds - beside) / reducer.period
@@ -152,9 +186,9 @@ def update_cost(
 
 
 def hidden_share(micro: Micro, exchange: Exchange, *, update_s: float, seconds: float) -> float:
-    """From a real update of a dense reducer without merging, `seconds` long: the inverse of `update_cost`.
+    """Work out the share that backward hides from a real update without merging, `seconds` long: the inverse of `update_cost`.
 
-    Below 0 where the two get in each other's way, as on a CPU that has no core to spare."""
+    It is below 0 where the two slow each other down, as on a CPU that has no core to spare."""
     possible = min(exchange.wire_s, micro.backward_s + micro.again_s)
     saved = micro.seconds + exchange.seconds + update_s - seconds
     return min(1.0, max(-1.0, saved / possible)) if possible > 0 else 1.0
@@ -166,18 +200,18 @@ def hidden_share(micro: Micro, exchange: Exchange, *, update_s: float, seconds: 
 @final
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One plan of recompute."""
+    """Hold one plan of recompute."""
 
     peak_bytes: int
     again_s: float
     units: int
-    """That are computed again."""
+    """Number of units that are computed again."""
     names: tuple[str, ...] = ()
-    """Of them, where that says it all: modules of the model, each for itself."""
+    """Names of these units, where each is a module of the model; else empty."""
 
 
 def rung_for(ladder: Sequence[Rung], limit: float) -> Rung | None:
-    """The cheapest that keeps to the limit; None if none does."""
+    """Return the cheapest rung within the limit; None if there is none."""
     return min((rung for rung in ladder if rung.peak_bytes <= limit), key=lambda rung: rung.again_s, default=None)
 
 
@@ -185,5 +219,5 @@ def rung_for(ladder: Sequence[Rung], limit: float) -> Rung | None:
 
 
 def statistical_efficiency(global_batch: float, noise_scale: float) -> float:
-    """How much one sample of so large a batch still teaches, of what it does in a small one (McCandlish et al. 2018)."""
+    """Return how much one sample of so large a batch teaches, relative to a small one (McCandlish et al. 2018)."""
     return 1.0 / (1.0 + global_batch / noise_scale)

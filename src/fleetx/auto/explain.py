@@ -1,23 +1,20 @@
-"""One sentence for each strategy that was not taken, with its numbers."""
+"""Say in one sentence, with numbers, why each strategy was not taken."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..engine.slots import Risk
+from ..engine.slots import Risk, Slot
 from ..recompute.plan import shown
+from ..strategies import catalogue
 from . import candidate as candidates
-from .candidate import RISK_OF, SHORT, Candidate, allows
+from .candidate import DENSE, SHORT, Candidate, allows
 from .cost import Micro, Reducer, update_cost, wire
 from .fixed import NOTHING, Fixed
 from .measurements import Forecast, Measured, forecast
 
-STANDS_FOR = {
-    "fp16_allreduce": "was not tried: it sends as much as bf16_allreduce, which stands for both, and may overflow.",
-    "adaptive_localsgd": "was not tried: its period follows the loss over many updates. Periods of localsgd stand for it.",
-}
-"""Strategies that have no forecast of their own."""
+NEVER = "the rule of an update is never changed by auto."
 
 
 def rejected(
@@ -31,8 +28,9 @@ def rejected(
     ran: Mapping[Candidate, float],
     fixed: Fixed = NOTHING,
 ) -> dict[str, str]:
-    """`asked_batch`: the user said how large an update is; `rules`: seconds of other optimizers, or why they cannot be;
-    `ran`: measured seconds of an update; `fixed`: parts that the user has set, which are no choice."""
+    """Return the sentences by strategy. `asked_batch`: the user said how large an update is; `rules`: seconds of an update by the
+    rules of other parts, or why that cannot be; `ran`: measured seconds of an update; `fixed`: parts that the user has set, which
+    are no choice."""
     found: dict[str, str] = {}
     for precision in ("bfloat16", "float16") if fixed.precision is None else ():
         is_known = precision in measured.missing or _has(measured, precision)
@@ -44,19 +42,32 @@ def rejected(
         found["recompute"] = _recompute(measured, chosen, memory)
     if chosen.candidate.merge_steps == 1 and fixed.merge_steps is None:
         found["gradient_merge"] = _merge(measured, chosen, risk=risk, asked_batch=asked_batch)
-    for kind in dict.fromkeys(reducer.kind for reducer in candidates.REDUCERS if reducer.kind != "dense"):
-        if measured.ranks > 1 and chosen.candidate.reducer.kind != kind:
-            found[kind] = fixed.refusal(kind) or _reducer(measured, chosen, kind, risk=risk, ran=ran)
     if measured.ranks > 1:
-        found |= {name: fixed.refusal(name) or said for name, said in STANDS_FOR.items() if name not in fixed.names}
+        found |= _reducers(measured, chosen, risk=risk, ran=ran, fixed=fixed)
     for name, took in rules.items():
-        found[name] = f"{NEVER} Asked for by hand, {_sentence(took)}" if isinstance(took, str) else _rule(measured, took)
+        found[name] = f"{NEVER} Asked for by hand, {_sentence(took)}" if isinstance(took, str) else _rule(measured, name, took)
     if measured.ranks == 1:
-        found["reducers"] = "one rank sends nothing; bf16_allreduce, powersgd, dgc and localsgd have nothing to save."
+        kinds = list(strongest(measured))
+        found["reducers"] = f"one rank sends nothing; {', '.join(kinds[:-1])} and {kinds[-1]} have nothing to save."
     return found
 
 
-NEVER = "the rule of an update is never changed by auto."
+def strongest(measured: Measured) -> dict[str, Reducer]:
+    """Return what parts offer, by kind: the strongest settings of each."""
+    return {one.kind: one for one in candidates.offered(measured.context) if one != DENSE}
+
+
+def _reducers(measured: Measured, chosen: Forecast, *, risk: str, ran: Mapping[Candidate, float], fixed: Fixed) -> dict[str, str]:
+    found: dict[str, str] = {}
+    offers = strongest(measured)
+    for kind, reducer in offers.items():
+        if chosen.candidate.reducer.kind != kind:
+            found[kind] = fixed.refusal(kind) or _reducer(measured, chosen, reducer, risk=risk, ran=ran)
+    for part in candidates.parts_in_order():
+        is_untried = part.name not in offers and Slot.REDUCE in part().claims()
+        if is_untried and part.planning_note and part.name not in fixed.names:
+            found[part.name] = fixed.refusal(part.name) or part.planning_note
+    return found
 
 
 def _has(measured: Measured, precision: str) -> bool:
@@ -113,29 +124,33 @@ def _merge(measured: Measured, chosen: Forecast, *, risk: str, asked_batch: bool
     return f"would share {exchange} among up to {most} micro-steps; no such plan was faster for a sample."
 
 
-def _rule(measured: Measured, seconds: float) -> str:
-    return (
-        f"its update takes {_ms(seconds)}, the optimizer's own {_ms(measured.update_s)}; {NEVER} "
-        "It is for batches beyond what the noise scale bears."
+def _rule(measured: Measured, name: str, seconds: float) -> str:
+    return _noted(
+        f"its update takes {_ms(seconds)}, the optimizer's own {_ms(measured.update_s)}; {NEVER}", catalogue()[name].planning_note
     )
 
 
-def _reducer(measured: Measured, chosen: Forecast, kind: str, *, risk: str, ran: Mapping[Candidate, float]) -> str:
-    reducer = max((one for one in candidates.REDUCERS if one.kind == kind), key=lambda one: one.setting)
-    dense, own = (wire(one, measured.gradients, measured.link.link()) for one in (Reducer(), reducer))
-    if not allows(risk, RISK_OF[kind]):
+def _noted(figures: str, note: str) -> str:
+    return f"{figures} {note}" if note else figures
+
+
+def _reducer(measured: Measured, chosen: Forecast, reducer: Reducer, *, risk: str, ran: Mapping[Candidate, float]) -> str:
+    note = "" if reducer.part is None else reducer.part.planning_note
+    dense, own = (wire(one, measured.gradients, measured.link.link()) for one in (DENSE, reducer))
+    if not allows(risk, reducer.risk):
         less = f"{own.bytes_sent / reducer.period / 1e6:,.2f} MB in place of {dense.bytes_sent / 1e6:,.2f} an update"
-        return (
+        return _noted(
             f"would send {less}, in {_ms(own.seconds / reducer.period)} in place of {_ms(dense.seconds)} if nothing hides them; "
-            f'its risk is "{RISK_OF[kind].value}", and auto_configs["risk"] is "{risk}".'
+            f'its risk is "{reducer.risk.value}", and auto_configs["risk"] is "{risk}".',
+            note,
         )
-    if kind in measured.missing:
-        return _sentence(measured.missing[kind])
-    return _compared(measured, chosen, reducer) + _run(chosen, kind, ran)
+    if reducer.kind in measured.missing:
+        return _sentence(measured.missing[reducer.kind])
+    return _noted(_compared(measured, chosen, reducer) + _run(chosen, reducer.kind, ran), note)
 
 
 def _run(chosen: Forecast, kind: str, ran: Mapping[Candidate, float]) -> str:
-    """What was measured, where the two were run."""
+    """Say what was measured, where the two were run."""
     others = [one for one in ran if one.reducer.kind == kind]
     if not others or chosen.candidate not in ran:
         return ""
@@ -144,9 +159,9 @@ def _run(chosen: Forecast, kind: str, ran: Mapping[Candidate, float]) -> str:
 
 
 def _compared(measured: Measured, chosen: Forecast, reducer: Reducer) -> str:
-    """Against a dense one, in the plan that was chosen otherwise."""
+    """Compare it with plain all-reduce, all else being as in the plan that was chosen."""
     one = measured.pass_of(chosen.candidate.precision, chosen.candidate.batch)
-    dense, other = measured.exchange(Reducer()), measured.exchange(reducer)
+    dense, other = measured.exchange(DENSE), measured.exchange(reducer)
     if one is None or dense is None or other is None:
         return "was not measured."
     micro = Micro(one.forward_s, one.backward_s, chosen.again_s)

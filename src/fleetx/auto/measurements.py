@@ -1,4 +1,4 @@
-"""All that `auto` has measured, as plain numbers: every candidate follows from them, here or for another link or card."""
+"""Hold all that `auto` has measured, as plain numbers: every prediction follows from them, here or for another link or card."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from ..dist.wire_cost import Link
+from ..engine.slots import PlanContext
 from ..recompute.plan import shown
+from ..strategies import catalogue
 from .candidate import Candidate
 from .cost import Exchange, Gradients, Micro, Reducer, Rung, UpdateCost, rung_for, update_cost, wire
 from .link import LinkProfile
@@ -16,7 +18,7 @@ from .link import LinkProfile
 @final
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward and backward of one precision and batch."""
+    """Hold the measurements of a forward and backward of one precision and batch."""
 
     precision: str
     batch: int
@@ -24,22 +26,22 @@ class Pass:
     backward_s: float
     ladder: tuple[Rung, ...] = ()
     """Plans of recompute, from none on. Empty where memory was not measured."""
-    is_foretold: bool = False
-    """From two other batches."""
+    is_predicted: bool = False
+    """Whether its seconds follow from those of other batches."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """One reducer's exchange and the optimizer's step, run after backward."""
+    """Hold the measurements of one reducer's exchange and the optimizer's step, run after backward."""
 
     reducer: Reducer
     seconds: float
     bytes_sent: float
     lasting_bytes: int = 0
-    """What it keeps from update to update, beyond a dense one."""
+    """Bytes that it keeps from update to update, beyond those of plain training."""
     peak_bytes: int = 0
-    """While it exchanges and updates: all that is in use."""
+    """All bytes in use while it exchanges and updates."""
 
 
 @final
@@ -49,20 +51,25 @@ class Measured:
     link: LinkProfile
     gradients: Gradients
     update_s: float
-    """Of the optimizer's step alone."""
+    """Seconds of the optimizer's step alone."""
     passes: tuple[Pass, ...]
     reduced: tuple[Reduced, ...]
     hidden_share: float = 1.0
     noise_scale: float | None = None
-    """In samples of all ranks; rough, from few updates."""
+    """Gradient noise scale in samples of all ranks, rough, from few updates; None: not measured."""
     seconds: float = 0.0
-    """That measuring took."""
+    """Seconds that measuring took."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """What could not be measured, and why."""
+    """Why a precision or a reducer could not be measured, by its name."""
 
     @property
     def ranks(self) -> int:
         return self.link.ranks
+
+    @property
+    def context(self) -> PlanContext:
+        """What parts are asked for candidates with."""
+        return PlanContext(max(2, self.ranks), "cpu" if self.device == "CPU" else "cuda", self.gradients.shapes)
 
     def pass_of(self, precision: str, batch: int) -> Pass | None:
         return next((one for one in self.passes if (one.precision, one.batch) == (precision, batch)), None)
@@ -72,7 +79,7 @@ class Measured:
         return next((one for one in self.reduced if one.reducer == wanted), None)
 
     def exchange(self, reducer: Reducer, link: Link | None = None) -> Exchange | None:
-        """As measured; or with its own work here, and the wire of another link."""
+        """Return an exchange as measured; or, over another link, that link's wire with the work measured here."""
         found = self.reduced_of(reducer)
         if found is None:
             return None
@@ -92,7 +99,7 @@ class Forecast:
     candidate: Candidate
     cost: UpdateCost
     samples: int
-    """Of one update of all ranks."""
+    """Samples of one update of all ranks."""
     peak_bytes: int
     again_s: float
 
@@ -109,8 +116,8 @@ def forecast(
     link: Link | None = None,
     settled: Rung | None = None,
 ) -> Forecast | str:
-    """What an update of it takes; or a sentence that says why there is none. `settled`: the plan of recompute that is used, in
-    place of the cheapest that keeps to the memory."""
+    """Predict an update of a candidate; or say in a sentence why that cannot be. `settled`: the plan of recompute that is used,
+    in place of the cheapest that keeps to the memory."""
     one, found = measured.pass_of(candidate.precision, candidate.batch), measured.reduced_of(candidate.reducer)
     exchange = measured.exchange(candidate.reducer, link)
     if one is None or found is None or exchange is None:
@@ -139,25 +146,34 @@ def forecast(
 
 
 def to_plain(measured: Measured) -> dict[str, Any]:
-    return asdict(measured)
+    reduced = [{**asdict(one), "reducer": _plain_reducer(one.reducer)} for one in measured.reduced]
+    return asdict(replace(measured, reduced=())) | {"reduced": reduced}
 
 
-def from_plain(told: Mapping[str, Any]) -> Measured:
-    """Of what `to_plain` gave, read back from JSON: tuples have become lists."""
-    link = told["link"]
+def from_plain(plain: Mapping[str, Any]) -> Measured:
+    """Read what `to_plain` gave, back from JSON: tuples have become lists."""
+    link = plain["link"]
     points = {
         name: tuple((float(count), float(seconds)) for count, seconds in link[name]) for name in ("all_reduce", "all_gather")
     }
-    gradients = {**told["gradients"], "matrices": tuple(tuple(shape) for shape in told["gradients"]["matrices"])}
-    plain = {
-        **told,
+    values = {
+        **plain,
         "link": LinkProfile(int(link["ranks"]), **points),
-        "gradients": Gradients(**gradients),
-        "passes": tuple(Pass(**{**one, "ladder": tuple(_rung(rung) for rung in one["ladder"])}) for one in told["passes"]),
-        "reduced": tuple(Reduced(**{**one, "reducer": Reducer(**one["reducer"])}) for one in told["reduced"]),
+        "gradients": Gradients(tuple(tuple(shape) for shape in plain["gradients"]["shapes"])),
+        "passes": tuple(Pass(**{**one, "ladder": tuple(_rung(rung) for rung in one["ladder"])}) for one in plain["passes"]),
+        "reduced": tuple(Reduced(**{**one, "reducer": _reducer(one["reducer"])}) for one in plain["reduced"]),
     }
-    return Measured(**plain)
+    return Measured(**values)
 
 
-def _rung(told: Mapping[str, Any]) -> Rung:
-    return Rung(**{**told, "names": tuple(told["names"])})
+def _rung(plain: Mapping[str, Any]) -> Rung:
+    return Rung(**{**plain, "names": tuple(plain["names"])})
+
+
+def _plain_reducer(reducer: Reducer) -> dict[str, Any]:
+    return {"kind": reducer.kind, "configs": {} if reducer.part is None else asdict(reducer.part)}
+
+
+def _reducer(plain: Mapping[str, Any]) -> Reducer:
+    part = catalogue().get(plain["kind"])
+    return Reducer.named(plain["kind"]) if part is None else Reducer(part(**plain["configs"]))

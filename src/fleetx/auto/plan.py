@@ -1,4 +1,4 @@
-"""What `auto` came to: the strategy, the table of what was foretold and measured, and why the rest was not taken. A file.
+"""Hold and write what `auto` chose: the strategy, a table of what was predicted and measured, and why the rest was not taken.
 
 The file is JSON. It is used again where model, sample, device, ranks, versions, fixed parts and wishes are the same; "strategy"
 may be edited by hand, and is then taken as it stands.
@@ -21,21 +21,21 @@ from ..strategy import DistributedStrategy
 from .fixed import Fixed
 from .measurements import Measured, from_plain, to_plain
 
-FORMAT = 1
+FORMAT = 2
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate that was run, or would have been next."""
+    """Hold one line of the table: a candidate that was run, or would have been next."""
 
     name: str
     risk: str
     predicted_s: float
-    """Of one update."""
+    """Predicted seconds of one update."""
     measured_s: float | None
     samples: int
-    """Of one update of all ranks."""
+    """Samples of one update of all ranks; 0: not counted."""
     predicted_bytes: int
     measured_bytes: int | None
     sent_bytes: float
@@ -51,38 +51,38 @@ class Row:
 class Plan:
     strategy: DistributedStrategy
     chosen: str
-    """The name of its row."""
+    """Name of the row that was chosen."""
     rows: tuple[Row, ...]
     rejected: Mapping[str, str]
-    """By strategy: a sentence that says why it was not taken."""
+    """Why each strategy was not taken: a sentence by its name."""
     key: Mapping[str, Any]
-    """What the plan is for."""
+    """Facts for which the plan was made: model, sample, device, ranks, versions, fixed parts and wishes."""
     micro_batch: int
-    """Rows that a rank is to give to each micro-step; 0: as in the sample."""
+    """Rows that a rank gives to each micro-step; 0: as in the sample."""
     merge_steps: int
     measured: Measured
     memory: int | None = None
-    """Bytes that it keeps to: those asked for, or what the device had."""
+    """Most bytes that a rank may use: those asked for, or what the device had; None: no limit."""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    """That planning took."""
+    """Seconds that planning took."""
     reused_from: str = field(default="", compare=False)
     is_edited: bool = field(default=False, compare=False)
-    """The strategy in the file is another than the one that was chosen."""
+    """Whether the strategy in the file differs from the one that was chosen."""
 
     @property
     def fixed(self) -> Fixed:
-        """Parts that the user had set, and that were kept."""
+        """Return the parts that the user had set, and that were kept."""
         return Fixed.from_settings(self.key.get("fixed", {}))
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
     def __str__(self) -> str:
-        return told(self)
+        return as_text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """A file that was there before, and is of another plan, is kept beside it as `.previous`."""
+        """Write the plan; a file that was there before, of another plan, is kept beside it as `.previous`."""
         file = Path(path)
         text, new = to_json(self), file.with_name(file.name + ".new")
         new.write_text(text, encoding="utf-8")
@@ -94,14 +94,15 @@ class Plan:
 # --- in words -----------------------------------------------------------------------------------------------------------
 
 
-def told(plan: Plan) -> str:
+def as_text(plan: Plan) -> str:
+    """Write out the table and the sentences; of a plan from a file one line."""
     kept = plan.fixed.described()
     if plan.reused_from:
         edited = " Its strategy was edited, and is taken as it stands." if plan.is_edited else ""
         also = f" Kept: {', '.join(kept)}." if kept else ""
         return f"auto: {plan.chosen}, by the plan in {plan.reused_from}.{also}{edited}"
     head = f"auto: {plan.chosen} (planned in {plan.seconds:.0f} s on {plan.measured.device}, {_ranks(plan.measured.ranks)})"
-    columns = ["", "plan", "ms, foretold", "measured", "samples/s", "MB, foretold", "measured", "MB sent", "risk"]
+    columns = ["", "plan", "predicted ms", "measured", "samples/s", "predicted MB", "measured", "MB sent", "risk"]
     table = [columns, *(_cells(row, is_chosen=row.name == plan.chosen) for row in plan.rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     lines = ["  ".join(_padded(cell, widths[i], left=i in (1, 8)) for i, cell in enumerate(line)).rstrip() for line in table]
@@ -161,9 +162,12 @@ def from_json(text: str, *, source: str) -> Plan:
     try:
         plain = json.loads(text)
         if plain["fleetx_plan"] != FORMAT:
-            raise ConfigError(f"this is a plan of format {plain['fleetx_plan']!r}; this version reads format {FORMAT}.")
+            raise ConfigError(
+                f"this is a plan of format {plain['fleetx_plan']!r}; this version reads format {FORMAT}. "
+                "Delete it; a new plan will be created."
+            )
         strategy = DistributedStrategy.from_dict(plain["strategy"])
-        Fixed.from_settings(plain["key"].get("fixed", {}))  # read again where it is wanted: wrong here is wrong now
+        Fixed.from_settings(plain["key"].get("fixed", {}))  # read again where it is wanted: what is wrong is reported now
         return Plan(
             strategy=strategy,
             chosen=plain["chosen"],
@@ -183,7 +187,7 @@ def from_json(text: str, *, source: str) -> Plan:
         raise ConfigError(f"{source}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{source} is not a plan of fleetx ({type(error).__name__}: {error}). Remove it, and it is made anew."
+            f"{source} is not a plan of fleetx ({type(error).__name__}: {error}). Delete it; a new plan will be created."
         ) from None
 
 
@@ -196,7 +200,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """In what a plan's key is another one."""
+    """Say in what a plan's key differs from the one wanted."""
     return [
         f"{name} is {wanted.get(name)!r}, and was {found.get(name)!r}" for name in wanted if wanted.get(name) != found.get(name)
     ]

@@ -220,13 +220,13 @@ class PrecisionProbe:
 
     def pass_of(self, batch: int, limits: Sequence[int]) -> Pass:
         """For so many rows; with a plan of recompute for each limit, and some between."""
-        forward_s, backward_s, is_foretold = self._times_at(batch)
+        forward_s, backward_s, is_predicted = self._times_at(batch)
         own = self._own_plan(batch)
         if own is None:
             ladder = ladder_of(self.profile(batch), limits, self._can_name())
         else:
             ladder = (Rung(own.peak_bytes, own.seconds, len(own.again)),)
-        return Pass(self.precision, batch, forward_s, backward_s, ladder, is_foretold)
+        return Pass(self.precision, batch, forward_s, backward_s, ladder, is_predicted)
 
     def _times_at(self, batch: int) -> tuple[float, float, bool]:
         if batch in self._times:

@@ -1,4 +1,4 @@
-"""What is measured for `auto`, in which order, and what is left out when time runs short or something does not work."""
+"""Measure for `auto`, in order, and leave out what can be spared when time runs short or something does not work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..engine import dry_steps
 from ..engine.dry_run import Rehearsal
 from ..engine.noise_scale import noise_scale_of
 from ..engine.patching import patched
+from ..engine.slots import PlanContext, Slot
 from ..errors import FleetError, first_line
 from ..recompute.memory_probe import gauge_for
 from ..recompute.replay import Replay
-from ..reduce.powersgd import is_worth_it, matrix_shape
 from ..strategies import catalogue
 from . import candidate
-from .candidate import RISKS, allows, at_once, reducer_settings
+from .candidate import RISKS, allows
 from .clock import clocked, typical
 from .cost import Gradients, Reducer, wire
 from .link import LinkProfile, measured_link
@@ -29,14 +29,14 @@ from .request import Asked
 from .subject import Subject, agreed, raise_if_alone
 
 MEASURING_S = 35.0
-"""After so long nothing more is measured that could be left out."""
+"""Seconds after which nothing more is measured that can be left out."""
 FAR_SLOWER = 1.5
-"""Times as long as the fastest precision's step."""
+"""A precision whose step takes so many times as long as the fastest one's is not measured in full."""
 
 
 @final
 class Measuring:
-    """Collective throughout; what it comes to is the same on all ranks."""
+    """Measure. Every method is collective, and its results are the same on all ranks."""
 
     def __init__(self, subject: Subject, asked: Asked) -> None:
         self._subject, self._asked, self._auto, self._fixed = subject, asked, asked.auto, subject.fixed
@@ -44,22 +44,22 @@ class Measuring:
         self._missing: dict[str, str] = {}
         self.notes: list[str] = []
         self.rules: dict[str, float | str] = {}
-        """Seconds of an update by other rules; or why they cannot be."""
+        """Seconds of an update by the rules of other parts, by name; or why that cannot be."""
         self.kept_bytes = 0
-        """By the optimizer, once it has made an update."""
+        """Bytes that the optimizer keeps once it has made an update."""
 
     def run(self) -> Measured:
         subject, memory = self._subject, self._asked.memory
         subject.comm.barrier()
         link = measured_link(subject.comm, subject.device)
         trained = {id(p): p for group in subject.optimizer.param_groups for p in group["params"]}
-        gradients = gradients_of(trained.values(), **self._fixed.compressed())
+        gradients = gradients_of(trained.values())
         probes = self._probes(memory)
         units, update_s = probes[0].units, probes[0].update_s
         self.kept_bytes = probes[0].state_bytes
         reduced: list[Reduced] = []
         plain_bytes = 0
-        for reducer in self._reducers():
+        for reducer in self._reducers(gradients):
             known = {"link": link, "gradients": gradients, "units": units, "kept_bytes": self.kept_bytes}
             found = self._reduced(reducer, reduced, plain_bytes=plain_bytes, **known)
             if found is not None:
@@ -77,8 +77,8 @@ class Measuring:
         return Measured(name, link, gradients, update_s, tuple(passes), tuple(reduced), 1.0, scale, seconds, dict(self._missing))
 
     def _probes(self, memory: int | None) -> list[PrecisionProbe]:
-        """The first must work, float32 or the user's own; another precision that does not is left out, with what it said. One far
-        slower than the fastest is measured as it must be, and no more: other batches would not make it the best."""
+        """Measure each precision. The first must work, float32 or the user's own; another that does not is left out, with its
+        error. One far slower than the fastest is measured no more than it must be: other batches would not make it the best."""
         grows, batches = self._asked.share is not None, [batch for batch, _ in self._batches]
         names = self._precisions()
         probes = {name: PrecisionProbe(self._subject, name, memory=memory, grows=grows) for name in names}
@@ -88,8 +88,8 @@ class Measuring:
         for name, probe in probes.items():
             is_slow = looks[name] > FAR_SLOWER * fastest > 0
             if found and is_slow and found[0].fits_somehow(min(batches)):
-                told = f"a step takes {looks[name] / fastest:.1f} times as long as in {best} here"
-                self._missing.setdefault(name, told)
+                reason = f"a step takes {looks[name] / fastest:.1f} times as long as in {best} here"
+                self._missing.setdefault(name, reason)
             if name in self._missing:
                 continue
             if found and self._subject.elapsed_s() > MEASURING_S:
@@ -130,9 +130,11 @@ class Measuring:
             return None
 
     def _time_rules(self) -> None:
-        """What LARS or LAMB would take, where they could take this optimizer's place. They are not chosen: told, no more."""
-        for name in ("lars", "lamb"):
-            if type(self._subject.optimizer) not in catalogue()[name].inner or name in self._fixed.names:
+        """Time the rules that could take this optimizer's place. They are reported, never chosen."""
+        for name, part in catalogue().items():
+            if Slot.UPDATE not in part().claims() or type(self._subject.optimizer) not in part.inner:
+                continue
+            if name in self._fixed.names:
                 continue
             if self._fixed.refusal(name) is not None or self._subject.elapsed_s() > MEASURING_S:
                 continue
@@ -142,13 +144,14 @@ class Measuring:
                 raise_if_alone(error)
                 self.rules[name] = first_line(error)
 
-    def _reducers(self) -> list[Reducer]:
-        """Local SGD once, with an averaging in every update: what a longer period costs follows."""
+    def _reducers(self, gradients: Gradients) -> list[Reducer]:
+        """List what is measured: Local SGD once, with an averaging in every update; what a longer period costs follows."""
         if self._fixed.reducer is not None:
             return [self._fixed.reducer.every_update()]
         if self._subject.comm.size == 1:
-            return [Reducer()]
-        allowed = [one for one in candidate.REDUCERS if allows(self._auto.risk, candidate.Candidate(reducer=one).risk)]
+            return [candidate.DENSE]
+        context = PlanContext(self._subject.comm.size, self._subject.device.type, gradients.shapes)
+        allowed = [one for one in candidate.offered(context) if allows(self._auto.risk, one.risk)]
         beside = [one for one in allowed if one == candidate.DENSE or self._fixed.refusal(one.kind) is None]
         return list(dict.fromkeys(one.every_update() for one in beside))
 
@@ -166,21 +169,24 @@ class Measuring:
             return None
 
 
-# What comes after backward, measured with nothing beside it: reducers, optimizers' rules, and the gradient noise scale.
-# Numbers are the slowest rank's, or the largest. Few rows of the sample do: gradients are as large.
+# What comes after backward is measured with nothing beside it: reducers, optimizers' rules, and the gradient noise scale.
+# Numbers are the slowest rank's, or the largest. Few rows of the sample are enough: gradients are as large.
 
-DGC_LARGE = 16384
 MOST_KEPT_BYTES = 12
-"""Of a parameter, by any reducer, what it gathers included."""
+"""Most bytes that a reducer keeps of one number of the gradients, what it gathers included."""
 
 
-def gradients_of(
-    params: Iterable[Tensor], *, large_from: int = DGC_LARGE, rank: int = 4, min_compression: float = 2.0
-) -> Gradients:
-    """`large_from`: elements from which DGC makes a tensor sparse; `rank` and `min_compression` are PowerSGD's."""
-    found = list(params)
-    matrices = [matrix_shape(p) for p in found if is_worth_it(p, rank=rank, min_compression=min_compression)]
-    return Gradients(sum(p.numel() for p in found), sum(p.numel() for p in found if p.numel() >= large_from), tuple(matrices))
+def gradients_of(params: Iterable[Tensor]) -> Gradients:
+    """Take the shapes of tensors, dimensions in the order that they have in memory (channels_last differs)."""
+    return Gradients(tuple(_shape_in_memory(param) for param in params))
+
+
+def _shape_in_memory(param: Tensor) -> tuple[int, ...]:
+    shape = tuple(param.shape)
+    if not torch.ops.aten.is_non_overlapping_and_dense(param):
+        return shape
+    order = sorted(range(len(shape)), key=lambda d: (shape[d] > 1, param.stride(d), -d), reverse=True)
+    return tuple(shape[d] for d in order)
 
 
 def reduced_by(
@@ -193,10 +199,10 @@ def reduced_by(
     plain_bytes: int,
     kept_bytes: int,
 ) -> tuple[Reduced, int]:
-    """What comes after backward, run with nothing beside it; and the bytes that last. Units are computed again: gradients are
-    the same, and a step that stores all may not fit. `plain_bytes`: what lasts under a dense reducer; 0 if this is it.
-    `kept_bytes`: what the optimizer will keep."""
-    settings = at_once(reducer_settings(reducer))
+    """Measure what comes after backward, with nothing beside it; also return the bytes that last. Units are computed again:
+    gradients are the same, and a step that stores all may not fit. `plain_bytes`: bytes that last in plain training; 0 if this
+    is it. `kept_bytes`: bytes that the optimizer will keep."""
+    settings = reducer.steady().settings()
     expected = wire(reducer, gradients, link.link()).seconds
     with subject.bound(settings, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
         pipeline, gauge = rehearsal.optimizer.pipeline, gauge_for(rehearsal.device, rehearsal.lasting)
@@ -224,19 +230,19 @@ def reduced_by(
 
 
 def _gather_gradients(rehearsal: Rehearsal, units: Mapping[str, nn.Module]) -> None:
-    """For an update, with all units computed again."""
+    """Compute the gradients of an update, with all units computed again."""
     with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
         agreed(rehearsal, lambda: dry_steps.backward(rehearsal.optimizer.pipeline, rehearsal.forward(), keeps=True))
 
 
 def _take(count: int, device: torch.device) -> None:
-    """Memory, for a moment."""
+    """Allocate so many bytes for a moment."""
     if device.type == "cuda":
         torch.empty(count, dtype=torch.uint8, device=device)
 
 
 def noise_scale(subject: Subject, units: Mapping[str, nn.Module], *, updates: int = 2) -> float | None:
-    """In samples, from some updates of the sample; None where it says nothing, as where all ranks have the same one."""
+    """Measure it in samples, from some updates; None where it says nothing, as where all ranks have the same sample."""
     rows = subject.few_rows() or subject.rows
     with subject.bound({"noise_scale_steps": 1}, rows=rows or None) as rehearsal, rehearsal.leaving_no_trace():
         pipeline = rehearsal.optimizer.pipeline
@@ -244,11 +250,11 @@ def noise_scale(subject: Subject, units: Mapping[str, nn.Module], *, updates: in
             _gather_gradients(rehearsal, units)
             rehearsal.update()
         found = None if pipeline.meter.means is None else noise_scale_of(pipeline.meter.means)
-    told = subject.comm.gather_json(found)[0]
-    return None if told is None else float(told) * rows
+    agreed_scale = subject.comm.gather_json(found)[0]
+    return None if agreed_scale is None else float(agreed_scale) * rows
 
 
 def rule_seconds(subject: Subject, name: str) -> float:
-    """Of an update by LARS or LAMB in place of the user's own optimizer. Collective."""
+    """Time an update by a part's rule in place of the user's own optimizer. Collective."""
     with subject.bound({name: True}, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
         return timed_update(rehearsal)

@@ -1,4 +1,4 @@
-"""`strategy.auto`: measure, foretell every candidate, run the best few and the plain one, choose, and say why.
+"""`strategy.auto`: measure, predict every candidate, run the best few and the plain one, choose, and say why.
 
 Every rank comes to the same plan: it rests on numbers that all of them share, and rank 0's is the one that is taken.
 """
@@ -24,17 +24,17 @@ from .subject import Subject
 from .trial import Trial, tried
 
 PLANNING_S = 50.0
-"""After so long no further trial begins."""
+"""Seconds after which no further trial begins."""
 CORRECTIONS, STEP_DOWN = 2, 0.02
 """So many smaller budgets are tried for a plan that took too much, each at least by this share."""
 MOST_FAILED = 6
-"""Trials that do not come to an end, before no more are begun."""
+"""Trials that may fail before no more are begun."""
 ALIKE = 0.02
 """Plans that differ by less are as good as each other, and the less risky one is taken."""
 
 
 def chosen_plan(subject: Subject, auto: Auto) -> Plan:
-    """Collective."""
+    """Plan, or read the plan of a file. Collective."""
     require_sample(subject)
     require_folder(subject, auto)
     asked = asked_for(subject, auto)
@@ -57,7 +57,7 @@ class _Planning:
         self._notes: list[str] = []
         self._trials: dict[Candidate, Trial] = {}
         self._taken: dict[Candidate, tuple[Candidate, int | None]] = {}
-        """What was run for a candidate, and the budget of its recompute."""
+        """The candidate that was run in place of each, and the budget of its recompute."""
 
     def plan(self, key: dict[str, Any]) -> Plan:
         measured = self._measuring.run()
@@ -70,46 +70,47 @@ class _Planning:
         best = self._best(forecasts)
         return self._written(key, measured, forecasts, best)
 
-    # --- foretelling ------------------------------------------------------------------------------------------------------
+    # --- predictions ------------------------------------------------------------------------------------------------------
 
     def _forecasts(self, measured: Measured) -> tuple[dict[Candidate, Forecast], dict[str, str]]:
         names = list(dict.fromkeys(one.precision for one in measured.passes))
         of_user = self._fixed.reducer
-        reducers = [one for one in ([of_user] if of_user else candidates.REDUCERS) if measured.reduced_of(one) is not None]
+        every_reducer = [of_user] if of_user else candidates.offered(measured.context)
+        reducers = [one for one in every_reducer if measured.reduced_of(one) is not None]
         found: dict[Candidate, Forecast] = {}
         refused: dict[str, str] = {}
         own = self._asked.share is None
         kept = self._fixed.names
         for candidate in every(names, self._batches, reducers, own_batch=own, risk=self._auto.risk, kept=kept):
-            told = self._forecast(measured, candidate)
-            if isinstance(told, str):
-                refused[candidate.name] = told
+            predicted = self._forecast(measured, candidate)
+            if isinstance(predicted, str):
+                refused[candidate.name] = predicted
             else:
-                found[told.candidate] = told
+                found[predicted.candidate] = predicted
         return found, refused
 
     def _forecast(self, measured: Measured, candidate: Candidate) -> Forecast | str:
         return forecast(measured, candidate, memory=self._asked.memory)
 
     def _nothing_fits(self, refused: dict[str, str]) -> str:
-        told = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-4:])
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-4:])
         return (
-            f"auto: nothing that the risk allows keeps to {shown(self._asked.memory or 0)} ({told}). Give a smaller "
+            f"auto: nothing that the risk allows keeps to {shown(self._asked.memory or 0)} ({reasons}). Give a smaller "
             'sample, more memory, or a global_batch, which may be made up of smaller micro-batches: auto_configs["global_batch"].'
         )
 
     # --- running ----------------------------------------------------------------------------------------------------------
 
     def _baseline(self, measured: Measured) -> Forecast:
-        """What the user would have without `auto`: float32 and dense but for the parts that are set, the largest batch that fits,
-        else the cheapest that does."""
+        """Predict what the user would have without `auto`: float32 and dense but for the parts that are set, with the largest
+        batch that fits without recompute, else the largest that fits with it."""
         fixed, own_steps = self._fixed, self._fixed.merge_steps or 1
         plain_of = Candidate(fixed.precision or "float32", reducer=fixed.reducer or candidates.DENSE, kept=fixed.names)
         forecasts = [
-            told
+            predicted
             for batch, steps in self._batches
             if (self._asked.share is not None or steps == own_steps)
-            and not isinstance(told := self._forecast(measured, replace(plain_of, batch=batch, merge_steps=steps)), str)
+            and not isinstance(predicted := self._forecast(measured, replace(plain_of, batch=batch, merge_steps=steps)), str)
         ]
         plain = [one for one in forecasts if not one.candidate.recomputes]
         if not forecasts:
@@ -120,8 +121,8 @@ class _Planning:
         return max(plain or forecasts, key=lambda one: one.candidate.batch)
 
     def _try(self, one: Forecast, measured: Measured) -> Trial:
-        """As foretold; where recompute takes more memory than that when it runs, as allocators do, by a budget that is as much
-        smaller."""
+        """Run a candidate as predicted; where recompute takes more memory than that when it runs, as allocators do, run it with a
+        budget that is as much smaller."""
         candidate, budget = one.candidate, self._asked.memory
         trial = self._run(candidate, budget, one, measured)
         for _ in range(CORRECTIONS):
@@ -134,14 +135,14 @@ class _Planning:
         return trial
 
     def _of_what_ran(self, one: Forecast, measured: Measured) -> Forecast:
-        """A budget may come to another plan of recompute than the first forecast rests on: torch's allocator holds more than what
-        is in use, and a plan that keeps to the memory with that may be a tighter one."""
+        """Predict again by the plan of recompute that ran. A budget may come to another than the first forecast rests on: torch's
+        allocator holds more than what is in use, and a plan that keeps to the memory with that may be a tighter one."""
         trial, found = self._trials[one.candidate], measured.reduced_of(one.candidate.reducer)
         if trial.failed or trial.settled is None or found is None:
             return one
         settled = replace(trial.settled, peak_bytes=trial.settled.peak_bytes - found.lasting_bytes)
-        told = forecast(measured, one.candidate, settled=settled)
-        return one if isinstance(told, str) else replace(told, candidate=one.candidate)
+        predicted = forecast(measured, one.candidate, settled=settled)
+        return one if isinstance(predicted, str) else replace(predicted, candidate=one.candidate)
 
     def _run(self, candidate: Candidate, budget: int | None, one: Forecast, measured: Measured) -> Trial:
         found, memory = measured.reduced_of(candidate.reducer), self._asked.memory
@@ -152,7 +153,7 @@ class _Planning:
         return trial
 
     def _with_overlap(self, measured: Measured, baseline: Forecast) -> Measured:
-        """Run the plain one; by how much sooner it is done than its parts one after the other, so much is hidden."""
+        """Run the plain plan: as much of the wire is hidden as it ends sooner than its parts would one after the other."""
         trial, candidate = self._try(baseline, measured), baseline.candidate
         exchange = measured.exchange(candidate.reducer)
         one = measured.pass_of(candidate.precision, candidate.batch)
@@ -163,7 +164,7 @@ class _Planning:
         return replace(measured, hidden_share=hidden_share(micro, exchange, update_s=measured.update_s, seconds=seconds))
 
     def _run_best(self, measured: Measured, forecasts: dict[Candidate, Forecast]) -> None:
-        """Until so many have run: one that does not makes room for the next, for a while. The best of all is run in any case."""
+        """Run the fastest until enough have worked: each that fails makes room for the next. One is run in any case."""
         worked = failed = 0
         for one in sorted(forecasts.values(), key=lambda one: (one.seconds_per_sample, one.candidate.name)):
             is_late = worked + failed > 0 and self._subject.elapsed_s() > PLANNING_S
@@ -178,14 +179,14 @@ class _Planning:
         return any(not trial.failed for trial in self._trials.values())
 
     def _best(self, forecasts: dict[Candidate, Forecast]) -> Forecast:
-        """The fastest that was run; of those about as fast the least risky."""
+        """Return the fastest that was run; of those about as fast the least risky."""
         ran = {forecasts[c]: t.seconds / forecasts[c].samples for c, t in self._trials.items() if not t.failed and c in forecasts}
         if not ran:
-            told = "; ".join(f"{c.name}: {t.failed}" for c, t in self._trials.items())
-            raise ConfigError(f"auto: no plan that was foretold to fit could be run ({told}).")
+            reasons = "; ".join(f"{c.name}: {t.failed}" for c, t in self._trials.items())
+            raise ConfigError(f"auto: no plan that was predicted to fit could be run ({reasons}).")
         limit = min(ran.values()) * (1 + ALIKE)
         good = [one for one, seconds in ran.items() if seconds <= limit]
-        return min(good, key=lambda one: (*one.candidate.daring, ran[one]))
+        return min(good, key=lambda one: (*one.candidate.risk_order, ran[one]))
 
     # --- writing ----------------------------------------------------------------------------------------------------------
 
@@ -223,15 +224,15 @@ class _Planning:
         )
 
     def _row(self, one: Forecast, measured: Measured) -> Row:
-        trial, foretold = self._trials[one.candidate], self._of_what_ran(one, measured)
+        trial, predicted = self._trials[one.candidate], self._of_what_ran(one, measured)
         ran = not trial.failed
         return Row(
             name=one.candidate.name,
             risk=one.candidate.risk.value,
-            predicted_s=foretold.cost.seconds,
+            predicted_s=predicted.cost.seconds,
             measured_s=trial.seconds if ran else None,
             samples=one.samples if one.candidate.batch else 0,
-            predicted_bytes=foretold.peak_bytes,
+            predicted_bytes=predicted.peak_bytes,
             measured_bytes=trial.peak_bytes if ran else None,
             sent_bytes=trial.bytes_sent if ran else one.cost.bytes_sent,
             note=trial.failed,

@@ -1,8 +1,8 @@
-"""A candidate run for some real updates: timed, weighed, undone.
+"""Run a candidate for some real updates: time them, measure their memory, undo them.
 
 A real update talks to the other ranks in the middle of backward, where a rank that runs out of memory would leave them waiting.
-So each rank first runs a forward and backward that talk to nobody, with as much memory taken away as the update will keep; only
-if all have room for that, all go on.
+So each rank first runs a forward and backward without messages, with as much memory taken away as the update will keep; only if
+all have room for that, all go on.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from ..engine.dry_steps import rehearsing
 from ..engine.report import Report
 from ..errors import FleetError, first_line
 from ..recompute.memory_probe import gauge_for
-from .candidate import Candidate, at_once
+from .candidate import Candidate
 from .clock import typical, wait_for
-from .cost import Reducer, Rung
+from .cost import Rung
 from .subject import Subject, agreed, raise_if_alone
 
 MOST_ROUNDS, FEWEST_ROUNDS = 10, 2
-"""A round is one update; of Local SGD, one period."""
+"""Rounds that are timed. A round is one update; of Local SGD, one period."""
 SHORT_PERIOD = 2
-"""Of Local SGD, while it is timed: one update alone, one with an averaging."""
+"""Period of Local SGD while it is timed: one update alone, one with an averaging."""
 SECONDS = 3.0
-"""Of the timed updates of one trial, about."""
+"""Seconds of the timed updates of one trial, about."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Of one update on the slowest rank. `failed`: why it did not come to that."""
+    """Hold the measurements of one update on the slowest rank."""
 
     seconds: float = 0.0
     peak_bytes: int = 0
     held_bytes: int = 0
-    """By the allocator: more than what is in use at the peak, on a GPU."""
+    """Bytes that the allocator holds: on a GPU more than what is in use at the peak."""
     bytes_sent: float = 0.0
     settled: Rung | None = None
-    """The plan of recompute that a budget came to, with what it was foretold to need; None where units were named."""
+    """Plan of recompute that a budget came to, with the memory predicted for it; None where units were named."""
     failed: str = ""
+    """Why it was not measured; empty where it was."""
     lacked_memory: bool = False
-    """That is why."""
+    """Whether it failed for want of memory."""
 
 
 def tried(
@@ -60,13 +61,13 @@ def tried(
     expected_s: float,
     kept_bytes: int = 0,
 ) -> Trial:
-    """Collective, and of one mind: it succeeds on all ranks or fails on all, with nothing changed. `kept_bytes`: what optimizer
-    and reducer will keep from the first update on."""
-    # Of many micro-steps that take long, all but the last are alike: some of them tell what the others take.
+    """Time a candidate. Collective: it succeeds on all ranks or fails on all, with nothing changed. `kept_bytes`: bytes that
+    optimizer and reducer keep from the first update on."""
+    # Of many micro-steps that take long, all but the last are alike: some of them show what the others take.
     micro_s = expected_s / candidate.merge_steps
     merges = min(candidate.merge_steps, max(2, int(SECONDS / max(micro_s, 1e-9) / FEWEST_ROUNDS)))
-    short = replace(candidate, merge_steps=merges, reducer=_short(candidate.reducer))
-    settings = at_once(short.settings(memory))
+    short = replace(candidate, merge_steps=merges, reducer=candidate.reducer.steady(longest_period=SHORT_PERIOD))
+    settings = short.settings(memory)
     try:
         with subject.bound(settings, rows=candidate.batch or None, settles=True) as rehearsal:
             # The inner optimizer's state is what was there before: a pair that is given up must leave it so.
@@ -91,10 +92,6 @@ def tried(
             torch.cuda.empty_cache()
 
 
-def _short(reducer: Reducer) -> Reducer:
-    return replace(reducer, setting=min(reducer.period, SHORT_PERIOD)) if reducer.averages else reducer
-
-
 def _settled(rehearsal: Rehearsal) -> Rung | None:
     plan = rehearsal.optimizer.memory_plan
     return None if plan is None else Rung(plan.predicted_bytes, plan.seconds_added, len(plan.recomputed))
@@ -107,7 +104,7 @@ def _with_less_memory(rehearsal: Rehearsal, count: int) -> None:
 
 
 def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float) -> Trial:
-    """All ranks make the same number of updates: it follows from numbers they share."""
+    """Time updates. All ranks make the same number of them: it follows from numbers they share."""
     pipeline = rehearsal.optimizer.pipeline
     dry_steps.look_at_no_data(pipeline)
     merges, period = pipeline.stages.merge.micro_steps, min(candidate.reducer.period, SHORT_PERIOD)
@@ -133,9 +130,9 @@ def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float) -> Tri
 
 @final
 class Times:
-    """Of micro-steps inside a window, of those that close one, and of those after which the weights were averaged.
+    """Collect times of micro-steps inside a window, of those that close one, and of those after which weights were averaged.
 
-    All of a kind are alike: so a few of each tell what an update of many micro-steps takes, on the mean of a long period."""
+    All of a kind are alike: so a few of each show what an update of many micro-steps takes, on the mean of a long period."""
 
     def __init__(self, rehearsal: Rehearsal, merges: int) -> None:
         self._rehearsal, self._merges = rehearsal, merges

@@ -1,4 +1,4 @@
-"""What `auto` would choose over another link, on more ranks or with other memory: forecasts from a plan's measures alone.
+"""Predict what `auto` would choose over another link, on more ranks or with other memory, from a plan's measurements alone.
 
 Nothing runs here. Passes, work of reducers and what backward hides stay as measured; the wire is that of the link asked for.
 """
@@ -13,7 +13,8 @@ from typing import final
 from ..dist.wire_cost import Link
 from ..errors import ConfigError
 from ..recompute.plan import shown
-from .candidate import DENSE, MERGES, REDUCERS, RISK_OF, RISKS, Candidate, allows, every
+from . import candidate as candidates
+from .candidate import DENSE, MERGES, RISKS, Candidate, allows, every
 from .cost import Reducer, wire
 from .fixed import NOTHING, Fixed
 from .measurements import Forecast, Measured, Reduced, forecast
@@ -21,19 +22,19 @@ from .plan import Plan
 from .search import ALIKE
 
 WORLDS = tuple(2**power for power in range(13))
-"""Of a chart: 1 to 4096 ranks."""
+"""Numbers of ranks of a chart."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Question:
-    """None: as measured, and no limit of memory."""
+    """Hold what is asked for; None: as measured, and no limit of memory."""
 
     risk: str = "rounding"
     memory: int | None = None
     global_batch: int | None = None
     bytes_per_s: float | None = None
-    """That one rank can send."""
+    """Bytes that one rank can send in a second."""
     latency_s: float | None = None
     world: int | None = None
 
@@ -44,20 +45,20 @@ class Outlook:
     question: Question
     link: Link
     forecasts: tuple[Forecast, ...]
-    """The fastest for a sample first."""
+    """Predictions, the fastest for a sample first."""
     chosen: Forecast
     refused: Mapping[str, str]
-    """By candidate: why it is none."""
+    """Why a candidate has no prediction, by its name."""
     unmeasured: frozenset[str]
-    """Kinds of reducer whose own work nobody measured: forecasts have none beyond that of a dense one."""
+    """Kinds of reducer whose own work was not measured: it is predicted to be that of plain training."""
 
     def is_measured(self, one: Forecast) -> bool:
         return one.candidate.reducer.kind not in self.unmeasured
 
     @property
     def spare_work_s(self) -> float | None:
-        """So long may the chosen reducer's unmeasured work take in one exchange before a plan that is known whole is as good;
-        None where the chosen one is known whole, or no other is, or is slower."""
+        """Seconds that the chosen reducer's unmeasured work may take in one exchange before a plan measured in full is as good;
+        None where the chosen one was measured in full, or no faster than such a plan."""
         known = [one for one in self.forecasts if self.is_measured(one)]
         if self.is_measured(self.chosen) or not known:
             return None
@@ -66,17 +67,17 @@ class Outlook:
 
 
 def what_if(measured: Measured, question: Question, fixed: Fixed = NOTHING) -> Outlook:
-    """`fixed`: parts that the user has set, which all candidates keep."""
+    """Answer a question. `fixed`: parts that the user has set, which all candidates keep."""
     link = link_for(measured.link.link(), question)
-    whole, unmeasured = filled(measured, _reducers(question, link, fixed))
+    whole, unmeasured = filled(measured, _reducers(measured, question, link, fixed))
     found: list[Forecast] = []
     refused: dict[str, str] = {}
     for candidate in _candidates(whole, question, link, fixed):
-        told = forecast(whole, candidate, memory=question.memory, link=_if_other(link, measured))
-        if isinstance(told, str):
-            refused[candidate.name] = told
+        predicted = forecast(whole, candidate, memory=question.memory, link=_if_other(link, measured))
+        if isinstance(predicted, str):
+            refused[candidate.name] = predicted
         else:
-            found.append(told)
+            found.append(predicted)
     if not found:
         raise ConfigError(_nothing(question, refused))
     found.sort(key=lambda one: (one.seconds_per_sample, one.candidate.name))
@@ -84,7 +85,7 @@ def what_if(measured: Measured, question: Question, fixed: Fixed = NOTHING) -> O
 
 
 def candidate_of(plan: Plan) -> Candidate:
-    """The plan's choice, by its strategy: it may have been edited."""
+    """Read the plan's choice off its strategy, which may have been edited."""
     parts, kept = Fixed.of(plan.strategy.parts()), plan.fixed.names
     first = next(iter(plan.measured.passes), None)
     precision = "float32"
@@ -96,7 +97,7 @@ def candidate_of(plan: Plan) -> Candidate:
 
 
 def same_plan(outlook: Outlook, candidate: Candidate) -> Forecast | str:
-    """What the question makes of a plan: with a global batch, of one with as many micro-steps as that takes."""
+    """Return the prediction of a plan; with a global batch, of one with as many micro-steps as that takes. Else say why none."""
     merges = outlook.question.global_batch is None
 
     def is_same(other: Candidate) -> bool:
@@ -113,7 +114,7 @@ def same_plan(outlook: Outlook, candidate: Candidate) -> Forecast | str:
 
 
 def link_for(here: Link, question: Question) -> Link:
-    """The one that was measured, with what the question changes in it."""
+    """Return the link that was measured, with what the question changes in it."""
     world = question.world or here.ranks
     rate = question.bytes_per_s or here.bytes_per_s
     if world == 1 and (question.bytes_per_s is not None or question.latency_s is not None):
@@ -127,19 +128,20 @@ def link_for(here: Link, question: Question) -> Link:
 
 
 def _if_other(link: Link, measured: Measured) -> Link | None:
-    """Where the link is the measured one, so is what went over it."""
+    """Return None for the measured link: what went over it was measured too."""
     return None if link == measured.link.link() else link
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------------
 
 
-def _reducers(question: Question, link: Link, fixed: Fixed) -> list[Reducer]:
+def _reducers(measured: Measured, question: Question, link: Link, fixed: Fixed) -> list[Reducer]:
     if fixed.reducer is not None:
         return [fixed.reducer]
     if link.ranks == 1:
         return [DENSE]
-    return [one for one in _beside(fixed, REDUCERS) if allows(question.risk, RISK_OF[one.kind])]
+    offered = candidates.offered(replace(measured.context, ranks=link.ranks))
+    return [one for one in _beside(fixed, offered) if allows(question.risk, one.risk)]
 
 
 def _beside(fixed: Fixed, reducers: Sequence[Reducer]) -> list[Reducer]:
@@ -147,9 +149,10 @@ def _beside(fixed: Fixed, reducers: Sequence[Reducer]) -> list[Reducer]:
 
 
 def filled(measured: Measured, reducers: Sequence[Reducer]) -> tuple[Measured, frozenset[str]]:
-    """With their wire for those that were not measured, and their kinds. One that was refused stays out.
+    """Add predictions for reducers that were not measured, and return the kinds of these. One that was refused stays out.
 
-    What a dense one does beside sending, as looking at all gradients, the others do too: without it they would look better."""
+    What plain training does beside sending, such as reading all gradients, the others do too: without it they would look
+    better."""
     dense = measured.reduced_of(DENSE) or Reduced(DENSE, measured.update_s, 0.0)
     dense_wire = wire(DENSE, measured.gradients, measured.link.link())
     common_s = max(0.0, dense.seconds - measured.update_s - dense_wire.seconds)
@@ -168,12 +171,12 @@ def filled(measured: Measured, reducers: Sequence[Reducer]) -> tuple[Measured, f
 def _candidates(measured: Measured, question: Question, link: Link, fixed: Fixed) -> list[Candidate]:
     precisions = list(dict.fromkeys(one.precision for one in measured.passes))
     batches = _batches(sorted({one.batch for one in measured.passes}, reverse=True), question, link.ranks, fixed.merge_steps)
-    own, reducers = question.global_batch is None, _reducers(question, link, fixed)
+    own, reducers = question.global_batch is None, _reducers(measured, question, link, fixed)
     return list(every(precisions, batches, reducers, own_batch=own, risk=question.risk, kept=fixed.names))
 
 
 def _batches(measured: Sequence[int], question: Question, ranks: int, own_steps: int | None) -> list[tuple[int, int]]:
-    """Micro-batches that were measured, and how many of them make an update; `own_steps`: as many as the user has set."""
+    """List micro-batches that were measured, and how many of them make an update; `own_steps`: the number the user has set."""
     whole = question.global_batch
     if whole is None and own_steps is not None:
         return [(batch, own_steps) for batch in measured]
@@ -195,16 +198,16 @@ def _batches(measured: Sequence[int], question: Question, ranks: int, own_steps:
 
 
 def _choice(found: Sequence[Forecast]) -> Forecast:
-    """As `auto` chooses, by the forecasts alone: of those about as fast the least risky."""
+    """Choose by the predictions alone, as `auto` does: of those about as fast the least risky."""
     limit = min(one.seconds_per_sample for one in found) * (1 + ALIKE)
     good = [one for one in found if one.seconds_per_sample <= limit]
-    return min(good, key=lambda one: (*one.candidate.daring, one.seconds_per_sample))
+    return min(good, key=lambda one: (*one.candidate.risk_order, one.seconds_per_sample))
 
 
 def _nothing(question: Question, refused: Mapping[str, str]) -> str:
-    told = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-3:])
+    reasons = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-3:])
     limit = "" if question.memory is None else f" that keeps to {shown(question.memory)}"
-    return f'there is no plan of risk "{question.risk}" or less{limit} ({told or "nothing was measured"}).'
+    return f'there is no plan of risk "{question.risk}" or less{limit} ({reasons or "nothing was measured"}).'
 
 
 # --- by the number of ranks -------------------------------------------------------------------------------------------------
@@ -213,41 +216,42 @@ def _nothing(question: Question, refused: Mapping[str, str]) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Of one reducer, all else being as in one plan."""
+    """Hold the times of one reducer, all else being as in one plan."""
 
     name: str
     risk: str
-    """Of the reducer alone."""
+    """Class of risk of the reducer alone."""
     seconds: Mapping[int, float]
-    """Of an update, by the number of ranks."""
+    """Seconds of an update, by the number of ranks."""
     is_measured: bool
-    """Else it has no work beyond that of a dense one."""
+    """False: its work was not measured, and is taken to be that of plain training."""
 
 
 def curves(
     measured: Measured, base: Candidate, question: Question, worlds: Sequence[int] = WORLDS, fixed: Fixed = NOTHING
 ) -> list[Curve]:
-    """One for each kind of reducer that can stand beside the parts that are set, at its strongest or as the plan has it. Risk is
-    told, and leaves none out."""
-    others = _beside(fixed, sorted(REDUCERS, key=lambda one: one.setting)) if fixed.reducer is None else []
+    """Predict each kind of reducer that can stand beside the parts that are set, at its strongest or as the plan has it. Risk is
+    reported, and leaves none out."""
+    others = _beside(fixed, candidates.offered(measured.context)) if fixed.reducer is None else []
     kinds = {one.kind: one for one in others} | {base.reducer.kind: base.reducer}
     whole, unmeasured = filled(measured, list(kinds.values()))
     found = []
     why = ""
-    for kind in sorted(kinds, key=list(RISK_OF).index):
+    order = [DENSE.kind, *(part.name for part in candidates.parts_in_order())]
+    for kind in sorted(kinds, key=order.index):
         candidate = replace(base, reducer=kinds[kind])
         seconds = {}
         for world in worlds:
-            told = forecast(whole, candidate, memory=question.memory, link=_link_of(measured, question, world))
-            if isinstance(told, str):
-                why = told
+            predicted = forecast(whole, candidate, memory=question.memory, link=_link_of(measured, question, world))
+            if isinstance(predicted, str):
+                why = predicted
             else:
-                seconds[world] = told.cost.seconds
+                seconds[world] = predicted.cost.seconds
         if seconds:
-            name = replace(candidate, precision="float32", merge_steps=1, recomputes=False).name.removeprefix("fp32, ")
-            found.append(Curve("dense" if kind == "dense" else name, RISK_OF[kind].value, seconds, kind not in unmeasured))
+            reducer = candidate.reducer
+            found.append(Curve(reducer.label, reducer.risk.value, seconds, kind not in unmeasured))
     if not found:
-        raise ConfigError(f"nothing can be foretold of {base.name} with any number of ranks: {why}.")
+        raise ConfigError(f"nothing can be predicted of {base.name} with any number of ranks: {why}.")
     return found
 
 

@@ -154,7 +154,7 @@ def outlook_text(plan: Plan, outlook: Outlook) -> str:
     shown = list(outlook.forecasts[:SHOWN])
     shown += [chosen] if chosen not in shown else []
     rows = [_cells(one, outlook) for one in shown]
-    table = aligned(["", "plan", "ms, foretold", "samples/s", "MB, foretold", "MB sent", "risk"], rows, left=(1, 6))
+    table = aligned(["", "plan", "predicted ms", "samples/s", "predicted MB", "MB sent", "risk"], rows, left=(1, 6))
     more = len(outlook.forecasts) - len(shown)
     rest = [f"  and {more} more, slower for a sample."] if more else []
     refused = _refused(outlook.refused)

@@ -313,10 +313,9 @@ def _groups(configs: TrainConfigs) -> Iterator[tuple[str, str | None, list[Row]]
     yield "the strategy", "A key of a part switches the part on.", [file]
     for name, part in catalogue().items():
         lines = (sys.modules[part.__module__].__doc__ or "").splitlines()
-        missing = [] if part.available else ["Not available yet in this version."]
         settings = getattr(configs.strategy, f"{name}_configs", {})
         rows: list[Row] = [(name, boolean(), "switches it on or off", getattr(configs.strategy, name))]
         rows += [(f"{name}.{f.name}", f.metadata["kind"], f.metadata["doc"], settings[f.name]) for f in dataclasses.fields(part)]
-        yield name, " ".join([*lines[:1], *missing]) or None, rows
+        yield name, " ".join(lines[:1]) or None, rows
     for title, scalars in {"communication": COMMUNICATION, "guards": GUARDS, "diagnostics": DIAGNOSTICS}.items():
         yield title, None, [(name, one.kind, one.doc, getattr(configs.strategy, name)) for name, one in scalars.items()]

@@ -6,12 +6,27 @@ an all-gather sends (N-1) * S: what is gathered grows with the ranks, and stops 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 FLOAT32_BYTES = 4
 ENTRY_BYTES = 8
-"""Of a sparse entry: a float32 and its place."""
+"""Bytes of a sparse entry: a float32 and its place."""
+
+Shape = Sequence[int]
+"""Lengths of a tensor's dimensions, the one that is outermost in memory first."""
+
+
+def numel(shapes: Sequence[Shape]) -> int:
+    """Count the numbers of tensors of these shapes."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def as_matrix(shape: Shape) -> tuple[int, int]:
+    """Rows and columns of a tensor: its outermost dimension against all others; a vector is one row."""
+    count = math.prod(shape)
+    return (shape[0], count // shape[0]) if len(shape) > 1 and count else (1, count)
 
 
 @dataclass(frozen=True, slots=True)

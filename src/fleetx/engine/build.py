@@ -27,7 +27,7 @@ from .noise_scale import NoiseScaleMeter, require_measurable
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
 from .sidecar import Tail
-from .slots import Merge, Part, Site, Slot, Stages, not_available
+from .slots import Merge, Part, Site, Slot, Stages
 from .step import Pipeline
 
 if TYPE_CHECKING:
@@ -68,13 +68,10 @@ class Compiled:
 
 
 def check_parts(parts: Sequence[Part], *, by_ddp: bool = False) -> None:
-    """All conflicts at once; then what is not built yet. Nothing asked for is ever dropped. `by_ddp`: `reduce` is claimed."""
+    """Raise all conflicts at once: nothing asked for is ever dropped. `by_ddp`: `reduce` is claimed."""
     lines = conflict_lines(parts) + (reduce_conflicts(parts) if by_ddp else [])
     if lines:
         raise StrategyConflict("\n".join(line.removeprefix("Conflict: ") for line in lines))
-    missing = [part.name for part in parts if not part.available]
-    if missing:
-        raise not_available(*missing)
 
 
 def compile_strategy(

@@ -75,7 +75,7 @@ def slot_table(parts: Sequence[Part]) -> str:
     rows += [("no slot", described(part)) for part in parts if not part.claims()]
     lines = [f"{slot:<10}{filled_by}" for slot, filled_by in [("slot", "filled by"), *rows]]
     notes = [f"{part.name}: {note}" for part in parts for note in part.notes()]
-    return "\n".join(lines + notes + without_effect(parts) + conflict_lines(parts) + _not_available(parts))
+    return "\n".join(lines + notes + without_effect(parts) + conflict_lines(parts))
 
 
 def without_effect(parts: Sequence[Part]) -> list[str]:
@@ -95,11 +95,6 @@ def conflict_lines(parts: Sequence[Part]) -> list[str]:
         reasons = dict.fromkeys(why[name] for name in claimants if why[name])
         lines.append(" ".join([f"Conflict: {_listed(claimants)} {claims}.", *reasons, "Keep one of them."]))
     return lines
-
-
-def _not_available(parts: Sequence[Part]) -> list[str]:
-    missing = [part.name for part in parts if not part.available]
-    return [f"Not available yet in this version: {', '.join(missing)}."] if missing else []
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,12 +20,12 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigError
+from ..dist import wire_cost
 
 if TYPE_CHECKING:
     import torch
@@ -230,20 +230,37 @@ class Stages:
         return None if self.average is None else "localsgd"
 
 
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """What `auto` knows when it asks a part which of its settings are worth trying."""
+
+    ranks: int
+    """Ranks that train together, at least 2: one rank alone is planned without reducers."""
+    device_type: str = "cpu"
+    """Type of the ranks' device, as torch spells it."""
+    shapes: Sequence[wire_cost.Shape] = ()
+    """Shapes of the gradients, the dimension that is outermost in memory first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part(abc.ABC):
     """What a user asked for: one final subclass per file of `strategies/`, its fields the keys of `<name>_configs`."""
 
     name: ClassVar[str]
     risk_class: ClassVar[Risk]
-    available: ClassVar[bool] = True
-    """False while a part is declared but not built: compiling it is an error, never a run without it."""
     talks_in_backward: ClassVar[bool] = False
     """It has collectives of its own inside backward; buckets are then reduced after it, never in between."""
     inner: ClassVar[tuple[type[Optimizer], ...]] = ()
     """Optimizers whose place this part takes; empty: it works with any."""
     why: ClassVar[str] = ""
     """One sentence for a conflict message: why this part needs the slots it claims."""
+    overlaps_backward: ClassVar[bool] = True
+    """Whether its messages travel during backward, as those of plain training do; False: they begin after it."""
+    label_key: ClassVar[str] = ""
+    """Key of the setting that tells candidates of this part apart in a plan ("dgc 0.999"; of a list its last); empty: the name
+    says it all."""
+    planning_note: ClassVar[str] = ""
+    """One sentence for a plan that does not take this part, after its figures: why `auto` does not try it, or when it pays."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -278,11 +295,33 @@ class Part(abc.ABC):
         """The settings at which this part must equal plain synchronous training, if there are any."""
         return {}
 
+    # --- What `auto` asks: pure functions of the settings -----------------------------------------------------------------
 
-def not_available(*names: str) -> ConfigError:
-    listed, verb = ", ".join(f"`{name}`" for name in names), "is" if len(names) == 1 else "are"
-    switches = ", ".join(f"`{name}=True`" for name in names)
-    return ConfigError(f"{listed} {verb} not available yet in this version. Remove {switches} from the strategy.")
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Sequence[Self]:
+        """Settings worth trying, from the mildest to the strongest; none where `auto` is not to choose this part."""
+        return ()
+
+    def wire_cost(self, shapes: Sequence[wire_cost.Shape], link: wire_cost.Link) -> wire_cost.Cost:
+        """Bytes and seconds of one exchange of gradients of these shapes; by default those of plain training."""
+        return wire_cost.dense(wire_cost.numel(shapes), link)
+
+    def updates_per_exchange(self) -> int:
+        """Updates from one exchange to the next, at the start."""
+        return 1
+
+    def steady(self, updates_per_exchange: int = 1) -> Self:
+        """These settings for updates that are only timed: without what is different at the start of a training, and with so many
+        updates from one exchange to the next, where the part has such a period."""
+        return self
+
+    def label(self) -> str:
+        """Name this part and its main setting, as the names of plans have them."""
+        if not self.label_key:
+            return self.name
+        value = getattr(self, self.label_key)
+        last = value[-1] if isinstance(value, list) else value
+        return f"{self.name} {last:g}" if isinstance(last, int | float) else f"{self.name} {last}"
 
 
 def conflicts(parts: Iterable[tuple[str, frozenset[Slot]]]) -> dict[Slot, list[str]]:

@@ -34,8 +34,9 @@ def matrix_shape(param: Tensor) -> tuple[int, int]:
     return rows, param.numel() // rows
 
 
-def is_worth_it(param: Tensor, *, rank: int, min_compression: float) -> bool:
-    rows, columns = matrix_shape(param)
+def is_smaller(matrix: tuple[int, int], *, rank: int, min_compression: float) -> bool:
+    """Whether two factors of a matrix of these rows and columns are smaller than itself by more than `min_compression`."""
+    rows, columns = matrix
     return (rows + columns) * rank * min_compression < rows * columns
 
 
@@ -71,7 +72,7 @@ class LowRankReduce(Compressor):
         return index <= self._dense_updates
 
     def _takes(self, param: Tensor) -> bool:
-        return is_worth_it(param, rank=self._rank, min_compression=self._min_compression)
+        return is_smaller(matrix_shape(param), rank=self._rank, min_compression=self._min_compression)
 
     def _numbers_sent(self) -> int:
         return sum(sum(matrix_shape(piece.view)) * self._rank_of(piece) for piece in self._pieces)

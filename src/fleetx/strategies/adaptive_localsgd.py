@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from ..config.kinds import boolean, choice, integer, key, number
 from ..engine.slots import Part, Risk, Site, Slot
@@ -16,6 +16,11 @@ from ..local_sgd.period import AdaptivePeriod
 class AdaptiveLocalSGD(Part):
     name: ClassVar[str] = "adaptive_localsgd"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
+    overlaps_backward: ClassVar[bool] = False
+    label_key: ClassVar[str] = "init_k_steps"
+    planning_note: ClassVar[str] = (
+        "was not tried: its period follows the loss over many updates. Periods of localsgd stand for it."
+    )
     why: ClassVar[str] = "Adaptive Local SGD averages parameters every few updates instead of reducing gradients."
 
     init_k_steps: int = key(1, integer(1), "period at the start")
@@ -44,6 +49,13 @@ class AdaptiveLocalSGD(Part):
 
     def no_effect(self) -> str | None:
         return nothing_saved(self, longest_period=self.max_k_steps, key="max_k_steps", write=16)
+
+    def updates_per_exchange(self) -> int:
+        return self.init_k_steps
+
+    def steady(self, updates_per_exchange: int = 1) -> Self:
+        period, overlap = updates_per_exchange, min(self.overlap_steps, updates_per_exchange - 1)
+        return replace(self, init_k_steps=period, max_k_steps=period, begin_step=1, overlap_steps=overlap)
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

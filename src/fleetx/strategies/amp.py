@@ -6,8 +6,8 @@ import contextlib
 import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +173,10 @@ class Amp(Part):
         if dtype == torch.float16:
             stages[Slot.BACKWARD] = LossScaling(self)
         return stages
+
+    def steady(self, updates_per_exchange: int = 1) -> Self:
+        # An update that overflows is skipped, and takes less time.
+        return replace(self, init_loss_scaling=1.0) if self.torch_dtype() == torch.float16 else self
 
     @classmethod
     def neutral(cls) -> dict[str, Any] | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
+from ..dist.wire_cost import Cost, Link, Shape, dense, numel
 from ..engine.dense import NarrowAllReduce
-from ..engine.slots import Part, Risk, Site, Slot
+from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,13 @@ class BF16AllReduce(Part):
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         return {Slot.REDUCE: NarrowAllReduce(site.comm, torch.bfloat16)}
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Sequence[Self]:
+        return [cls()]
+
+    def wire_cost(self, shapes: Sequence[Shape], link: Link) -> Cost:
+        return dense(numel(shapes), link, item_bytes=2)
 
     @classmethod
     def neutral(cls) -> dict[str, Any] | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.optim import Optimizer
 
 from ..config.kinds import boolean, integer, key, number, numbers, optional
-from ..dist.wire_cost import ENTRY_BYTES, break_even_ranks, times_less
+from ..dist.wire_cost import ENTRY_BYTES, Cost, Link, Shape, break_even_ranks, numel, sparse, times_less
 from ..engine.optimizer_swap import require_inner, take_over
-from ..engine.slots import Part, Risk, Site, Slot
+from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..errors import ConfigError
 from ..reduce.dgc import Ramp, SparseReduce
 from ..reduce.dgc_sgd import SGDHandedOver
@@ -23,6 +24,8 @@ class DGC(Part):
     name: ClassVar[str] = "dgc"
     risk_class: ClassVar[Risk] = Risk.LOSSY
     inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.SGD,)
+    overlaps_backward: ClassVar[bool] = False
+    label_key: ClassVar[str] = "sparsity"
     why: ClassVar[str] = "DGC applies momentum and clips before sending."
 
     rampup_begin_step: int = key(0, integer(0), "updates that stay dense at the start")
@@ -84,6 +87,17 @@ class DGC(Part):
         return (
             'dgc has no effect with a sparsity of 0: every update is dense. Write strategy.dgc_configs = {"sparsity": [0.999]}.'
         )
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Sequence[Self]:
+        return [cls(sparsity=[0.999])]
+
+    def wire_cost(self, shapes: Sequence[Shape], link: Link) -> Cost:
+        large = [shape for shape in shapes if math.prod(shape) >= self.min_numel]
+        return sparse(numel(large), link, sparsity=self.sparsity[-1], dense_numel=numel(shapes) - numel(large))
+
+    def steady(self, updates_per_exchange: int = 1) -> Self:
+        return replace(self, rampup_begin_step=0, rampup_step=1, sparsity=self.sparsity[-1:])
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

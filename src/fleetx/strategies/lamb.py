@@ -29,6 +29,7 @@ class Lamb(Part):
     name: ClassVar[str] = "lamb"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.Adam, torch.optim.AdamW)
+    planning_note: ClassVar[str] = "It is for batches beyond what the noise scale bears."
     why: ClassVar[str] = "LAMB scales each layer's step by moments that it keeps itself."
 
     lamb_weight_decay: float = key(0.01, number(0.0), "weight decay, added to the Adam direction before the trust ratio")

@@ -30,6 +30,7 @@ class Lars(Part):
     name: ClassVar[str] = "lars"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.SGD,)
+    planning_note: ClassVar[str] = "It is for batches beyond what the noise scale bears."
     why: ClassVar[str] = "LARS scales each layer's step and folds the learning rate into its momentum."
 
     lars_coeff: float = key(0.001, number(above=0.0), "trust coefficient: how far a layer may move relative to its norm")

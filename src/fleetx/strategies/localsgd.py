@@ -5,12 +5,12 @@ A large `begin_step` is post-local SGD (Lin et al. 2020, arXiv 1808.07217); oute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from ..config.kinds import boolean, choice, integer, key, number
-from ..engine.slots import Part, Risk, Site, Slot
+from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..local_sgd.build import averaging_stages, nothing_saved, require_fit
 from ..local_sgd.period import FixedPeriod
 
@@ -19,6 +19,8 @@ from ..local_sgd.period import FixedPeriod
 class LocalSGD(Part):
     name: ClassVar[str] = "localsgd"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
+    overlaps_backward: ClassVar[bool] = False
+    label_key: ClassVar[str] = "k_steps"
     why: ClassVar[str] = (
         "Local SGD averages parameters every few updates instead of reducing gradients; "
         'its wire_dtype "bfloat16" halves the bytes.'
@@ -45,6 +47,17 @@ class LocalSGD(Part):
 
     def no_effect(self) -> str | None:
         return nothing_saved(self, longest_period=self.k_steps, key="k_steps", write=4)
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Sequence[Self]:
+        return [cls(k_steps=updates) for updates in (2, 4, 8, 16)]
+
+    def updates_per_exchange(self) -> int:
+        return self.k_steps
+
+    def steady(self, updates_per_exchange: int = 1) -> Self:
+        overlap = min(self.overlap_steps, updates_per_exchange - 1)
+        return replace(self, k_steps=updates_per_exchange, begin_step=1, overlap_steps=overlap)
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from ..config.kinds import boolean, integer, key, number
-from ..dist.wire_cost import low_rank_times_less
-from ..engine.slots import Part, Risk, Site, Slot
-from ..reduce.powersgd import LowRankReduce
+from ..dist.wire_cost import Cost, Link, Shape, as_matrix, low_rank, low_rank_times_less, numel
+from ..engine.slots import Part, PlanContext, Risk, Site, Slot
+from ..reduce.powersgd import LowRankReduce, is_smaller
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Part):
     name: ClassVar[str] = "powersgd"
     risk_class: ClassVar[Risk] = Risk.LOSSY
+    overlaps_backward: ClassVar[bool] = False
+    label_key: ClassVar[str] = "rank"
     why: ClassVar[str] = "PowerSGD sends low-rank factors in place of the gradients."
 
     rank: int = key(4, integer(1), "rank of the factors: more is closer to the gradient, and more bytes")
@@ -44,6 +46,20 @@ class PowerSGD(Part):
             f"of a matrix two factors of rank {self.rank} are sent, whatever the number of ranks: {', '.join(gains)}. Smaller "
             "gains than min_compression, and tensors of one dimension, stay dense.",
         ]
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Sequence[Self]:
+        return [cls(rank=4)]
+
+    def wire_cost(self, shapes: Sequence[Shape], link: Link) -> Cost:
+        matrices = [matrix for shape in shapes if self._takes(matrix := as_matrix(shape))]
+        return low_rank(matrices, link, rank=self.rank, dense_numel=numel(shapes) - numel(matrices))
+
+    def _takes(self, matrix: tuple[int, int]) -> bool:
+        return is_smaller(matrix, rank=self.rank, min_compression=self.min_compression)
+
+    def steady(self, updates_per_exchange: int = 1) -> Self:
+        return replace(self, begin_step=0)
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:
