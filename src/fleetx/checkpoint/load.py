@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..config.text import listed
 from ..data.sampler import FleetSampler
 from ..dist.agree import run_and_share, run_on_all, sentence
 from ..dist.comm import Comm
@@ -228,11 +229,10 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
     entries = sorted({entry for entry in reader.own if RANDOM not in entry and not adds_up(entry)})
     lost = sorted({entry.split("/")[0] for entry in entries})
     if lost:
-        listed = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
         raise CheckpointError(
             f"it was saved by {size} ranks, and this run has {comm.size}. These differ from rank to rank and cannot be shared "
-            f"out anew: {', '.join(lost)} ({listed}). Resume on {size} ranks; or save when no merge window is open (after "
-            "optimizer.flush()) and, under Local SGD, with average_state=True and right after optimizer.average()."
+            f"out anew: {', '.join(lost)} ({listed(entries, 3)}). Resume on {size} ranks; or save when no merge window is open "
+            "(after optimizer.flush()) and, under Local SGD, with average_state=True and right after optimizer.average()."
         )
     if not allowed:
         raise CheckpointError(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..config.text import listed
 from ..errors import CheckpointError
 from .update import Update
 
@@ -62,12 +63,11 @@ def _check_rule(optimizer: Update, state: Mapping[str, Any]) -> None:
         if before[name][key] != value
     ]
     if differ:
-        more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
         part = type(optimizer).__name__.lower()
         raise CheckpointError(
-            f"the checkpoint's {type(optimizer).__name__} has {'; '.join(differ[:5])}{more}. Write the checkpoint's values into "
-            f"{part}_configs, the groups or {type(optimizer).__name__}(...); or start without the optimizer's state: leave the "
-            "optimizer out of fleet.load_checkpoint(...)."
+            f"the checkpoint's {type(optimizer).__name__} has {listed(differ, 5, separator='; ')}. Write the checkpoint's values "
+            f"into {part}_configs, the groups or {type(optimizer).__name__}(...); or start without the optimizer's state: leave "
+            "the optimizer out of fleet.load_checkpoint(...)."
         )
 
 
@@ -81,9 +81,8 @@ def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         if key in SHAPED_AS_THE_PARAMETER and isinstance(value, Tensor) and value.shape != params[number].shape
     ]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(
-            f"the checkpoint's optimizer has parameters of other shapes, or in another order: {', '.join(wrong[:5])}{more}."
+            f"the checkpoint's optimizer has parameters of other shapes, or in another order: {listed(wrong, 5)}."
         )
 
 
