@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..config.text import listed
 from ..errors import CheckpointError
-from .update import Update
+from .update import Update, load_in_place
 
 CLASS, FLAGS = "class", "flags"
 SHAPED_AS_THE_PARAMETER = frozenset(
@@ -88,11 +88,8 @@ def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
-    groups = list(optimizer.param_groups)
-    optimizer.load_state_dict({key: value for key, value in state.items() if key not in (CLASS, FLAGS)})
-    for old, new in zip(groups, optimizer.param_groups, strict=True):
-        old.update(new)
-    optimizer.param_groups[:] = groups  # the very dicts that schedulers and the user hold
+    plain = {key: value for key, value in state.items() if key not in (CLASS, FLAGS)}
+    load_in_place(optimizer, optimizer.load_state_dict, plain)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, saved in state["state"].items():
         mine = optimizer.state[params[number]]
