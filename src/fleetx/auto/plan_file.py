@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..config import log
 from ..dist.agree import Failures, run_on_first
 from ..engine.placement import plain_name
 from ..engine.trees import tensors_in
@@ -77,7 +78,7 @@ def kept_plan(subject: Subject, auto: Auto, key: dict[str, Any]) -> Plan | None:
     if not other:
         return plan
     if subject.comm.rank == 0:
-        print(f"auto: the plan in {auto.plan} is for something else, and is made anew: {'; '.join(other)}.", flush=True)
+        log.say(f"auto: the plan in {auto.plan} is for something else, and is made anew: {'; '.join(other)}.")
     return None
 
 

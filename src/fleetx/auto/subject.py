@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config import log
 from ..dist.agree import Failures, run_on_all
 from ..dist.comm import Comm
 from ..engine import current_autocast
@@ -152,6 +153,6 @@ def raise_if_alone(error: FleetError) -> None:
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """What a part has to say of a pair that is only tried is no news to the user."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with contextlib.redirect_stdout(io.StringIO()), log.muted(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FleetWarning)
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..config import log
 from ..dist import heartbeat, world
 from ..dist.agree import ranks_where, run_on_all
 from ..dist.comm import Comm
@@ -148,7 +150,7 @@ def _tell_unheard() -> None:
     global _last, _background
     error = None if _last is None else _last.unheard()
     if error is not None:
-        print(f"fleetx: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+        log.say(f"fleetx: the last checkpoint was not saved: {error}", logging.ERROR, stream=sys.stderr)
     # A group that the script has closed lives on here. Its threads must end now: later, in an interpreter that is half gone, one
     # that lets go of a tensor ends the whole process ("terminate called without an active exception").
     _last = _background = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from ..config import log
 from ..config.text import decimal
 from ..dist.roles import role_from_env
 from ..errors import ConfigError
@@ -41,7 +43,7 @@ class Lines:
         self._what, self._total, self._next = "", 0, 0.0
 
     def line(self, text: str) -> None:
-        print(f"fleetx: {text}", file=sys.stderr, flush=True)
+        log.say(f"fleetx: {text}", stream=sys.stderr)
 
     def begin(self, what: str, total: int) -> None:
         self._what, self._total, self._next = what, total, time.monotonic() + LINE_EVERY_S
@@ -80,7 +82,7 @@ def is_first_of_node() -> bool:
 
 @contextlib.contextmanager
 def reporting() -> Iterator[Reporter]:
-    if not is_first_of_node():
+    if not is_first_of_node() or not log.shows(logging.INFO):
         yield Silent()
     elif not sys.stderr.isatty():
         yield Lines()

@@ -35,6 +35,12 @@ def overview(settings: Mapping[str, Any], *, scalars: Mapping[str, Collection[st
     return "\n".join(INDENT + line for line in framed(blocks, WIDTH))
 
 
+def one_line(parts: Sequence[Part], changed: Mapping[str, Any]) -> str:
+    """Say what differs from the defaults: the parts that are on with their changed settings, then other changed settings."""
+    named = ", ".join(described(part) for part in parts) or "plain data-parallel training"
+    return "; ".join(["strategy: " + named, *(f"{name}={value!r}" for name, value in changed.items())])
+
+
 def _blocks(settings: Mapping[str, Any], scalars: Mapping[str, Collection[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, value in settings.items():
         if isinstance(value, Mapping):

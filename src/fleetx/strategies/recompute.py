@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..config import log
 from ..config.kinds import boolean, key, names, optional, size
 from ..dist.agree import ranks_where
 from ..engine.checks.first_batch import is_compiled
@@ -71,4 +72,4 @@ class Recompute(Part):
         planner.keep(settled.profile, settled.solution)
         rehearsal.optimizer.memory_plan = settled.plan
         if rehearsal.comm.rank == 0:
-            print(settled.plan, flush=True)
+            log.say(settled.plan)
