@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import weakref
 from collections.abc import Sized
 from contextlib import AbstractContextManager
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from . import __version__
+from .config import log
 from .config.kinds import integer
 from .config.kinds import size as size_in_bytes
 from .data.sampler import FleetSampler
@@ -27,7 +30,7 @@ from .engine.bind import LossFn, bind, give_up, rehearsal_of, rehearse, require_
 from .engine.build import check_parts, require_plain_optimizer
 from .engine.ddp import bare, refuse_steps_of_a_sample
 from .engine.optimizer import FleetOptimizer
-from .engine.overview import without_effect
+from .engine.overview import one_line, without_effect
 from .engine.placement import agree_on_model, named_trainable
 from .engine.random_states import NUMPY, PYTHON, torch_sources
 from .engine.slots import Part
@@ -75,6 +78,8 @@ _HOMES = {
     "save_checkpoint": ".checkpoint",
     "save_model": ".checkpoint",
 }
+_has_said_run = False
+"""Whether the line about the run was shown; again after the world was closed."""
 _default_strategy: DistributedStrategy | None = None
 
 
@@ -274,7 +279,7 @@ def find_batch(
     finally:
         give_up(model, face)
     if is_first_worker():
-        print(found, flush=True)
+        log.say(found)
     return found
 
 
@@ -347,6 +352,33 @@ def _end_earlier_pair(model: nn.Module, face: FleetOptimizer, strategy: Distribu
     return had_one
 
 
+def _forget_run() -> None:
+    global _has_said_run
+    _has_said_run = False
+
+
+world.at_close(_forget_run)
+
+
+def _say_start(strategy: DistributedStrategy) -> None:
+    """One line about the run, before its first strategy, and one about the strategy, or the whole table if that is wanted."""
+    global _has_said_run
+    if not _has_said_run:
+        _has_said_run = True
+        here = world.current()
+        nodes = f" on {here.node_num} node{'s' * (here.node_num > 1)}, {here.comm.backend}" if here.comm.size > 1 else ""
+        log.say(f"fleetx {__version__}: {here.comm.size} worker{'s' * (here.comm.size > 1)}{nodes}, {here.device.type}")
+    if log.shows(logging.DEBUG):
+        log.say(strategy, logging.DEBUG)
+    else:
+        changed = {
+            name: value for name, value in strategy.to_dict().items() if name in SCALARS and value != SCALARS[name].default
+        }
+        log.say(one_line(strategy.parts(), changed))
+    for sentence in without_effect(strategy.parts()):
+        log.say(sentence)
+
+
 def _planned(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, auto: Auto, sample: Any, loss_fn: LossFn | None
 ) -> tuple[DistributedStrategy, Any]:
@@ -371,7 +403,7 @@ def _planned(
             source.set(state)
         heartbeat.at_step(0)
     if here.comm.rank == 0:
-        print(plan, flush=True)
+        log.say(plan)
     return plan.strategy, sample
 
 
@@ -433,6 +465,6 @@ def _bind_new(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrat
     current_autocast.use(face)
     registry.enlist(model, face, strategy)
     if is_first_worker():
-        print("\n".join([str(strategy), *without_effect(strategy.parts())]), flush=True)
+        _say_start(strategy)
     if sample is not None:
         rehearse(model, face, strategy, rehearsal_of(model, face, sample, loss_fn))

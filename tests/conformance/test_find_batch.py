@@ -131,7 +131,7 @@ def test_the_table_is_printed_and_marks_both(capsys: pytest.CaptureFixture[str])
     found = find(SmallNet())
     printed = capsys.readouterr().out
     assert printed == f"{found}\n"
-    assert sum("largest" in line for line in printed.splitlines()) == 1 and "budget 50.00 kB" in printed
+    assert sum("largest" in line for line in printed.splitlines()) == 1 and "budget 48.83 KiB" in printed
     assert sum("fastest" in line for line in printed.splitlines()) == 1
 
 
@@ -532,9 +532,9 @@ def test_rows_are_repeated_in_order_in_samples_of_any_form() -> None:
 def test_a_budget_too_small_is_refused_with_what_one_row_needs_and_about_that_is_enough() -> None:
     build = NETS["torch transformer"].build
     seed()
-    with pytest.raises(ConfigError, match=r"budget is 10000 bytes \(10\.00 kB\); a batch of 1 needs ([\d.]+) kB") as refused:
+    with pytest.raises(ConfigError, match=r"budget is 10000 bytes \(9\.77 KiB\); a batch of 1 needs ([\d.]+) KiB") as refused:
         find(build(), budget=10_000)
-    needs = 1e3 * float(str(refused.value).split("a batch of 1 needs ")[1].split()[0])
+    needs = 1024 * float(str(refused.value).split("a batch of 1 needs ")[1].split()[0])
     gc.collect()
     assert 1 <= find(build(), budget=int(needs * 1.05)).most <= 4
 

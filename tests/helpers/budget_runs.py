@@ -25,7 +25,7 @@ AMP: dict[str, dict[str, Any]] = {
     "bfloat16": {"amp": True, "amp_configs": {"dtype": "bfloat16"}},
     "float16": {"amp": True, "amp_configs": {"dtype": "float16", "init_loss_scaling": 256.0}},
 }
-UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -62,7 +62,7 @@ def bounds(build: Build, batch: Any, **settings: Any) -> tuple[int, int]:
     with pytest.raises(ConfigError) as refused:
         distribute(build(), 1, batch, **settings)
     told = str(refused.value)
-    found = re.search(r'needs ([\d.]+) (.B) as it is .* Write "budget": (\d+)', told)
+    found = re.search(r'needs ([\d.]+) (.iB) as it is .* Write "budget": (\d+)', told)
     assert found is not None, told
     del refused  # with it ends the pair that was refused, of which some backwards would know
     gc.collect()

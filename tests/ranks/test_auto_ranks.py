@@ -139,7 +139,7 @@ def test_a_planning_that_fails_fails_on_all_ranks_and_leaves_nothing_behind(how:
     ranks = run_ranks(_fail, 2, how)
     for rank in ranks:
         assert rank["changed"] == []
-        wanted = "keeps to 200.00 kB" if how == "no memory" else "the labels are no labels"
+        wanted = "keeps to 195.31 KiB" if how == "no memory" else "the labels are no labels"
         assert wanted in rank["error"]
     if how == "later":
         assert ranks[0]["error"].startswith("FleetError: a rehearsed step failed on rank 1: ValueError")

@@ -119,6 +119,16 @@ def test_two_ranks_reduce_and_each_log_holds_its_stdout_and_stderr_in_order(fold
         assert told in ended.stdout
 
 
+def test_verbose_0_leaves_the_tables_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder / "train.py", "print('out of the script')")
+    monkeypatch.setenv("FLEETX_VERBOSE", "0")
+    ended = fleetrun("--nproc_per_node", "1", "train.py")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "out of the script\n", "")
+    monkeypatch.setenv("FLEETX_VERBOSE", "no")
+    ended = fleetrun("--nproc_per_node", "1", "train.py")
+    assert ended.returncode == 2 and ended.stderr.startswith("fleetrun: FLEETX_VERBOSE is 'no'; it must be 0")
+
+
 def test_an_exception_on_rank_1_is_told_in_a_few_lines_although_rank_0_fails_too(folder: Path) -> None:
     write(folder / "train.py", RAISE_ON_RANK_1)
     ended = fleetrun("--nproc_per_node=2", "--log_dir", "logs/here", "train.py")

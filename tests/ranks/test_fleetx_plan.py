@@ -95,7 +95,7 @@ def test_a_function_of_ones_own_is_planned_for_and_its_plan_kept(plan_file: Path
 def test_an_application_is_planned_for(folder: Path) -> None:
     ended = fleetx(folder, "plan", "Resnet20", "--batch", "2", "--trials", "1", "--risk", "exact")
     assert ended.returncode == 0, ended.stderr
-    assert "auto: fp32 (planned in" in ended.stdout and "DistributedStrategy Overview" in ended.stdout
+    assert "auto: fp32 (planned in" in ended.stdout and "strategy: " in ended.stdout
 
 
 def test_two_ranks_measure_their_link_and_one_of_them_tells(folder: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_plan_file_answers_what_if_without_its_model(plan_file: Path, tmp_path
     asked = ("--risk", "lossy", "--what-if", "bandwidth=100Mbit,latency=50us,world=64,memory=1GB", "--chart", "time.svg")
     ended = fleetx(tmp_path, "plan", str(plan_file), *asked)
     assert ended.returncode == 0, ended.stderr
-    assert "what if: 64 ranks, 100 Mbit/s each, latency 50 us, 1,000 MB each:" in ended.stdout
+    assert "what if: 64 ranks, 100 Mbit/s each, latency 50 us, 953.67 MiB each:" in ended.stdout
     assert "(work not measured)" in ended.stdout and "as measured (1 rank) fp32 was taken" in ended.stdout
     assert "chart written to time.svg" in ended.stdout and (tmp_path / "time.svg").stat().st_size > 1000
 
@@ -228,7 +228,7 @@ def test_a_plan_file_is_not_measured_again(here: Path, plan_file: Path, capsys: 
     assert "cannot be shared equally" in told(
         capsys, "plan", "plan.json", "--global-batch", "9", "--what-if", "world=4,bandwidth=1Gbit"
     )
-    assert "that keeps to 1.00 kB" in told(capsys, "plan", "plan.json", "--what-if", "memory=1KB")
+    assert "that keeps to 1000 B" in told(capsys, "plan", "plan.json", "--what-if", "memory=1KB")
 
 
 def test_a_plan_file_of_one_rank_is_drawn_by_a_rate_alone(

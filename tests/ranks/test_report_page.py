@@ -121,7 +121,7 @@ def test_the_cards_show_the_numbers_of_the_run(opened: Open) -> None:
         "loss": "0.2",
         "acc": "0.99",
         "throughput": "5,120",
-        "peak memory": "1.2 GB",
+        "peak memory": "1.12 GiB",
         "sent by worker 0": "163 MB",
     }
 

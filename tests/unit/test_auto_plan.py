@@ -183,8 +183,8 @@ def test_recompute_follows_from_the_memory_and_from_what_the_reducer_keeps() -> 
 
 
 def test_what_does_not_fit_or_was_not_measured_is_told_in_words() -> None:
-    assert forecast(FAST, PLAIN, memory=499 * MB) == "needs at least 500.00 MB"
-    assert forecast(FAST, PLAIN, memory=250 * MB) == "its update alone needs 300.00 MB"
+    assert forecast(FAST, PLAIN, memory=499 * MB) == "needs at least 476.84 MiB"
+    assert forecast(FAST, PLAIN, memory=250 * MB) == "its update alone needs 286.1 MiB"
     assert forecast(FAST, Candidate("float16", 8)) == "float16 was not measured"
     assert forecast(FAST, Candidate("float32", 8, 1, Reducer.named("powersgd", 4))) == "refused: x."
     blind = replace(FAST, passes=(Pass("float32", 8, 0.010, 0.020),))
@@ -326,9 +326,10 @@ def test_what_the_risk_forbids_is_told_with_what_it_would_send() -> None:
 
 def test_recompute_is_told_with_what_it_would_save() -> None:
     assert sentences(FAST)["recompute"] == (
-        "not needed: the step takes 1.00 GB, and no limit was given; 5 units computed again would make it 500.00 MB for 9.0 ms."
+        "not needed: the step takes 953.67 MiB, and no limit was given; 5 units computed again would make it "
+        "476.84 MiB for 9.0 ms."
     )
-    assert "and there are 2.00 GB" in sentences(FAST, memory=2000 * MB)["recompute"]
+    assert "and there are 1.86 GiB" in sentences(FAST, memory=2000 * MB)["recompute"]
     assert "recompute" not in sentences(FAST, memory=900 * MB)  # it was taken
 
 
@@ -444,10 +445,10 @@ def test_the_table_has_predicted_measured_memory_bytes_and_risk() -> None:
     lines = str(a_plan()).splitlines()
     assert lines[0] == "auto: fp32, recompute (planned in 7 s on CPU, 2 ranks)"
     assert re.split(r"\s{2,}", lines[1].strip()) == [
-        "plan", "predicted ms", "measured", "samples/s", "predicted MB", "measured", "MB sent", "risk",
+        "plan", "predicted ms", "measured", "samples/s", "predicted MiB", "measured", "MB sent", "risk",
     ]  # fmt: skip
     chosen, failed = (re.split(r"\s{2,}", line.strip()) for line in lines[2:4])
-    assert chosen == ["*", "fp32, recompute", "36.4", "37.8", "423.3", "700.0", "699.0", "4.00", "exact"]
+    assert chosen == ["*", "fp32, recompute", "36.4", "37.8", "423.3", "667.6", "666.6", "4.00", "exact"]
     assert failed[:3] == ["fp32, dgc 0.999", "82.0", "ran out of memory (on rank 1)"] and failed[-2:] == ["0.41", "lossy"]
     assert lines[4:] == ["  dgc: costs 9.4 ms.", "  a note."]
     assert str(replace(a_plan(), reused_from="p.json")) == "auto: fp32, recompute, by the plan in p.json."

@@ -302,7 +302,7 @@ def test_a_refusal_reads_as_the_page_has_it(
         except (FleetError, FleetWarning) as error:
             messages = [str(error)]
     figures = [
-        re.sub(r"[\d.]+ MB|\d{6,}", "…", quoted) if "no plan keeps to it" in quoted else quoted for quoted in quotations(name)
+        re.sub(r"[\d.]+ MiB|\d{6,}", "…", quoted) if "no plan keeps to it" in quoted else quoted for quoted in quotations(name)
     ]
     assert any(reads_as(quoted, message) for quoted in figures for message in messages), "\n".join(messages)
 

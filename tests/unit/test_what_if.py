@@ -139,7 +139,7 @@ def test_memory_alone_leaves_the_exchange_as_measured_and_computes_again() -> No
     assert roomy.cost.seconds == pytest.approx(0.030 + UPDATE_S) and not roomy.candidate.recomputes  # 5.1 ms are hidden
     assert tight.cost.seconds == pytest.approx(0.034 + UPDATE_S) and tight.candidate.recomputes
     with pytest.raises(
-        ConfigError, match=r'no plan of risk "exact" or less that keeps to 20.00 MB \(fp32: needs at least 30.00 MB'
+        ConfigError, match=r'no plan of risk "exact" or less that keeps to 19.07 MiB \(fp32: needs at least 28.61 MiB'
     ):
         what_if(PAIR, Question("exact", memory=20_000_000))
 

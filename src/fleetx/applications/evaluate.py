@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import fleet
+from ..dist import world
+from ..dist.agree import run_and_share
 from ..engine.trees import map_tensors
 from ..errors import ConfigError, DataError
 
@@ -45,13 +47,14 @@ def evaluate(model: Any, loader: Iterable[Any]) -> dict[str, float]:
 
     Any module will do whose `tally(batch)` returns sums, the count first: {"count": samples, "loss": summed loss, ...}.
     """
-    sums: dict[str, Tensor] = {}
-    failure: Exception | None = None
-    try:
-        sums = _local_sums(model, loader)
-    except Exception as error:  # told to the others first: they would wait for this rank for ever
-        failure = error
-    names = _agreed_names(list(sums), failure)
+    sums, ranks = run_and_share(
+        world.current().comm,
+        lambda: _local_sums(model, loader),
+        list,
+        report=lambda error: f"{type(error).__name__}: {error}",
+        fails=lambda failures: failures.own or DataError("the evaluation failed on rank {}: {}".format(*failures.first)),
+    )
+    names = _agreed_names(ranks)
     device = next(iter(sums.values())).device if sums else fleet.device()
     zero = torch.zeros((), dtype=torch.float64, device=device)
     totals = fleet.util.all_reduce(torch.stack([sums.get(name, zero) for name in names]))
@@ -91,15 +94,9 @@ def require_sums(tally: Any, *, like: list[str]) -> None:
         raise DataError(f"`tally` returned {list(tally)} for one batch and {like} for those before; the names must be the same.")
 
 
-def _agreed_names(names: list[str], failure: Exception | None) -> list[str]:
-    """The entries of the tally, also for a rank that had no batch; a failure of one rank is raised on all."""
-    ranks = fleet.util.all_gather({"names": names, "failure": f"{type(failure).__name__}: {failure}" if failure else None})
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(ranks):
-        if other["failure"] is not None:
-            raise DataError(f"the evaluation failed on rank {rank}: {other['failure']}")
-    filled = [other["names"] for other in ranks if other["names"]]
+def _agreed_names(ranks: list[list[str]]) -> list[str]:
+    """The entries of the tally, also for a rank that had no batch."""
+    filled = [names for names in ranks if names]
     if not filled:
         raise DataError("the evaluation found no batch on any rank; give it a loader with data.")
     if any(other != filled[0] for other in filled):

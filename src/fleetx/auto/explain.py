@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ..config.text import binary
 from ..engine.slots import Risk, Slot
-from ..recompute.plan import shown
 from ..strategies import catalogue
 from . import candidate as candidates
 from .candidate import DENSE, SHORT, Candidate, allows
@@ -103,10 +103,10 @@ def _recompute(measured: Measured, chosen: Forecast, memory: int | None) -> str:
     rungs = [rung for rung in one.ladder if rung.units] if one is not None else []
     least = min(rungs, key=lambda rung: rung.peak_bytes, default=None)
     could = (
-        f"; {least.units} units computed again would make it {shown(least.peak_bytes)} for {_ms(least.again_s)}" if least else ""
+        f"; {least.units} units computed again would make it {binary(least.peak_bytes)} for {_ms(least.again_s)}" if least else ""
     )
-    room = "and no limit was given" if memory is None else f"and there are {shown(memory)}"
-    return f"not needed: the step takes {shown(chosen.peak_bytes)}, {room}{could}."
+    room = "and no limit was given" if memory is None else f"and there are {binary(memory)}"
+    return f"not needed: the step takes {binary(chosen.peak_bytes)}, {room}{could}."
 
 
 def _merge(measured: Measured, chosen: Forecast, *, risk: str, asked_batch: bool) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
+from ..config.text import binary
 from ..dist.wire_cost import Link
 from ..engine.slots import PlanContext
-from ..recompute.plan import shown
 from ..strategies import catalogue
 from .candidate import Candidate
 from .cost import Exchange, Gradients, Micro, Reducer, Rung, UpdateCost, rung_for, update_cost, wire
@@ -125,12 +125,12 @@ def forecast(
         return measured.missing.get(missing, f"{missing} was not measured")
     limit = float("inf") if memory is None else memory
     if found.peak_bytes > limit:
-        return f"its update alone needs {shown(found.peak_bytes)}"
+        return f"its update alone needs {binary(found.peak_bytes)}"
     rung = settled or rung_for(one.ladder, limit - found.lasting_bytes)
     if rung is None:
         if one.ladder or limit != float("inf"):
             least = min((rung.peak_bytes for rung in one.ladder), default=0) + found.lasting_bytes
-            return f"needs at least {shown(least)}" if one.ladder else "its memory was not measured"
+            return f"needs at least {binary(least)}" if one.ladder else "its memory was not measured"
         rung = Rung(0, 0.0, 0)
     micro = Micro(one.forward_s, one.backward_s, rung.again_s)
     cost = update_cost(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ..config.kinds import integer
+from ..config.text import MIB, aligned
 from ..errors import ConfigError
 from ..strategy import DistributedStrategy
 from .fixed import Fixed
@@ -102,10 +103,8 @@ def as_text(plan: Plan) -> str:
         also = f" Kept: {', '.join(kept)}." if kept else ""
         return f"auto: {plan.chosen}, by the plan in {plan.reused_from}.{also}{edited}"
     head = f"auto: {plan.chosen} (planned in {plan.seconds:.0f} s on {plan.measured.device}, {_ranks(plan.measured.ranks)})"
-    columns = ["", "plan", "predicted ms", "measured", "samples/s", "predicted MB", "measured", "MB sent", "risk"]
-    table = [columns, *(_cells(row, is_chosen=row.name == plan.chosen) for row in plan.rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    lines = ["  ".join(_padded(cell, widths[i], left=i in (1, 8)) for i, cell in enumerate(line)).rstrip() for line in table]
+    columns = ["", "plan", "predicted ms", "measured", "samples/s", "predicted MiB", "measured", "MB sent", "risk"]
+    lines = aligned([columns, *(_cells(row, is_chosen=row.name == plan.chosen) for row in plan.rows)], left=(1, 8))
     sentences = [f"  {name}: {why}" for name, why in plan.rejected.items()]
     sentences = [*([f"  kept: {', '.join(kept)}"] if kept else []), *sentences]
     return "\n".join([head, *lines, *sentences, *(f"  {note}" for note in plan.notes)])
@@ -122,15 +121,11 @@ def _cells(row: Row, *, is_chosen: bool) -> list[str]:
         f"{1e3 * row.predicted_s:.1f}",
         row.note or "-" if row.measured_s is None else f"{1e3 * row.measured_s:.1f}",
         f"{row.samples / row.seconds:,.1f}" if row.samples else "-",
-        f"{row.predicted_bytes / 1e6:,.1f}" if row.predicted_bytes else "-",
-        "-" if row.measured_bytes is None else f"{row.measured_bytes / 1e6:,.1f}",
+        f"{row.predicted_bytes / MIB:,.1f}" if row.predicted_bytes else "-",
+        "-" if row.measured_bytes is None else f"{row.measured_bytes / MIB:,.1f}",
         f"{row.sent_bytes / 1e6:,.2f}",
         row.risk,
     ]
-
-
-def _padded(cell: str, width: int, *, left: bool) -> str:
-    return cell.ljust(width) if left else cell.rjust(width)
 
 
 # --- as a file ----------------------------------------------------------------------------------------------------------

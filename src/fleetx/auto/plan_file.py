@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..config import log
+from ..dist.agree import Failures, run_on_first
 from ..engine.placement import plain_name
 from ..engine.trees import tensors_in
 from ..errors import ConfigError
@@ -22,12 +24,18 @@ from .subject import Subject
 def require_folder(subject: Subject, auto: Auto) -> None:
     """Before a minute is spent on a plan that cannot be written. Rank 0 writes it."""
     folder = Path(auto.plan).parent if auto.plan is not None else None
-    mine = folder is None or subject.comm.rank > 0 or os.access(folder, os.W_OK | os.X_OK)
-    is_there = subject.comm.gather_json(mine)[0]
-    if not is_there:
-        raise ConfigError(
-            f'auto_configs["plan"] is {auto.plan!r}, and rank 0 cannot write into a folder {str(folder)!r}. Make it first.'
-        )
+
+    def look() -> None:
+        if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f'auto_configs["plan"] is {auto.plan!r}, and rank 0 cannot write into a folder {str(folder)!r}. Make it first.'
+            )
+
+    run_on_first(subject.comm, look, fails=_config_error)
+
+
+def _config_error(failures: Failures) -> ConfigError:
+    return ConfigError(failures.text)
 
 
 def key_of(subject: Subject, auto: Auto) -> dict[str, Any]:
@@ -56,16 +64,13 @@ def kept_plan(subject: Subject, auto: Auto, key: dict[str, Any]) -> Plan | None:
     """Rank 0 reads it for all; what is wrong with it is wrong for all."""
     if auto.plan is None:
         return None
-    text: str | None = None
-    problem: str | None = None
-    if subject.comm.rank == 0 and os.path.exists(auto.plan):
-        try:
-            text = Path(auto.plan).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"the plan {auto.plan} cannot be read: {error}."
-    text, problem = subject.comm.gather_json([text, problem])[0]
-    if problem is not None:
-        raise ConfigError(problem)
+    path = Path(auto.plan)
+    text = run_on_first(
+        subject.comm,
+        lambda: path.read_text(encoding="utf-8") if path.exists() else None,
+        report=lambda error: f"the plan {auto.plan} cannot be read: {error}.",
+        fails=_config_error,
+    )
     if text is None:
         return None
     plan = from_json(text, source=auto.plan)
@@ -73,17 +78,14 @@ def kept_plan(subject: Subject, auto: Auto, key: dict[str, Any]) -> Plan | None:
     if not other:
         return plan
     if subject.comm.rank == 0:
-        print(f"auto: the plan in {auto.plan} is for something else, and is made anew: {'; '.join(other)}.", flush=True)
+        log.say(f"auto: the plan in {auto.plan} is for something else, and is made anew: {'; '.join(other)}.")
     return None
 
 
 def save(subject: Subject, plan: Plan, path: str) -> None:
-    problem = None
-    if subject.comm.rank == 0:
-        try:
-            plan.save(path)
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"the plan cannot be written to {path}: {error}."
-    problem = subject.comm.gather_json(problem)[0]
-    if problem is not None:
-        raise ConfigError(problem)
+    run_on_first(
+        subject.comm,
+        lambda: plan.save(path),
+        report=lambda error: f"the plan cannot be written to {path}: {error}.",
+        fails=_config_error,
+    )

@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 
+from ..dist.agree import ranks_where
 from ..engine.slots import Risk
 from ..errors import ConfigError
 from ..strategies.auto import Auto
@@ -42,7 +43,7 @@ class Asked:
 
 
 def require_sample(subject: Subject) -> None:
-    without = [rank for rank, has in enumerate(subject.comm.gather_json(subject.sample is not None)) if not has]
+    without = ranks_where(subject.comm, subject.sample is None)
     if without:
         given = "given no batch" if len(without) == subject.comm.size else f"given no batch on ranks {without}"
         raise ConfigError(

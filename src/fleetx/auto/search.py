@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, final
 
+from ..config.text import binary
 from ..errors import ConfigError
-from ..recompute.plan import shown
 from ..strategies.auto import Auto
 from . import candidate as candidates
 from .candidate import Candidate, every
@@ -95,7 +95,7 @@ class _Planning:
     def _nothing_fits(self, refused: dict[str, str]) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-4:])
         return (
-            f"auto: nothing that the risk allows keeps to {shown(self._asked.memory or 0)} ({reasons}). Give a smaller "
+            f"auto: nothing that the risk allows keeps to {binary(self._asked.memory or 0)} ({reasons}). Give a smaller "
             'sample, more memory, or a global_batch, which may be made up of smaller micro-batches: auto_configs["global_batch"].'
         )
 
@@ -149,7 +149,7 @@ class _Planning:
         kept = self._measuring.kept_bytes + (found.lasting_bytes if found is not None else 0)
         trial = tried(self._subject, candidate, memory=budget, expected_s=one.cost.seconds, kept_bytes=kept)
         if not trial.failed and memory is not None and trial.held_bytes > memory:
-            return replace(trial, failed=f"{shown(trial.held_bytes)} when it ran", lacked_memory=True)
+            return replace(trial, failed=f"{binary(trial.held_bytes)} when it ran", lacked_memory=True)
         return trial
 
     def _with_overlap(self, measured: Measured, baseline: Forecast) -> Measured:

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config import log
+from ..dist.agree import Failures, run_on_all
 from ..dist.comm import Comm
 from ..engine import current_autocast
 from ..engine.bind import LossFn, bind, give_up, rehearsal_of
-from ..engine.dry_run import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, is_out_of_memory
+from ..engine.dry_run import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, with_own_out_of_memory
 from ..engine.optimizer import FleetOptimizer
 from ..errors import ConfigError, DataError, FleetError, FleetWarning, PeerError, first_line
 from ..recompute.batches import rows_in, rows_of
@@ -56,15 +58,12 @@ class Subject:
 
     def made(self, rows: int) -> Any:
         """A batch of so many rows. Collective: the user's function may fail on one rank alone, and all must hear of it."""
-        found, problem = None, None
-        try:
-            found = self.of_rows(rows)
-        except Exception as error:
-            problem = f"a batch of {rows} rows cannot be made of the sample: {type(error).__name__}: {error}"
-        problems = [told for told in self.comm.gather_json(problem) if told is not None]
-        if problems:
-            raise ConfigError(f"auto: {problems[0]}")
-        return found
+        return run_on_all(
+            self.comm,
+            lambda: self.of_rows(rows),
+            report=lambda error: f"a batch of {rows} rows cannot be made of the sample: {type(error).__name__}: {error}",
+            fails=lambda failures: ConfigError(f"auto: {failures.first[1]}"),
+        )
 
     def few_rows(self) -> int | None:
         """Gradients are as large of few rows as of many; None: of all, where there are none to leave out."""
@@ -105,21 +104,25 @@ class Subject:
 
     def _bind(self, face: FleetOptimizer, strategy: DistributedStrategy) -> Rehearsal:
         """Collective. Buckets and the batch take memory; who has none for them tells the others, all of which are here then."""
-        rehearsal, ran_out = None, None
-        try:
+
+        def bind_here() -> Rehearsal:
             with silence():
                 bind(self.model, face, strategy, has_sample=True, is_placed=self.is_placed)
-            rehearsal = rehearsal_of(self.model, face, self.batch, self.loss_fn)
-        except Exception as error:
-            if not (self.is_placed and is_out_of_memory(error)):
-                raise
-            ran_out = first_line(error)
-        self.is_placed = True
-        told = [(rank, text) for rank, text in enumerate(self.comm.gather_json(ran_out)) if text is not None]
-        if told or rehearsal is None:
-            if rehearsal is not None:
+            return rehearsal_of(self.model, face, self.batch, self.loss_fn)
+
+        def fails(failures: Failures) -> OutOfMemory:
+            if failures.own is None:
                 give_up(self.model, face)
-            raise OutOfMemory(f"on rank {told[0][0]}: {told[0][1]}")
+            rank, text = failures.first
+            return OutOfMemory(f"on rank {rank}: {text}")
+
+        rehearsal = run_on_all(
+            self.comm,
+            lambda: with_own_out_of_memory(bind_here) if self.is_placed else bind_here(),
+            catches=OutOfMemory,  # other errors are those of `bind`, which all ranks have
+            fails=fails,
+        )
+        self.is_placed = True
         return rehearsal
 
     def resized(self, rehearsal: Rehearsal, rows: int) -> Rehearsal:
@@ -150,6 +153,6 @@ def raise_if_alone(error: FleetError) -> None:
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """What a part has to say of a pair that is only tried is no news to the user."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with contextlib.redirect_stdout(io.StringIO()), log.muted(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FleetWarning)
         yield

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+from ..config.text import binary
 from ..dist.wire_cost import Link
 from ..errors import ConfigError
-from ..recompute.plan import shown
 from . import candidate as candidates
 from .candidate import DENSE, MERGES, RISKS, Candidate, allows, every
 from .cost import Reducer, wire
@@ -206,7 +206,7 @@ def _choice(found: Sequence[Forecast]) -> Forecast:
 
 def _nothing(question: Question, refused: Mapping[str, str]) -> str:
     reasons = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-3:])
-    limit = "" if question.memory is None else f" that keeps to {shown(question.memory)}"
+    limit = "" if question.memory is None else f" that keeps to {binary(question.memory)}"
     return f'there is no plan of risk "{question.risk}" or less{limit} ({reasons or "nothing was measured"}).'
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from ..config import log
 from ..dist import heartbeat, world
+from ..dist.agree import ranks_where, run_on_all
 from ..dist.comm import Comm
 from ..dist.heartbeat import Phase
 from ..engine.optimizer import FleetOptimizer
@@ -100,7 +103,7 @@ def _refuse_own_weights(model: nn.Module, optimizer: FleetOptimizer | None, comm
     mine = None if optimizer is None else optimizer.pipeline
     owners = [owner_of(param) for param in model.parameters()]
     alone = any(owner is not None and owner is not mine and owner.averages for owner in owners)
-    if any(comm.gather_json(alone)):  # asked of all: whether a discarded pair still lives may differ between ranks
+    if ranks_where(comm, alone):  # asked of all: whether a discarded pair still lives may differ between ranks
         raise ConfigError(
             "under Local SGD each rank has weights of its own, and save_model writes their average. "
             "Give it the optimizer that trains this model: fleet.save_model(path, model, optimizer), one model at a time."
@@ -132,10 +135,13 @@ def _finish_last(comm: Comm) -> None:
     """Wait for a save in the background. If one rank has not heard of its error yet, all raise: who has may be one of many."""
     global _last
     last, _last = _last, None
-    error = None if last is None else last.unheard()
-    told = next((text for text in comm.gather_json(None if error is None else str(error)) if text is not None), None)
-    if told is not None:
-        raise CheckpointError(told) from error
+
+    def finish() -> None:
+        error = None if last is None else last.unheard()
+        if error is not None:
+            raise error
+
+    run_on_all(comm, finish, report=str, fails=lambda failures: CheckpointError(failures.first[1]))
 
 
 @atexit.register
@@ -144,7 +150,7 @@ def _tell_unheard() -> None:
     global _last, _background
     error = None if _last is None else _last.unheard()
     if error is not None:
-        print(f"fleetx: the last checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+        log.say(f"fleetx: the last checkpoint was not saved: {error}", logging.ERROR, stream=sys.stderr)
     # A group that the script has closed lives on here. Its threads must end now: later, in an interpreter that is half gone, one
     # that lets go of a tensor ends the whole process ("terminate called without an active exception").
     _last = _background = None

@@ -17,9 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..config.text import listed
 from ..data.sampler import FleetSampler
+from ..dist.agree import run_and_share, run_on_all, sentence
 from ..dist.comm import Comm
-from ..errors import CheckpointError, FleetError, warn_user
+from ..errors import CheckpointError, warn_user
 from . import folder
 from .encode import Json, decode
 from .manifest import NAME as MANIFEST
@@ -65,22 +67,24 @@ def find(directory: Path, comm: Comm) -> Found | None:
 
 def _names(directory: Path, comm: Comm) -> list[str]:
     """As rank 0 sees them. An empty folder on rank 0 alone is a missing mount, not a first start."""
-    names, error = [], None
-    try:
-        names = folder.newest_first(directory)
-    except OSError as problem:
-        error = f"rank {comm.rank} cannot read {directory}: {problem.strerror}"
-    ranks = comm.gather_json([names, error])
-    errors = [told for _, told in ranks if told is not None]
-    if errors:
-        raise CheckpointError("; ".join(errors))
-    seeing = [rank for rank, (theirs, _) in enumerate(ranks) if theirs]
-    if seeing and not ranks[0][0]:
+
+    def report(error: Exception) -> str:
+        return f"rank {comm.rank} cannot read {directory}: {getattr(error, 'strerror', None) or sentence(error)}"
+
+    _, ranks = run_and_share(
+        comm,
+        lambda: folder.newest_first(directory),
+        lambda names: names,
+        report=report,
+        fails=lambda failures: CheckpointError(failures.text),
+    )
+    seeing = [rank for rank, names in enumerate(ranks) if names]
+    if seeing and not ranks[0]:
         raise CheckpointError(
             f"ranks {seeing} see checkpoints in {directory}, and rank 0 sees none. "
             "Checkpoints must lie on storage that all nodes share."
         )
-    return [str(name) for name in ranks[0][0]]
+    return [str(name) for name in ranks[0]]
 
 
 def adds_up(entry: str) -> bool:
@@ -196,19 +200,18 @@ class Reader:
 
 def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torch.device, *, new_world_size: bool) -> Loaded:
     """Every rank calls it. All raise, with nothing changed, or all continue from there."""
-    path, error, told = found.path, None, None
     with ExitStack() as stack:
-        try:
-            reader = stack.enter_context(Reader(path, comm.rank, comm.size))
+
+        def read() -> tuple[Reader, dict[str, tuple[str, Any]]]:
+            reader = stack.enter_context(Reader(found.path, comm.rank, comm.size))
             refuse_other_world(reader, comm, allowed=new_world_size)
             saved = {name: reader.state(name, wanted=name in objects) for name in reader.objects if name != RANDOM}
             check_all(objects, saved)
-        except Exception as problem:  # any: the others wait for this rank
-            error = problem
-            told = str(problem) if isinstance(problem, FleetError) else f"{type(problem).__name__}: {problem}"
-        errors = [told for told in comm.gather_json(told) if told is not None]
-        if errors:
-            raise CheckpointError(f"{path} cannot be loaded: {'; '.join(dict.fromkeys(errors))}") from error
+            return reader, saved
+
+        reader, saved = run_on_all(
+            comm, read, fails=lambda failures: CheckpointError(f"{found.path} cannot be loaded: {failures.text}")
+        )
         put_all(objects, saved)
         _restore_random(reader, objects, comm, device)
         if comm.rank == 0:
@@ -226,11 +229,10 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
     entries = sorted({entry for entry in reader.own if RANDOM not in entry and not adds_up(entry)})
     lost = sorted({entry.split("/")[0] for entry in entries})
     if lost:
-        listed = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
         raise CheckpointError(
             f"it was saved by {size} ranks, and this run has {comm.size}. These differ from rank to rank and cannot be shared "
-            f"out anew: {', '.join(lost)} ({listed}). Resume on {size} ranks; or save when no merge window is open (after "
-            "optimizer.flush()) and, under Local SGD, with average_state=True and right after optimizer.average()."
+            f"out anew: {', '.join(lost)} ({listed(entries, 3)}). Resume on {size} ranks; or save when no merge window is open "
+            "(after optimizer.flush()) and, under Local SGD, with average_state=True and right after optimizer.average()."
         )
     if not allowed:
         raise CheckpointError(

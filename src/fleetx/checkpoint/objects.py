@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..config.text import listed
 from ..data.sampler import FleetSampler
 from ..engine.optimizer import FleetOptimizer
 from ..engine.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
@@ -107,8 +108,7 @@ def put_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _listed(entries: list[str]) -> str:
-    more = f" and {len(entries) - 5} more" if len(entries) > 5 else ""
-    return (", ".join(entries[:5]) or "nothing") + more
+    return listed(entries, 5) or "nothing"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, final
+from typing import final
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..dist.agree import Failures, run_and_share, run_on_first
 from ..dist.comm import Comm
 from ..errors import CheckpointError
 from . import folder
@@ -34,7 +35,6 @@ from .manifest import NAME as MANIFEST
 from .manifest import FileRecord, Manifest, record_of
 from .snapshot import Share, Snapshot, apart
 
-T = TypeVar("T")
 SPARE_BYTES = 2**16
 """For the manifest and the file system's own records."""
 
@@ -51,7 +51,7 @@ def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, com
         raise CheckpointError(f"the ranks save different steps: {[theirs for _, theirs in ranks]}. Count updates, on every rank.")
     needed = sum(nbytes for nbytes, _ in ranks)
     aside = directory / on_first(comm, lambda: _prepare(directory, step, needed))
-    records = _on_every(comm, lambda: _write_share(share, aside, rank=comm.rank), aside)
+    records = _write_shares(comm, share, aside)
     name = on_first(comm, lambda: _commit(aside, directory, records, step=step, world_size=comm.size, keep=keep))
     return directory / name
 
@@ -61,36 +61,39 @@ def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, com
 
 def on_first(comm: Comm, action: Callable[[], str | None]) -> str:
     """Run on rank 0; its result, or its error, on every rank."""
-    told = _attempt(action, None, "rank 0") if comm.rank == 0 else (None, None)
-    result, error = comm.gather_json(told)[0]
-    if error is not None:
-        raise CheckpointError(error)
-    return str(result)
+    return str(
+        run_on_first(
+            comm,
+            action,
+            report=lambda error: _could_not(0, error),
+            fails=lambda failures: CheckpointError(failures.text),
+        )
+    )
 
 
-def _on_every(comm: Comm, action: Callable[[], dict[str, FileRecord]], aside: Path) -> dict[str, FileRecord]:
-    """Run on every rank; all results together, or an error on every rank and nothing left behind."""
-    nothing: dict[str, FileRecord] = {}
-    records, error = _attempt(action, nothing, f"rank {comm.rank}")
-    told = [{name: [record.bytes, record.sha256] for name, record in records.items()}, error]
-    ranks = comm.gather_json(told)
-    errors = [error for _, error in ranks if error is not None]
-    if errors:
+def _write_shares(comm: Comm, share: Share, aside: Path) -> dict[str, FileRecord]:
+    """The files of all ranks, or an error on every rank and nothing left behind."""
+
+    def fails(failures: Failures) -> CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError("; ".join(dict.fromkeys(errors)))
-    return {name: FileRecord(*record) for files, _ in ranks for name, record in files.items()}
+        return CheckpointError(failures.text)
+
+    _, ranks = run_and_share(
+        comm,
+        lambda: _write_share(share, aside, rank=comm.rank),
+        lambda records: {name: [record.bytes, record.sha256] for name, record in records.items()},
+        report=lambda error: _could_not(comm.rank, error),
+        fails=fails,
+    )
+    return {name: FileRecord(*record) for files in ranks for name, record in files.items()}
 
 
-def _attempt(action: Callable[[], T], nothing: T, who: str) -> tuple[T, str | None]:
-    try:
-        return action(), None
-    except CheckpointError as problem:
-        return nothing, str(problem)
-    except (OSError, SafetensorError) as problem:
-        return nothing, f"{who} could not write: {problem}"
-    except Exception as problem:  # any: the others wait for this rank
-        return nothing, f"{who} could not write: {type(problem).__name__}: {problem}"
+def _could_not(rank: int, error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    kind = "" if isinstance(error, (OSError, SafetensorError)) else f"{type(error).__name__}: "
+    return f"rank {rank} could not write: {kind}{error}"
 
 
 # --- the work -----------------------------------------------------------------------------------------------------------

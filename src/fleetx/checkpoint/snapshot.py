@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..dist.agree import run_and_share
 from ..dist.comm import Comm
 from ..dist.fingerprint import fingerprint
 from ..errors import CheckpointError, FleetError
@@ -93,20 +94,16 @@ def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
 
 def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
     """What this rank is to write. A rank that could not take its snapshot is heard here, so that all raise."""
-    snapshot, error = None, None
-    marks: dict[str, dict[str, str]] = {}
-    try:
-        snapshot = take(objects, device)
-        marks = _marks(snapshot) if comm.size > 1 else {"objects": {}, "tensors": {}}  # alone, nothing differs
-    except Exception as problem:  # any: the others wait for this rank
-        error = problem
-    told = None if error is None else str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
-    ranks = comm.gather_json([told, marks])
-    failed = [f"rank {rank}: {told}" if comm.size > 1 else told for rank, (told, _) in enumerate(ranks) if told is not None]
-    if failed:
-        raise CheckpointError("; ".join(failed)) from error
-    assert snapshot is not None
-    share = split(snapshot, [mark for _, mark in ranks], rank=comm.rank)
+    nothing: dict[str, dict[str, str]] = {"objects": {}, "tensors": {}}
+    snapshot, marks = run_and_share(
+        comm,
+        lambda: take(objects, device),
+        lambda taken: _marks(taken) if comm.size > 1 else nothing,  # alone, nothing differs
+        fails=lambda failures: CheckpointError(
+            "; ".join(f"rank {rank}: {text}" if comm.size > 1 else text for rank, text in failures.by_rank.items())
+        ),
+    )
+    share = split(snapshot, marks, rank=comm.rank)
     return share.copied() if copies else share
 
 

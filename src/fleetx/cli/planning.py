@@ -15,6 +15,7 @@ from ..auto.chart import draw, require_matplotlib
 from ..auto.measurements import Forecast, Measured
 from ..auto.plan import Plan
 from ..auto.what_if import Curve, Outlook, Question, candidate_of, curves, link_for, same_plan, what_if
+from ..config.text import MIB, aligned, binary, listed
 from ..dist.roles import role_from_env
 from ..dist.wire_cost import Link
 from ..errors import ConfigError
@@ -154,7 +155,8 @@ def outlook_text(plan: Plan, outlook: Outlook) -> str:
     shown = list(outlook.forecasts[:SHOWN])
     shown += [chosen] if chosen not in shown else []
     rows = [_cells(one, outlook) for one in shown]
-    table = aligned(["", "plan", "predicted ms", "samples/s", "predicted MB", "MB sent", "risk"], rows, left=(1, 6))
+    columns = ["", "plan", "predicted ms", "samples/s", "predicted MiB", "MB sent", "risk"]
+    table = aligned([columns, *rows], left=(1, 6))
     more = len(outlook.forecasts) - len(shown)
     rest = [f"  and {more} more, slower for a sample."] if more else []
     refused = _refused(outlook.refused)
@@ -167,7 +169,7 @@ def _cells(one: Forecast, outlook: Outlook) -> list[str]:
         one.candidate.name,
         f"{1e3 * one.cost.seconds:,.1f}",
         f"{one.samples / one.cost.seconds:,.1f}",
-        f"{one.peak_bytes / 1e6:,.1f}" if one.peak_bytes else "-",
+        f"{one.peak_bytes / MIB:,.1f}" if one.peak_bytes else "-",
         f"{one.cost.bytes_sent / 1e6:,.2f}",
         one.candidate.risk.value + ("" if outlook.is_measured(one) else f" {UNKNOWN}"),
     ]
@@ -190,11 +192,7 @@ def _refused(refused: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, why in refused.items():
         names.setdefault(why, []).append(name)
-    return [f"  {_few(found)}: {why}." for why, found in names.items()]
-
-
-def _few(names: Sequence[str]) -> str:
-    return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return [f"  {listed(found, 3, separator='; ')}: {why}." for why, found in names.items()]
 
 
 def notes(outlook: Outlook) -> list[str]:
@@ -231,7 +229,7 @@ def conditions(link: Link, memory: int | None) -> str:
     words = ["1 rank" if link.ranks == 1 else f"{link.ranks:,} ranks"]
     if link.ranks > 1 and not math.isinf(link.bytes_per_s):
         words += [f"{rate(link.bytes_per_s)} each", f"latency {1e6 * link.latency_s:,.0f} us"]
-    return ", ".join(words + ([] if memory is None else [f"{memory / 1e6:,.0f} MB each"]))
+    return ", ".join(words + ([] if memory is None else [f"{binary(memory)} each"]))
 
 
 def rate(bytes_per_s: float) -> str:
@@ -261,11 +259,4 @@ def curves_text(title: str, found: Sequence[Curve]) -> str:
         ]
         for curve in found
     ]
-    return "\n".join([title, *aligned(["", *map(str, TOLD_WORLDS), "risk"], rows, left=(0, len(TOLD_WORLDS) + 1))])
-
-
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    table = [head, *rows]
-    widths = [max(len(line[place]) for line in table) for place in range(len(head))]
-    padded = [[cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(line)] for line in table]
-    return ["  ".join(line).rstrip() for line in padded]
+    return "\n".join([title, *aligned([["", *map(str, TOLD_WORLDS), "risk"], *rows], left=(0, len(TOLD_WORLDS) + 1))])

@@ -14,6 +14,7 @@ import torch
 from . import comm as c10d
 from . import gloo_threads, stop_signal
 from .comm import Comm, SoloComm, TorchComm
+from ..config import log
 from ..errors import ConfigError
 from .roles import Role, role_from_env, role_in_group
 
@@ -51,6 +52,7 @@ def open_world(
     global _current
     if _current is not None:
         return _current
+    log.require_known_level()
     adopted = c10d.rank_and_size() if c10d.is_initialized() else None
     role = role_from_env(os.environ) if adopted is None else role_in_group(os.environ, rank=adopted[0], size=adopted[1])
     device = choose_device(role) if device is None else device

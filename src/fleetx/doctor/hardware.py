@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..config.text import MIB, binary
 from .facts import Devices, Facts, Gpu
 from .finding import Finding, note, ok, problem
 from .software import numbers
 
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1024 * MIB
 SMALL_SHM_BYTES = 64 * MIB
 """What a container gets when nobody asks for more."""
 ROOM_BYTES = GIB
 FEW_FILES, ENOUGH_FILES = 1024, 4096
 FEW_PROCESSES = 1024
 BF16_SINCE = (8, 0)
-
-
-def gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------------
@@ -66,7 +63,7 @@ def runs_on(gpu: Gpu, architectures: Iterable[str]) -> bool:
 
 
 def _one_gpu(index: int, gpu: Gpu, devices: Devices) -> Finding:
-    told = f"{index}: {gpu.name}, {gib(gpu.memory_bytes)}, capability {gpu.capability[0]}.{gpu.capability[1]}"
+    told = f"{index}: {gpu.name}, {binary(gpu.memory_bytes)}, capability {gpu.capability[0]}.{gpu.capability[1]}"
     if devices.architectures and not runs_on(gpu, devices.architectures):
         built = ", ".join(devices.architectures)
         return problem("GPUs", f"{told}: torch was built for {built}", "install a torch that is built for this GPU")
@@ -92,11 +89,13 @@ def check_memory(facts: Facts) -> Iterable[Finding]:
     topic, devices = "memory", facts.devices
     limit = devices.memory_limit_bytes
     if devices.available_bytes < ROOM_BYTES:
-        told = f"only {gib(devices.available_bytes)} of {gib(devices.memory_bytes)} are free"
+        told = f"only {binary(devices.available_bytes)} of {binary(devices.memory_bytes)} are free"
         yield problem(topic, told, "end other processes, or start fewer ranks: torch alone takes about 0.3 GiB in each")
     if limit is not None and limit < devices.memory_bytes:
-        yield note(topic, f"the control group allows {gib(limit)} of {gib(devices.memory_bytes)}; beyond it, ranks are killed")
-    yield ok(topic, f"{gib(devices.available_bytes)} of {gib(devices.memory_bytes)} free")
+        yield note(
+            topic, f"the control group allows {binary(limit)} of {binary(devices.memory_bytes)}; beyond it, ranks are killed"
+        )
+    yield ok(topic, f"{binary(devices.available_bytes)} of {binary(devices.memory_bytes)} free")
 
 
 def check_backends(facts: Facts) -> Iterable[Finding]:
@@ -124,11 +123,13 @@ def check_shared_memory(facts: Facts) -> Iterable[Finding]:
     if limits.shm_bytes is None:
         yield problem(topic, "it is not there: data loaders with workers, and NCCL, cannot share memory", fix)
     elif limits.shm_bytes <= SMALL_SHM_BYTES:
-        yield problem(topic, f"{gib(limits.shm_bytes)}: data loaders with workers die of a bus error", fix)
+        yield problem(topic, f"{binary(limits.shm_bytes)}: data loaders with workers die of a bus error", fix)
     elif limits.shm_free_bytes < ROOM_BYTES:
-        yield note(topic, f"{gib(limits.shm_free_bytes)} of {gib(limits.shm_bytes)} free: batches of data loaders lie there", fix)
+        yield note(
+            topic, f"{binary(limits.shm_free_bytes)} of {binary(limits.shm_bytes)} free: batches of data loaders lie there", fix
+        )
     else:
-        yield ok(topic, f"{gib(limits.shm_free_bytes)} of {gib(limits.shm_bytes)} free")
+        yield ok(topic, f"{binary(limits.shm_free_bytes)} of {binary(limits.shm_bytes)} free")
 
 
 def check_limits(facts: Facts) -> Iterable[Finding]:
@@ -145,10 +146,10 @@ def check_limits(facts: Facts) -> Iterable[Finding]:
         told = f"{limits.processes} processes and threads of this user; a rank alone takes dozens"
         yield problem(topic, told, "ulimit -u 65536, or nproc in /etc/security/limits.conf")
     if limits.infiniband and limits.locked_bytes >= 0:
-        told = f"InfiniBand ({', '.join(limits.infiniband)}) pins memory, of which only {gib(limits.locked_bytes)} are allowed"
+        told = f"InfiniBand ({', '.join(limits.infiniband)}) pins memory, of which only {binary(limits.locked_bytes)} are allowed"
         yield problem(topic, told, "ulimit -l unlimited, or memlock in /etc/security/limits.conf")
     if limits.address_space_bytes >= 0:
-        told = f"address space limited to {gib(limits.address_space_bytes)}: torch with CUDA reserves far more than it uses"
+        told = f"address space limited to {binary(limits.address_space_bytes)}: torch with CUDA reserves far more than it uses"
         yield note(topic, told, "ulimit -v unlimited")
     yield ok(topic, f"open files {_limit(soft)}, processes {_limit(limits.processes)}")
 
@@ -164,9 +165,9 @@ def check_log_folder(facts: Facts) -> Iterable[Finding]:
         yield problem(topic, told, "change to another folder, or write fleetrun --log_dir DIR")
     elif limits.log_free_bytes < ROOM_BYTES:
         fix = "free some, or write fleetrun --log_dir DIR on another disk"
-        yield note(topic, f"only {gib(limits.log_free_bytes)} free for {limits.log_dir}", fix)
+        yield note(topic, f"only {binary(limits.log_free_bytes)} free for {limits.log_dir}", fix)
     else:
-        yield ok(topic, f"{limits.log_dir} can be written, {gib(limits.log_free_bytes)} free")
+        yield ok(topic, f"{limits.log_dir} can be written, {binary(limits.log_free_bytes)} free")
 
 
 def check_clock(facts: Facts) -> Iterable[Finding]:

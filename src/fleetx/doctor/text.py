@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import fleetx
 
+from ..config.text import aligned
 from .facts import Facts
 from .finding import Finding, Table, count
 
@@ -33,7 +34,7 @@ def in_words(findings: Sequence[Finding], tables: Sequence[Table], *, width: int
     console.print(_grid(findings))
     for table in tables:
         console.print()
-        console.print(_exchange(table))
+        console.print("\n".join(_exchange(table)), markup=False)
     console.print()
     console.print(verdict(findings), style=STYLES["problem" if count(findings, "problem") else "ok"], markup=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -58,18 +59,18 @@ def _grid(findings: Sequence[Finding]) -> RichTable:
     return grid
 
 
-def _exchange(table: Table) -> RichTable:
-    from rich import box
-    from rich.table import Table as RichTable
-
-    title = f"all-reduce over {table.backend}, {table.ranks} ranks"
-    shown = RichTable(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in ("bytes", "latency, ms", "bus, GB/s", "sum"):
-        shown.add_column(head, justify="right")
-    for row in table.rows:
-        rate = f"{row.bus_bytes_per_second / 1e9:.3f}" if row.size_bytes >= 1e4 else "-"
-        shown.add_row(f"{row.size_bytes:,}", f"{1e3 * row.seconds:.3f}", rate, "right" if row.is_sum_right else "WRONG")
-    return shown
+def _exchange(table: Table) -> list[str]:
+    rows = [
+        [
+            f"{row.size_bytes:,}",
+            f"{1e3 * row.seconds:.3f}",
+            f"{row.bus_bytes_per_second / 1e9:.3f}" if row.size_bytes >= 1e4 else "-",
+            "right" if row.is_sum_right else "WRONG",
+        ]
+        for row in table.rows
+    ]
+    head = ["bytes", "latency, ms", "bus, GB/s", "sum"]
+    return [f"all-reduce over {table.backend}, {table.ranks} ranks", *aligned([head, *rows])]
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..config.text import binary, decimal
 from ..errors import ConfigError, DataError
 from .address import Address, BadAddress, parse_address
 from .complete import is_there, is_unpacked, read_records, record_of, write_records
@@ -22,7 +23,7 @@ from .fetch import Listener, Patience, fetch, fetch_small, holds, refuse_folder
 from .folder import below, opened
 from .manifest import MAX_BYTES, NAMES, PART, Entry, parse_manifest
 from .once_per_node import Turn, once
-from .reporter import Reporter, readable, reporting
+from .reporter import Reporter, reporting
 from .unpack import unpack
 from .writer import Limits
 
@@ -99,7 +100,7 @@ class _Work:
             return
         total = sum(entry.size for entry in entries)
         files = "1 file" if len(entries) == 1 else f"{len(entries)} files"
-        self._reporter.line(f"{files}, {readable(total)}, from {self._origin} into {self._root_path}")
+        self._reporter.line(f"{files}, {decimal(total)}, from {self._origin} into {self._root_path}")
         self._check_room(missing)
         kept = {entry.path for entry in entries}
         try:
@@ -132,7 +133,7 @@ class _Work:
         need = sum(self._bytes_to_come(entry) + (entry.size if entry.unpack else 0) for entry in missing)
         if need > free:
             raise DataError(
-                f"{self._root_path} has {readable(free)} left; {readable(need)} are needed. Make room or choose another folder."
+                f"{self._root_path} has {binary(free)} left; {binary(need)} are needed. Make room or choose another folder."
             )
 
     def _bytes_to_come(self, entry: Entry) -> int:
@@ -165,7 +166,7 @@ class _Work:
 
         def received(count: int) -> None:
             self._reporter.received(count)
-            turn.tell(f"{entry.path}: {readable(count)} of {readable(entry.size)}")
+            turn.tell(f"{entry.path}: {decimal(count)} of {decimal(entry.size)}")
 
         return received
 

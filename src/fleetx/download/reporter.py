@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from ..config import log
+from ..config.text import decimal
 from ..dist.roles import role_from_env
 from ..errors import ConfigError
 
 LINE_EVERY_S = 10.0
-
-
-def readable(count: float) -> str:
-    """Bytes in decimal units, as disks and networks are sold: 1500000 is "1.5 MB"."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 class Reporter(Protocol):
@@ -49,16 +43,16 @@ class Lines:
         self._what, self._total, self._next = "", 0, 0.0
 
     def line(self, text: str) -> None:
-        print(f"fleetx: {text}", file=sys.stderr, flush=True)
+        log.say(f"fleetx: {text}", stream=sys.stderr)
 
     def begin(self, what: str, total: int) -> None:
         self._what, self._total, self._next = what, total, time.monotonic() + LINE_EVERY_S
-        self.line(f"{what}, {readable(total)}")
+        self.line(f"{what}, {decimal(total)}")
 
     def received(self, count: int) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + LINE_EVERY_S
-            self.line(f"{self._what}: {readable(count)} of {readable(self._total)}")
+            self.line(f"{self._what}: {decimal(count)} of {decimal(self._total)}")
 
 
 class Bar:
@@ -88,7 +82,7 @@ def is_first_of_node() -> bool:
 
 @contextlib.contextmanager
 def reporting() -> Iterator[Reporter]:
-    if not is_first_of_node():
+    if not is_first_of_node() or not log.shows(logging.INFO):
         yield Silent()
     elif not sys.stderr.isatty():
         yield Lines()

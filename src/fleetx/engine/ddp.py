@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..config.text import listed
 from ..dist.comm import Comm, Pending
 from ..dist.fingerprint import fingerprint
 from ..errors import ConfigError, FleetError
@@ -151,7 +152,7 @@ class ReducedByDDP(KeepsNothing):
             return
         if missing and not self.allows_unused:
             self._stop(
-                f"DistributedDataParallel has reduced nothing: `{missing[0]}`{_more(missing)} got no gradient. "
+                f"DistributedDataParallel has reduced nothing: {_quoted(missing)} got no gradient. "
                 "If that is intended, write DistributedDataParallel(model, find_unused_parameters=True)."
             )
         if self._reduces is None:
@@ -180,7 +181,7 @@ class ReducedByDDP(KeepsNothing):
         unlike = [name for name in mine if len({theirs[name] for theirs in ranks}) > 1]
         if unlike:
             raise FleetError(
-                f"DistributedDataParallel has left different gradients of `{unlike[0]}`{_more(unlike)} on the ranks. Was it made "
+                f"DistributedDataParallel has left different gradients of {_quoted(unlike)} on the ranks. Was it made "
                 "trainable or added after the model was wrapped, or does a comm hook not average over all ranks?"
             )
 
@@ -190,10 +191,6 @@ class ReducedByDDP(KeepsNothing):
     def give_up(self) -> None:
         self._handle.remove()
         self._wrapper.broadcast_buffers = self._broadcast_before
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _noting_hook(stage: Callable[[], ReducedByDDP | None], wrapper: Callable[[], nn.Module | None]) -> Callable[..., None]:
@@ -206,3 +203,7 @@ def _noting_hook(stage: Callable[[], ReducedByDDP | None], wrapper: Callable[[],
             found.note_forward()
 
     return hook
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return listed([f"`{name}`" for name in names], 1)

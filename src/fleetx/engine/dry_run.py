@@ -7,13 +7,14 @@ tells all ranks, before the next collective. A rehearsed update does talk; no re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from ..dist.agree import Failures, run_on_all
 from ..dist.comm import Comm
 from ..errors import ConfigError, FleetError, RecomputeError, first_line
 from . import dry_steps
@@ -44,6 +45,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | NoHostMemory) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in told)
     )
+
+
+def with_own_out_of_memory(work: Callable[[], Found]) -> Found:
+    """Run `work`; where memory runs out raise `OutOfMemory` in place of the error, whose frames would keep tensors in memory."""
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        text = first_line(error)
+    raise OutOfMemory(text)  # outside of the `except`, which would make the other error its context
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -150,26 +162,20 @@ class Rehearsal:
 
     def everywhere(self, work: Callable[[], Found]) -> Found:
         """Its result; or, if it failed on some rank, an error on every one. Collective at the end: `work` itself may not be."""
-        result: Found | None = None
-        error: Exception | None = None
-        told: dict[str, str] | None = None
-        try:
-            result = work()
-        except RecomputeError as found:
-            error, told = found, {"kind": "unit", "text": str(found), "unit": found.unit}
-        except Exception as found:
-            if is_out_of_memory(found):
-                error, told = OutOfMemory(first_line(found)), {"kind": "memory", "text": first_line(found)}
-            else:
-                error, told = found, {"kind": "other", "text": f"{type(found).__name__}: {found}"}
-        failed = [(rank, said) for rank, said in enumerate(self.comm.gather_json(told)) if said is not None]
-        if failed:
-            # By what the first of them says: somebody may go on after one kind of error, and then all ranks must.
-            rank, said = failed[0]
-            if said["kind"] != "other":
-                dry_steps.drop_gradients(self.optimizer.pipeline)  # also where it went well
-            raise _verdict(rank, said, own=error if told is not None and told["kind"] == said["kind"] else None)
-        return result  # type: ignore[return-value]
+        return run_on_all(self.comm, lambda: with_own_out_of_memory(work), report=_report, fails=self._verdict)
+
+    def _verdict(self, failures: Failures) -> Exception:
+        """By what the first of them says: somebody may go on after one kind of error, and then all ranks must."""
+        rank, said = failures.first
+        if said["kind"] != "other":
+            dry_steps.drop_gradients(self.optimizer.pipeline)  # also where it went well
+        if said["kind"] == "unit":
+            return RecomputeError(said["text"], unit=said["unit"])
+        if failures.own is not None and failures.by_rank[self.comm.rank]["kind"] == said["kind"]:
+            return failures.own
+        if said["kind"] == "memory":
+            return OutOfMemory(f"on rank {rank}: {said['text']}")
+        return FleetError(f"a rehearsed step failed on rank {rank}: {said['text']}")
 
     def lasting(self) -> Iterable[Tensor]:
         """Tensors that live from step to step, for a device whose allocator does not count them."""
@@ -181,14 +187,12 @@ class Rehearsal:
         yield from tensors_in(self.sample.value)
 
 
-def _verdict(rank: int, said: Mapping[str, str], *, own: Exception | None) -> Exception:
-    if said["kind"] == "unit":
-        return RecomputeError(said["text"], unit=said["unit"])
-    if own is not None:
-        return own
-    if said["kind"] == "memory":
-        return OutOfMemory(f"on rank {rank}: {said['text']}")
-    return FleetError(f"a rehearsed step failed on rank {rank}: {said['text']}")
+def _report(error: Exception) -> dict[str, str]:
+    if isinstance(error, RecomputeError):
+        return {"kind": "unit", "text": str(error), "unit": error.unit}
+    if isinstance(error, OutOfMemory):
+        return {"kind": "memory", "text": str(error)}
+    return {"kind": "other", "text": f"{type(error).__name__}: {error}"}
 
 
 @final

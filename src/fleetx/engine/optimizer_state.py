@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..config.text import listed
 from ..errors import CheckpointError
-from .update import Update
+from .update import Update, load_in_place
 
 CLASS, FLAGS = "class", "flags"
 SHAPED_AS_THE_PARAMETER = frozenset(
@@ -62,12 +63,11 @@ def _check_rule(optimizer: Update, state: Mapping[str, Any]) -> None:
         if before[name][key] != value
     ]
     if differ:
-        more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
         part = type(optimizer).__name__.lower()
         raise CheckpointError(
-            f"the checkpoint's {type(optimizer).__name__} has {'; '.join(differ[:5])}{more}. Write the checkpoint's values into "
-            f"{part}_configs, the groups or {type(optimizer).__name__}(...); or start without the optimizer's state: leave the "
-            "optimizer out of fleet.load_checkpoint(...)."
+            f"the checkpoint's {type(optimizer).__name__} has {listed(differ, 5, separator='; ')}. Write the checkpoint's values "
+            f"into {part}_configs, the groups or {type(optimizer).__name__}(...); or start without the optimizer's state: leave "
+            "the optimizer out of fleet.load_checkpoint(...)."
         )
 
 
@@ -81,19 +81,15 @@ def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         if key in SHAPED_AS_THE_PARAMETER and isinstance(value, Tensor) and value.shape != params[number].shape
     ]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(
-            f"the checkpoint's optimizer has parameters of other shapes, or in another order: {', '.join(wrong[:5])}{more}."
+            f"the checkpoint's optimizer has parameters of other shapes, or in another order: {listed(wrong, 5)}."
         )
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
-    groups = list(optimizer.param_groups)
-    optimizer.load_state_dict({key: value for key, value in state.items() if key not in (CLASS, FLAGS)})
-    for old, new in zip(groups, optimizer.param_groups, strict=True):
-        old.update(new)
-    optimizer.param_groups[:] = groups  # the very dicts that schedulers and the user hold
+    plain = {key: value for key, value in state.items() if key not in (CLASS, FLAGS)}
+    load_in_place(optimizer, optimizer.load_state_dict, plain)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, saved in state["state"].items():
         mine = optimizer.state[params[number]]

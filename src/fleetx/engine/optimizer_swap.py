@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..dist.agree import ranks_where
 from ..errors import ConfigError
 from .optimizer_hooks import refuse_before_step
 from .placement import plain_name
@@ -51,7 +52,7 @@ def require_no_state(part: Part, site: Site, *, why: str) -> None:
     if site.optimizer.__dict__.get(STATE_OF) == part.name:
         return  # of an earlier pair with the same rule, which was ended: it goes on with it
     mine = any(site.optimizer.state.values())  # reading the state of a parameter leaves an empty one behind
-    ranks = [rank for rank, found in enumerate(site.comm.gather_json(mine)) if found]
+    ranks = ranks_where(site.comm, mine)
     if ranks:
         raise ConfigError(
             f"strategy.{part.name} was given an optimizer that has made updates or loaded a state (on ranks {ranks}). {why} "

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..config.text import aligned, framed
 from .slots import Part, Slot, conflicts
 
 # Fleet's own measures, so that logs look as its users know them.
@@ -28,14 +29,16 @@ UNCLAIMED = {
 
 def overview(settings: Mapping[str, Any], *, scalars: Mapping[str, Collection[str]]) -> str:
     """The table of `print(strategy)`, from `strategy.to_dict()` and, by title, the settings that belong to no part."""
-    double, single = f"+{'=' * WIDTH}+", f"+{'-' * WIDTH}+"
-    lines = [double, _row(""), _row("DistributedStrategy Overview"), _row(""), double]
+    blocks: list[tuple[list[str], list[str]]] = [(["", "DistributedStrategy Overview", ""], [])]
     for title, block in _blocks(settings, scalars):
-        lines.append(_row(title))
-        if block:
-            lines += [single, *(row for key, value in block.items() for row in _setting(key, value))]
-        lines.append(double)
-    return "\n".join(INDENT + line for line in lines)
+        blocks.append(([title], [row for key, value in block.items() for row in _setting(key, value)]))
+    return "\n".join(INDENT + line for line in framed(blocks, WIDTH))
+
+
+def one_line(parts: Sequence[Part], changed: Mapping[str, Any]) -> str:
+    """Say what differs from the defaults: the parts that are on with their changed settings, then other changed settings."""
+    named = ", ".join(described(part) for part in parts) or "plain data-parallel training"
+    return "; ".join(["strategy: " + named, *(f"{name}={value!r}" for name, value in changed.items())])
 
 
 def _blocks(settings: Mapping[str, Any], scalars: Mapping[str, Collection[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -49,14 +52,10 @@ def _blocks(settings: Mapping[str, Any], scalars: Mapping[str, Collection[str]])
         yield title, {name: settings[name] for name in names}
 
 
-def _row(text: str) -> str:
-    return f"|{text:^{WIDTH}}|"
-
-
 def _setting(key: str, value: Any) -> Iterator[str]:
     elements = value if isinstance(value, list) and value else [value]
     for text in (chunk for element in elements for chunk in _chunks(element)):
-        yield f"|{key:>{COLUMN}}  {text:^{COLUMN}}|"
+        yield f"{key:>{COLUMN}}  {text:^{COLUMN}}"
         key = ""
 
 
@@ -73,7 +72,7 @@ def slot_table(parts: Sequence[Part]) -> str:
         (slot.value, ", ".join(described(part) for part in parts if slot in part.claims()) or UNCLAIMED[slot]) for slot in Slot
     ]
     rows += [("no slot", described(part)) for part in parts if not part.claims()]
-    lines = [f"{slot:<10}{filled_by}" for slot, filled_by in [("slot", "filled by"), *rows]]
+    lines = aligned([("slot", "filled by"), *rows], left=(0, 1))
     notes = [f"{part.name}: {note}" for part in parts for note in part.notes()]
     return "\n".join(lines + notes + without_effect(parts) + conflict_lines(parts))
 

@@ -16,6 +16,7 @@ from ..dist.comm import Comm, sharding_of
 from ..errors import ConfigError, warn_user
 from .pairs import owner_of
 from .plain_copy import keep_copies_plain, left_out
+from .update import load_in_place
 
 OUTSIDE = "(outside the model"
 """How the name of a trained parameter begins that no module has."""
@@ -150,12 +151,8 @@ def move(model: nn.Module, optimizer: Optimizer, params: dict[str, nn.Parameter]
         if param.device != device:
             param.data = param.data.to(device)
     if optimizer.state:
-        # load_state_dict casts and moves state to where its parameter is; schedulers keep seeing the same dicts.
-        groups = list(optimizer.param_groups)
-        optimizer.load_state_dict(optimizer.state_dict())
-        for old, new in zip(groups, optimizer.param_groups, strict=True):
-            old.update(new)
-        optimizer.param_groups[:] = groups
+        # load_state_dict casts and moves state to where its parameter is.
+        load_in_place(optimizer, optimizer.load_state_dict, optimizer.state_dict())
 
 
 def agree_on_model(

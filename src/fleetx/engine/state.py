@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.text import listed
 from ..errors import CheckpointError
 from .optimizer import FleetOptimizer
 from .optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
@@ -205,7 +206,7 @@ def _by_our_numbers(inner: Mapping[str, Any], saved: list[str], mine: list[str])
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
+    return listed(names, 5) or "none"
 
 
 # --- what the pipeline itself remembers between two windows -------------------------------------------------------------

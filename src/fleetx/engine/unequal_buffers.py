@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..config.text import listed
 from ..dist.comm import Comm
 from ..errors import warn_user
 from .buffer_kinds import Mark, SortedBuffers, buffer_of, is_unchanged, mark_of
@@ -28,10 +29,10 @@ def warn_of_unequal(names: Iterable[str]) -> None:
     plain = sorted(plain_name(name) for name in names)
     if not plain:
         return
-    listed = ", ".join(f"`{name}`" for name in plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
+    changed = listed([f"`{name}`" for name in plain], 5)
     lines = ", ".join(f'"{name}"' for name in plain[:5]) + (", ..." if len(plain) > 5 else "")
     warn_user(
-        f"the ranks have changed these buffers differently: {listed}. They are kept equal with each update (floats: the mean of "
+        f"the ranks have changed these buffers differently: {changed}. They are kept equal with each update (floats: the mean of "
         "the changes, integers: rank 0's). If each rank is to keep its own (a hidden state, a memory bank), write "
         f"strategy.local_buffers = [{lines}].",
     )

@@ -36,11 +36,14 @@ class Update(Optimizer):
 def load_in_place(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
     """Load an optimizer's state into the very dicts it has: a scheduler made before holds them, and must go on to move them.
 
-    `load` is torch's own, which puts new dicts in their place."""
-    groups, state = optimizer.param_groups, optimizer.state
+    `load` is torch's own, which puts new dicts in their place; or another, which may have loaded in place already."""
+    held, groups, state = optimizer.param_groups, list(optimizer.param_groups), optimizer.state
     load(state_dict)
     for group, new in zip(groups, optimizer.param_groups, strict=True):
         group.update(new)
-    state.clear()
-    state.update(optimizer.state)
-    optimizer.param_groups, optimizer.state = groups, state
+    if optimizer.state is not state:
+        state.clear()
+        state.update(optimizer.state)
+        optimizer.state = state
+    held[:] = groups
+    optimizer.param_groups = held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+from fleetx.config import log
 from fleetx.errors import ConfigError, FleetError
 from fleetx.launch import console, flags, logs, nodes, outcome, preflight, tables, topology
 
@@ -111,8 +113,9 @@ class Console:
         self.node = int(environment.get("GROUP_RANK", self.node))
         ranks = range(self.first_rank, self.first_rank + self._plan.process_count)
         logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
-        say(tables.environment_table(environment))
-        say(tables.start_line(self._plan, ranks, self.node))
+        if shows_tables():
+            say(tables.environment_table(environment))
+            say(tables.start_line(self._plan, ranks, self.node))
         views = [(topology.log_path(self._plan.log_dir, rank), console.make_view(rank, self.node, self._plan)) for rank in ranks]
         self._follower.start(views)
 
@@ -142,6 +145,7 @@ class Console:
 
 def run(options: argparse.Namespace) -> int:
     preflight.check_working_folder()
+    log.require_known_level()
     where = find_nodes(options)
     check_target(options)
     from fleetx.launch import supervise  # late: it imports torch, for which a usage error need not wait
@@ -155,7 +159,8 @@ def run(options: argparse.Namespace) -> int:
         say(tables.dry_run_text(plan, executable=sys.executable, shim=shim, inherited=os.environ, cores=cores))
         return 0
     logs.check_folder(plan.log_dir)
-    say(tables.configuration_table(plan))
+    if shows_tables():
+        say(tables.configuration_table(plan))
     return supervised(plan)
 
 
@@ -205,6 +210,11 @@ def say(text: str, stream: TextIO | None = None) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # the interpreter flushes once more at its end, and would exit with 120
         os.close(nowhere)
+
+
+def shows_tables() -> bool:
+    """FLEETX_VERBOSE=0 leaves what the ranks say, warnings and errors."""
+    return log.terminal_level() <= logging.INFO
 
 
 def complain(text: str) -> None:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from fleetx.config.text import framed
 from fleetx.launch.console import escape
 from fleetx.launch.outcome import join_ranks
 from fleetx.launch.topology import Plan, expected_assignment, log_path, worker_arguments, worker_environment
@@ -56,9 +57,8 @@ def environment_table(environment: Mapping[str, str], names: Iterable[str] | Non
     cut = {name: value if len(value) <= VALUE_WIDTH else "... " + value[4 - VALUE_WIDTH :] for name, value in values.items()}
     wide = max(20, *(len(value) for value in cut.values()))
     name_wide = max(24, *(len(name) for name in cut))
-    rows = [f"|{name:>{name_wide}}    {value:^{wide}} |" for name, value in [("Distributed Envs", "Value"), *cut.items()]]
-    double, single = (f"+{line * (len(rows[0]) - 2)}+" for line in "=-")
-    return "\n".join([double, rows[0], single, *rows[1:], double])
+    head, *body = (f"{name:>{name_wide}}    {value:^{wide}} " for name, value in [("Distributed Envs", "Value"), *cut.items()])
+    return "\n".join(framed([([head], body)], len(head)))
 
 
 def start_line(plan: Plan, ranks: Sequence[int], node: int) -> str:

@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ..config import log
 from ..dist.nodes import two_level
 from ..engine.rank_status import BY_SCHEDULE, ON_DEMAND, SHOWN, Row, require_together, rows_of, share_of, tell
 from ..engine.slots import News, Site, Step
@@ -205,7 +206,7 @@ class Averaging:
         rows = flying.rows()
         line = self.period_rule.after_round(flying.launched_at, _mean_loss(rows), rows[0].lr)
         if line is not None and self._comm.rank == 0:
-            print(line, flush=True)
+            log.say(line)
 
     def _advance(self, index: int, *, launched_at: int | None = None) -> None:
         """The next round: not before this one is settled, and later than it was launched."""

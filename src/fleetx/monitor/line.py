@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol, final
 
+from ..config.text import binary, decimal
 from .split import PARTS, Split, compute_of
 
 BAR_CELLS = 12
@@ -40,14 +41,6 @@ class Standing:
         self.values |= values
 
 
-def bytes_text(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def number_text(value: float) -> str:
     """Four digits, as short as they go."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -72,7 +65,7 @@ def wire_text(sent: float, dense: float) -> str | None:
     """What an update sends against a dense all-reduce; None where nothing would be sent."""
     if dense <= 0:
         return None
-    return f"wire {bytes_text(sent)} ({percent(sent / dense)} of dense)"
+    return f"wire {decimal(sent)} ({percent(sent / dense)} of dense)"
 
 
 def percent(share: float) -> str:
@@ -94,7 +87,7 @@ def pieces(now: Standing) -> list[str]:
         *(f"{name} {number_text(value)}" for name, value in list(now.values.items())[:VALUES_SHOWN]),
         speed_text(now.steps_per_second, now.samples_per_second),
         None if (left := eta_seconds(now)) is None else f"ETA {duration_text(left)}",
-        f"mem {bytes_text(now.memory_bytes)}" if now.memory_bytes else None,
+        f"mem {binary(now.memory_bytes, decimals=1)}" if now.memory_bytes else None,
         wire_text(now.bytes_sent, now.bytes_dense),
         None if now.period is None else f"period {now.period}",
         None if now.loss_scale in (None, 1.0) else f"scale {number_text(now.loss_scale or 1.0)}",
@@ -154,7 +147,7 @@ def last_line(
         None if now.loss is None else f"loss {number_text(now.loss)}",
         *(f"{name} {number_text(value)}" for name, value in now.values.items()),
         split_text(split, is_wrapped=is_wrapped),
-        f"sent {bytes_text(sent)} ({percent(sent / dense)} of dense)" if dense else None,
+        f"sent {decimal(sent)} ({percent(sent / dense)} of dense)" if dense else None,
         None if slowest is None or slowest[1] < 0.02 * seconds else f"worker {slowest[0]} was waited for {slowest[1]:,.3g} s",
         folder,
     ]

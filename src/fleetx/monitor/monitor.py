@@ -13,6 +13,7 @@ pairs of model and optimizer, the one that is logged first is the one that is sh
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..config import log
 from ..dist import heartbeat, stop_signal, world
 from ..dist.heartbeat import Phase
 from ..engine import registry
@@ -70,7 +72,7 @@ class Monitor:
         self._comm, self._device = here.comm, here.device
         self._folder = self._open_folder(tensorboard)
         self._own_log = OwnLog(self.path, self._comm.rank)
-        self._screen = screen(rank=self._comm.rank if show else -1)
+        self._screen = screen(rank=self._comm.rank if show and log.shows(logging.INFO) else -1)
         self._began = time.monotonic()
         self._split, self._ranks = no_time(), Ranks(self._comm)
         self._tallies: dict[int, Tally] = {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ..config.text import listed
 from ..errors import ConfigError, did_you_mean
 
 NORM_WORDS = ("norm", "batch_norm", "layer_norm")
@@ -101,9 +102,8 @@ def require_distinct_names(known: Iterable[Sequence[Known]]) -> None:
     counts = Counter(k.name for of_group in known for k in of_group if k.name is not None)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
-        more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
         raise ConfigError(
-            f"several parameters have the same name: {', '.join(map(repr, twice[:5]))}{more}. Give each a name of its own."
+            f"several parameters have the same name: {listed(list(map(repr, twice)), 5)}. Give each a name of its own."
         )
 
 

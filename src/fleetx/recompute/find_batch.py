@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
+from ..config.text import binary
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample
 from ..errors import ConfigError
 from .batches import Units, largest_that, measured_growth, merged, rows_in, sizes_to_try
 from .host_memory import mover_for, warn_of_no_offload
-from .plan import ALLOWANCE, shown
+from .plan import ALLOWANCE
 from .planner import Planner
 from .profile import peak_bytes
 from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
@@ -60,13 +61,13 @@ class FoundBatches:
 
     def __str__(self) -> str:
         rows = [
-            f"  {batch.size:>6}  {batch.samples_per_second:>10.1f}  {shown(batch.peak_bytes):>10}  {len(batch.recomputed):>10}"
+            f"  {batch.size:>6}  {batch.samples_per_second:>10.1f}  {binary(batch.peak_bytes):>10}  {len(batch.recomputed):>10}"
             f"  {batch.merge_steps:>5}"
             + ("  largest" if batch is self.largest else "")
             + ("  fastest" if batch is self.fastest else "")
             for batch in self.tried
         ]
-        head = f"   batch   samples/s        peak  recomputed  merge   (budget {shown(self.budget)})"
+        head = f"   batch   samples/s        peak  recomputed  merge   (budget {binary(self.budget)})"
         most = f"  {self.most} fit at most, {self.stored or 'none'} with nothing computed again"
         return "\n".join([head, *rows, most])
 
@@ -117,7 +118,7 @@ class Finder:
         if not foretold:
             least = smallest_budget(self._growth.at(1), **ANY_WAY)
             raise ConfigError(
-                f"budget is {self._budget} bytes ({shown(self._budget)}); a batch of 1 needs {shown(least)}, with everything "
+                f"budget is {self._budget} bytes ({binary(self._budget)}); a batch of 1 needs {binary(least)}, with everything "
                 "computed again that can be."
             )
         return self._by_trying(foretold)
@@ -139,7 +140,7 @@ class Finder:
                 size, stride = (size - stride if size > 2 * stride else size // 2), 2 * stride
         if not fits:
             raise ConfigError(
-                f"find_batch: a batch of {foretold} was foretold to fit into {shown(self._budget)}, and not even one of "
+                f"find_batch: a batch of {foretold} was foretold to fit into {binary(self._budget)}, and not even one of "
                 f"{too_large} did. Is there less memory free than the budget?{self._ran_out}"
             )
         return fits
@@ -208,7 +209,7 @@ def found_batches(
             )
             batches.append(Batch(one, tried[0] * ranks, tried[1], tried[2], steps, chosen, resize(rehearsal.sample.source, one)))
     if not batches:
-        raise ConfigError(f"find_batch: no batch kept to {shown(budget)} when it was run.")
+        raise ConfigError(f"find_batch: no batch kept to {binary(budget)} when it was run.")
     by_speed = max(batches, key=lambda batch: batch.samples_per_second)
     return FoundBatches(budget, most, stored, batches[-1], by_speed, tuple(batches))
 

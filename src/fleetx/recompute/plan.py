@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..config.text import MIB, binary, listed
 from ..engine.dry_run import OutOfMemory
 from ..errors import ConfigError
 from .batches import profile_from_smaller
@@ -51,16 +52,16 @@ class MemoryPlan:
         draw(path, self.moments, self.budget)
 
     def __str__(self) -> str:
-        listed = ", ".join(self.recomputed[:4]) + (f" and {len(self.recomputed) - 4} more" if len(self.recomputed) > 4 else "")
-        told = f"{len(self.recomputed)} of {len(self.units)} units are computed again" + (f" ({listed})" if listed else "")
+        names = f" ({listed(self.recomputed, 4)})" if self.recomputed else ""
+        told = f"{len(self.recomputed)} of {len(self.units)} units are computed again{names}"
         if self.segments:
             told += f", {sum(map(len, self.segments))} of them in {len(self.segments)} segments"
         if self.parked:
-            told += f", {len(self.parked)} of them with inputs in host memory ({shown(self.host_bytes)})"
-        held = "" if self.reserved_bytes == self.real_bytes else f", {shown(self.reserved_bytes)} reserved"
+            told += f", {len(self.parked)} of them with inputs in host memory ({binary(self.host_bytes)})"
+        held = "" if self.reserved_bytes == self.real_bytes else f", {binary(self.reserved_bytes)} reserved"
         return (
-            f"recompute: {told}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {shown(self.predicted_bytes)} "
-            f"predicted, {shown(self.real_bytes)} real{held}; the budget is {shown(self.budget)}."
+            f"recompute: {told}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {binary(self.predicted_bytes)} "
+            f"predicted, {binary(self.real_bytes)} real{held}; the budget is {binary(self.budget)}."
         )
 
 
@@ -72,13 +73,6 @@ class Settled(NamedTuple):
     solution: Solution
     ran_out: str | None = None
     """What was said when there was not enough memory for it."""
-
-
-def shown(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def plan_for(budget: int, planner: Planner) -> Settled:
@@ -121,7 +115,7 @@ def _profiled(planner: Planner, budget: int) -> Profile:
         profile = profile_from_smaller(planner)
         if profile is None:
             raise ConfigError(
-                f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and a step of this sample does not fit into '
+                f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and a step of this sample does not fit into '
                 "this device's memory even with every unit computed again; and smaller batches, from which it could be foretold, "
                 "cannot be made of it, since its tensors have less than 4 rows or not as many each. Use a smaller batch in "
                 f"sample=, or amp. ({error})"
@@ -171,9 +165,9 @@ def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ..
 def _too_small(budget: int, profile: Profile, settled: Sequence[Settled]) -> str:
     if settled[-1].ran_out is not None:
         return (
-            f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and a plan that is foretold to need '
-            f"{shown(settled[-1].solution.peak_bytes)} found less memory than that on this device ({settled[-1].ran_out}). Use a "
-            "smaller batch in sample=, or amp; or end what else is using this memory."
+            f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and a plan that is foretold to '
+            f"need {binary(settled[-1].solution.peak_bytes)} found less memory than that on this device ({settled[-1].ran_out}). "
+            "Use a smaller batch in sample=, or amp; or end what else is using this memory."
         )
     tried = [one.plan for one in settled if one.ran_out is None]
     beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
@@ -182,15 +176,16 @@ def _too_small(budget: int, profile: Profile, settled: Sequence[Settled]) -> str
     loose = [plan for plan in tried if plan.real_bytes <= budget < plan.reserved_bytes]
     holds = min(loose, key=lambda plan: plan.reserved_bytes) if loose else None
     allocator = (
-        f" (A plan was found whose tensors need {shown(holds.real_bytes)}; torch's allocator held {shown(holds.reserved_bytes)} "
-        "for them, in parts that it cannot join. With PYTORCH_ALLOC_CONF=expandable_segments:True in the environment it can.)"
+        f" (A plan was found whose tensors need {binary(holds.real_bytes)}; torch's allocator held "
+        f"{binary(holds.reserved_bytes)} for them, in parts that it cannot join. With "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment it can.)"
         if holds
         else ""
     )
     return (
-        f'recompute_configs["budget"] is {budget} bytes ({shown(budget)}), and no plan keeps to it: a step of this sample needs '
-        f'{shown(plain)} as it is and at least {shown(needed)} with recompute. Write "budget": {needed}, or use a smaller batch.'
-        + allocator
+        f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and no plan keeps to it: a step of this sample '
+        f'needs {binary(plain)} as it is and at least {binary(needed)} with recompute. Write "budget": {needed}, or use a '
+        "smaller batch." + allocator
     )
 
 
@@ -240,16 +235,16 @@ def draw(path: str | os.PathLike[str], steps: Sequence[Moment], budget: int) -> 
     turning = len(steps) // 2  # the last glue of forward and the first of backward: the loss
     shown = [step for place, step in enumerate(steps) if step.unit or place in (turning - 1, turning)]
     places = range(len(shown))
-    axes.bar(places, [step.peak_bytes / 1e6 for step in shown], 1.0, color="#c9d7e8", label="in use, at the most")
-    axes.bar(places, [step.kept_bytes / 1e6 for step in shown], 1.0, color="#4878a8", label="kept for backward")
+    axes.bar(places, [step.peak_bytes / MIB for step in shown], 1.0, color="#c9d7e8", label="in use, at the most")
+    axes.bar(places, [step.kept_bytes / MIB for step in shown], 1.0, color="#4878a8", label="kept for backward")
     for place, step in enumerate(shown):
         if step.is_again:
             axes.axvspan(place - 0.5, place + 0.5, ymax=0.02, color="#d1495b")
-    axes.axhline(budget / 1e6, color="#d1495b", linestyle="--", label="budget")
+    axes.axhline(budget / MIB, color="#d1495b", linestyle="--", label="budget")
     turn = next((place for place, step in enumerate(shown) if step.is_backward), len(shown))
     axes.axvline(turn - 0.5, color="#555555", linewidth=1)
     named = [place for place, step in enumerate(shown) if step.unit]
     axes.set_xticks(named, [shown[place].unit for place in named], rotation=90, fontsize=6)
-    axes.set(ylabel="MB", title="One step: forward, then backward (red marks: computed again)")
+    axes.set(ylabel="MiB", title="One step: forward, then backward (red marks: computed again)")
     axes.legend(loc="upper left", fontsize=8)
     figure.savefig(path)

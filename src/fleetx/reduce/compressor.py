@@ -12,6 +12,7 @@ All that is kept is in units of this rank's share of the mean, so that shares ad
 from __future__ import annotations
 
 import abc
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from ..config import log
 from ..dist.comm import Comm, Pending
 from ..dist.nodes import between_nodes
 from ..engine.bucket import Bucket, in_memory_order
@@ -159,10 +161,10 @@ class Compressor(abc.ABC):
         if not self._pieces and self._comm.rank == 0:
             largest = max(everything, key=lambda piece: piece.grad.numel())
             shape = "x".join(map(str, largest.view.shape))
-            print(
+            log.say(
                 f"strategy.{self.name} compresses nothing of this model: its largest tensor is `{largest.name}` ({shape}). "
                 f'Lower {self.name}_configs["{self.threshold}"], or leave the strategy out.',
-                flush=True,
+                logging.WARNING,
             )
 
     def compresses(self, index: int) -> bool:

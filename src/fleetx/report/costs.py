@@ -13,7 +13,7 @@ from .ranks import times_by_rank, waiting_words, waits_over_steps
 from .read import Run
 from .show import Show, section, simple_chart
 from .stacks import Bar, area_chart, bar_chart
-from .words import BYTES, SHORT_TIMES, unit_for
+from .words import MEMORY, SHORT_TIMES, unit_for
 
 MOST_BARS, MOST_WAIT_LINES, MOST_CURVES = 24, 8, 4
 LEAST_POINTS = 3
@@ -31,7 +31,7 @@ def speed(show: Show) -> Markup | None:
         "peak",
         "peak memory so far",
         lambda track: curves.known(track.updates, "memory_bytes"),
-        units=BYTES,
+        units=MEMORY,
         is_smoothed=False,
     )
     return section(
@@ -138,7 +138,7 @@ def memory(show: Show) -> Markup | None:
     across = [Horizontal("in_step", f"time in the step ({unit.name})", exact(0.0, longest, unit=unit))]
     kinds = {run.memory_kind for run in show.runs if run.memory_curves}
     chart = Chart(
-        "memory", "memory over a step", [line for _, line in found], across, BYTES, " / ".join(sorted(kinds)),
+        "memory", "memory over a step", [line for _, line in found], across, MEMORY, " / ".join(sorted(kinds)),
         is_smoothed=False, is_named=True, marks=found[-1][0].marks if len(show.runs) == 1 else (),
     )  # fmt: skip
     return section("Memory", line_chart(chart), key="memory")

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from .metrics import Update, number, numbers, whole
 from .read import Run
-from .words import duration, plain, share, size
+from .words import duration, memory, plain, share, size
 
 SAMPLES, STEPS = "samples/s", "steps/s"
 
@@ -125,7 +125,7 @@ def one_line(name: str, facts: Facts) -> str:
     pieces += [f"loss {plain(facts.loss)}"] if facts.loss is not None else []
     pieces += [f"{key} {plain(value)}" for key, value in list(facts.values.items())[:4]]
     pieces += [f"{plain(facts.rate)} {facts.rate_unit}"] if facts.rate is not None else []
-    pieces += [f"peak {size(facts.memory_bytes)}"] if facts.memory_bytes is not None else []
+    pieces += [f"peak {memory(facts.memory_bytes)}"] if facts.memory_bytes is not None else []
     if facts.sent is not None and facts.dense is not None:
         pieces.append(f"{size(facts.sent)} sent, {wire_words(facts.sent, facts.dense)}")
     pieces += [facts.error] if facts.error else []

@@ -7,7 +7,7 @@ from .facts import Facts, steps_words, wire_words
 from .line_chart import COLOURS
 from .markup import Markup, tag
 from .show import Show
-from .words import duration, plain, size
+from .words import duration, memory, plain, size
 
 STATES = {"finished": "good", "running": "good", "failed": "bad", "no end written": "odd", "stopped": "odd"}
 REPEATED = "the first try counts in time and bytes, the second is what the charts show"
@@ -28,7 +28,7 @@ def fact_cells(facts: Facts) -> dict[str, tuple[str, str]]:
     if facts.rate is not None:
         cells["throughput"] = (plain(facts.rate), facts.rate_unit)
     if facts.memory_bytes is not None:
-        cells["peak memory"] = (size(facts.memory_bytes), "worker 0")
+        cells["peak memory"] = (memory(facts.memory_bytes), "worker 0")
     if facts.sent is not None and facts.dense is not None:
         cells["sent by worker 0"] = (size(facts.sent), wire_words(facts.sent, facts.dense))
     return cells

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from .axis import Axis, logarithmic, straight
 from .markup import Markup, data, join, tag
 from .thinning import Point, means, thin
-from .words import BYTES, PLAIN, Unit, plain, unit_for
+from .words import MEMORY, PLAIN, Unit, plain, unit_for
 
 WIDTH, HEIGHT = 2000, 1000
 COLOURS = 8
@@ -97,7 +97,7 @@ def upright(lines: Sequence[Line], chart: Chart) -> tuple[Axis, Axis | None]:
     values = [value for line in lines for _, value in line.points if value is not None]
     low, high = min(values), max(values)
     unit = unit_for(max(abs(low), abs(high)), chart.units)
-    if chart.units is BYTES:  # a page more or less of memory is no step worth a chart's height
+    if chart.units is MEMORY:  # a page more or less of memory is no step worth a chart's height
         middle, room = (low + high) / 2, LEAST_SPAN * abs(high) / 2
         low, high = min(low, middle - room), max(high, middle + room)
     lin = straight(low, high, unit=unit, from_zero=chart.from_zero)

@@ -15,6 +15,8 @@ class Unit:
 
 
 BYTES = (Unit("bytes", 1.0), Unit("kB", 1e3), Unit("MB", 1e6), Unit("GB", 1e9), Unit("TB", 1e12))
+"""Of bytes on the wire: the rates of links are decimal."""
+MEMORY = (Unit("B", 1.0), Unit("KiB", 2.0**10), Unit("MiB", 2.0**20), Unit("GiB", 2.0**30), Unit("TiB", 2.0**40))
 LONG_TIMES = (Unit("s", 1.0), Unit("min", 60.0), Unit("h", 3600.0), Unit("days", 86400.0))
 SHORT_TIMES = (Unit("µs", 1e-6), Unit("ms", 1e-3), Unit("s", 1.0))
 PLAIN = Unit("", 1.0)
@@ -46,8 +48,13 @@ def in_units(value: float, units: Sequence[Unit]) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units: 1500000 is "1.5 MB"."""
+    """Bytes on the wire, in decimal units: 1500000 is "1.5 MB"."""
     return in_units(count, BYTES)
+
+
+def memory(count: float) -> str:
+    """Bytes of memory, in binary units: 1572864 is "1.5 MiB"."""
+    return in_units(count, MEMORY)
 
 
 def short_time(seconds: float) -> str:

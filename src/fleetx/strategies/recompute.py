@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..config import log
 from ..config.kinds import boolean, key, names, optional, size
+from ..dist.agree import ranks_where
 from ..engine.checks.first_batch import is_compiled
 from ..engine.dry_run import Rehearsal
 from ..engine.patching import patch_forward
@@ -36,7 +38,7 @@ class Recompute(Part):
         return frozenset({Slot.MODULE})
 
     def check(self, site: Site) -> None:
-        without = [rank for rank, has in enumerate(site.comm.gather_json(site.has_sample)) if not has]  # on all ranks or on none
+        without = ranks_where(site.comm, not site.has_sample)
         if self.budget is not None and without:
             given = "given no batch" if len(without) == site.comm.size else f"given no batch on ranks {without}"
             raise ConfigError(
@@ -70,4 +72,4 @@ class Recompute(Part):
         planner.keep(settled.profile, settled.solution)
         rehearsal.optimizer.memory_plan = settled.plan
         if rehearsal.comm.rank == 0:
-            print(settled.plan, flush=True)
+            log.say(settled.plan)

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ...config import log
 from ...dist.file_lock import LocksMissingError, lock_aloud
 from ...errors import ConfigError, DataError, warn_user
 
@@ -52,7 +53,8 @@ def node_lock(path: Path, *, waiting_for: str) -> Iterator[None]:
 
 def _acquire(handle: int, path: Path, waiting_for: str) -> None:
     def say(waited_s: float) -> None:
-        print(f"fleetx: waiting for {waiting_for}, prepared by another process ({waited_s:.0f} s so far).", file=sys.stderr)
+        text = f"fleetx: waiting for {waiting_for}, prepared by another process ({waited_s:.0f} s so far)."
+        log.say(text, stream=sys.stderr)
 
     try:
         lock_aloud(handle, say, first_word_s=_FIRST_WORD_S, next_word_s=_NEXT_WORD_S)

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ...config.text import listed
 from ...dist.comm import Comm
 from ...dist.fingerprint import fingerprint
 from ...errors import FleetError
@@ -150,7 +151,7 @@ class RankCheck:
         for rank, (theirs, _) in enumerate(ranks):
             names = [name for name, mark in theirs.items() if mark != common[name]]
             if names:
-                told.append(f"rank {rank} in {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+                told.append(f"rank {rank} in {listed(names, 3)}")
         if not told and any(left_some_out for _, left_some_out in ranks):
             return
         raise FleetError(

@@ -9,6 +9,7 @@ from typing import Literal, NoReturn, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from ...config.text import listed
 from ...dist.comm import Comm
 from ...errors import FleetError, warn_user
 from ..buckets import Buckets
@@ -85,8 +86,7 @@ class NonFiniteGuard:
             for name, view in zip(bucket.names, bucket.views, strict=True)
             if not bool(view.isfinite().all())
         ]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{', '.join(names[:3])}{more}" if names else "all finite"
+        return listed(names, 3) if names else "all finite"
 
     def note_skip(self, step: int, *, alone: bool) -> None:
         if self.mode == "skip" and not self._warned and (alone or self._comm.rank == 0):

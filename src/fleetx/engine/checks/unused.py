@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
+from ...config.text import listed
 from ...dist.comm import Comm
 from ...errors import ConfigError
 from ..buckets import Buckets
@@ -15,13 +16,12 @@ def missing_gradients_message(names_by_rank: list[list[str]], *, hint: str = "")
     lines = []
     for rank, names in enumerate(names_by_rank):
         if names:
-            shown = ", ".join(f"`{name}`" for name in names[:5])
-            lines.append(f"rank {rank}: {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
-    listed = "; ".join(lines)
+            lines.append(f"rank {rank}: {listed([f'`{name}`' for name in names], 5)}")
+    missing = "; ".join(lines)
     if hint:  # the cause is known
-        return f"{hint.strip()} Therefore these parameters got no gradient in this window: {listed}."
+        return f"{hint.strip()} Therefore these parameters got no gradient in this window: {missing}."
     return (
-        f"these parameters got no gradient in this window: {listed}. If that is intended, write "
+        f"these parameters got no gradient in this window: {missing}. If that is intended, write "
         "strategy.find_unused_parameters = True, or freeze them with requires_grad_(False)."
     )
 
