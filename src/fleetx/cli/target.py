@@ -45,7 +45,7 @@ def target_of(text: str, *, rows: int | None, rank: int) -> Target:
     return _checked(text, _called(text, _function(text)))
 
 
-# --- applications -----------------------------------------------------------------------------------------------------------
+# --- applications -------------------------------------------------------------------------------------------------------
 
 
 def application(name: str, *, rows: int | None = None, rank: int = 0) -> Target:
@@ -70,7 +70,7 @@ def _sentences(model: Bert, rows: int, random: torch.Generator) -> dict[str, tor
     return {"input_ids": words, "labels": words.masked_fill(~is_masked, IGNORED), "next_sentence_label": follows}
 
 
-# --- module:function --------------------------------------------------------------------------------------------------------
+# --- module:function ----------------------------------------------------------------------------------------------------
 
 
 def _function(text: str) -> Callable[[], Any]:

@@ -24,7 +24,7 @@ from ..errors import ConfigError, did_you_mean
 from ..strategies import catalogue
 from ..strategy import COMMUNICATION, DIAGNOSTICS, GUARDS, SCALARS, DistributedStrategy
 
-# --- Text of a command line -> the value of a key. The key's own kind decides what the text can mean ------------------
+# --- Text of a command line -> the value of a key. The key's own kind decides what the text can mean --------------------
 # 4 -> 4        1e-3 -> 0.001     true -> True      null -> None      float16 -> "float16"      20GB -> "20GB"
 # a,b -> ["a", "b"]               [a, b], ["a", "b"] and ['a', 'b'] -> the same                 [] -> []
 

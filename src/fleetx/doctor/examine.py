@@ -19,7 +19,7 @@ from .finding import Finding, Table, count, problem
 from .gather import gather
 from .trial import run_trial
 
-# --- All checks of facts, in the order in which they are told ---------------------------------------------------------
+# --- All checks of facts, in the order in which they are told -----------------------------------------------------------
 
 CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     software.check,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-# --- Times of all-reduces by size, and the rate of a link that follows from one ---------------------------------------
+# --- Times of all-reduces by size, and the rate of a link that follows from one -----------------------------------------
 
 
 @final

@@ -77,7 +77,7 @@ def _resolved(name: str) -> tuple[tuple[str, ...], str]:
     return tuple(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in found)), ""
 
 
-# --- hosts ------------------------------------------------------------------------------------------------------------------
+# --- hosts --------------------------------------------------------------------------------------------------------------
 
 
 def _peers(hosts: Sequence[str], port: int, own: set[str], machine: nodes.Machine) -> tuple[Peer, ...]:

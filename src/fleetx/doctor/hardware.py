@@ -21,7 +21,7 @@ def gib(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------------------------------
 
 
 def check_gpus(facts: Facts) -> Iterable[Finding]:
@@ -115,7 +115,7 @@ def check_backends(facts: Facts) -> Iterable[Finding]:
     yield ok(topic, ", ".join(there) or "none")
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------------------------------
 
 
 def check_shared_memory(facts: Facts) -> Iterable[Finding]:

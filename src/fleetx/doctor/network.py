@@ -59,7 +59,7 @@ def check_addresses(facts: Facts) -> Iterable[Finding]:
         yield note(topic, f"no way out of this machine ({shown or 'loopback only'}): ranks of one machine need none")
 
 
-# --- hosts of --master and --ips --------------------------------------------------------------------------------------------
+# --- hosts of --master and --ips ----------------------------------------------------------------------------------------
 
 
 def check_peers(facts: Facts) -> Iterable[Finding]:

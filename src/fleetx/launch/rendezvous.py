@@ -24,7 +24,7 @@ from fleetx.launch.control import Chair, Member
 from fleetx.launch.signals import Signals
 from fleetx.launch.topology import Nodes
 
-# --- How this node stands in the job: what its launcher tells the others of itself, requests to stop among it ---------
+# --- How this node stands in the job: what its launcher tells the others of itself, requests to stop among it -----------
 
 
 class Standing:

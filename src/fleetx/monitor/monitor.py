@@ -100,7 +100,7 @@ class Monitor:
             if tensorboard or (tensorboard is None and has_tensorboard()):
                 self._sinks.add(TensorBoard(self.path))
         except ConfigError as error:
-            self._comm.leave_word(f"worker 0 has stopped: {error}")  # the others would only see a broken connection
+            self._comm.post_error(f"worker 0 has stopped: {error}")  # the others would only see a broken connection
             raise
         return folder
 

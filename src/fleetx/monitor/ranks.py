@@ -58,7 +58,7 @@ class Ranks:
             self._post()
 
     def _post(self, *, is_last: bool = False) -> None:
-        self._comm.leave_note(f"{self._key}/{self._comm.rank}", json.dumps([is_last, self._sums]))
+        self._comm.post_note(f"{self._key}/{self._comm.rank}", json.dumps([is_last, self._sums]))
 
     def take(self) -> ByRank | None:
         """Since the last time; None where not all ranks have left anything new."""
@@ -93,7 +93,7 @@ class Ranks:
     def _notes(self) -> dict[int, tuple[bool, Split]] | None:
         if self._comm.size == 1:
             return {0: (True, self._sums)}
-        texts = self._comm.notes_left([f"{self._key}/{rank}" for rank in range(self._comm.size)])
+        texts = self._comm.read_notes([f"{self._key}/{rank}" for rank in range(self._comm.size)])
         if texts is None:
             return None
         return {rank: (bool(is_last), sums) for rank, (is_last, sums) in enumerate(map(json.loads, texts))}

@@ -69,7 +69,7 @@ def _rounded(ratios: Mapping[str, float]) -> dict[str, float | None]:
     return {name: finite(float(f"{ratio:.{DIGITS}g}")) for name, ratio in ratios.items()}
 
 
-# --- What one pair has done so far in this start of the run, and how fast it goes -------------------------------------
+# --- What one pair has done so far in this start of the run, and how fast it goes ---------------------------------------
 
 RECENT = 50
 """Updates over which speed and traffic are averaged."""
