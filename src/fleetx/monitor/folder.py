@@ -194,7 +194,7 @@ class OwnLog:
             os.replace(partial, self._place)
 
 
-# --- environment.json: versions, devices, ranks, the command. No environment variable is recorded. -----------------------
+# --- environment.json: versions, devices, ranks, the command. No environment variable is recorded. ----------------------
 
 SECRET_WORDS = frozenset(
     "token password passwd pwd pass passphrase secret secrets key apikey auth authorization access credential credentials".split()

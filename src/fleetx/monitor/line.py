@@ -161,7 +161,7 @@ def last_line(
     return " · ".join(piece for piece in parts if piece)
 
 
-# --- output: redrawn in place on a terminal, a plain line every 10 seconds elsewhere, nothing on other ranks ---------------
+# --- output: redrawn in place on a terminal, a plain line every 10 seconds elsewhere, nothing on other ranks ------------
 
 TERMINAL = "FLEETX_TTY"
 """Variable by which fleetrun gives worker 0 the path of its terminal: the worker's own output goes to a log."""

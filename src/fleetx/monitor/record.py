@@ -69,7 +69,7 @@ def _rounded(ratios: Mapping[str, float]) -> dict[str, float | None]:
     return {name: finite(float(f"{ratio:.{DIGITS}g}")) for name, ratio in ratios.items()}
 
 
-# --- totals and speed of one pair in this start of the run ---------------------------------------
+# --- totals and speed of one pair in this start of the run --------------------------------------------------------------
 
 RECENT = 50
 """Number of last updates over which speed and traffic are averaged."""
