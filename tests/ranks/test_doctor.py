@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from fleetx.cli.main import main
-from fleetx.doctor.exchanging import check_trial
-from fleetx.doctor.trial import run_trial
+from fleetx.doctor.trial import check_trial, run_trial
 from tests.helpers.hosts import two_hosts
 from tests.helpers.launchers import MARK, find_marked, wait_until
 

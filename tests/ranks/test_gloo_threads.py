@@ -27,7 +27,7 @@ def _let_go(rank: int) -> tuple[int, int]:
     while time.monotonic() < until:
         pass
     before = len(gone)
-    gloo_threads.rest()
+    gloo_threads.wait_until_idle()
     del watch
     return before, len(gone)
 
@@ -52,9 +52,9 @@ def test_tensors_that_gloo_has_are_let_go_of_before_python_ends() -> None:
 
 
 def test_where_there_are_none_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_threads, "THREAD_NAME", b"of nobody")
+    monkeypatch.setattr(gloo_threads, "THREAD_NAME", b"no such name")
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
-    gloo_threads.rest()
+    gloo_threads.wait_until_idle()
 
 
 def test_any_name_of_another_thread_is_read() -> None:
@@ -78,7 +78,7 @@ def test_any_name_of_another_thread_is_read() -> None:
 
 def test_where_nobody_tells_it_waits_a_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(gloo_threads, "OF_THREADS", tmp_path / "none")
+    monkeypatch.setattr(gloo_threads, "THREADS_FOLDER", tmp_path / "none")
     monkeypatch.setattr(time, "sleep", waited.append)
-    gloo_threads.rest()
+    gloo_threads.wait_until_idle()
     assert waited == [25 * gloo_threads.PAUSE_SECONDS]

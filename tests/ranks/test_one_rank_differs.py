@@ -64,11 +64,11 @@ def _said_by_the_rank_that_steps(rank: int) -> str | None:
     (F.cross_entropy(model(x), y) * float("nan")).backward()
     found = None
     if rank == 1:
-        while (found := comm.word_left()) is None:  # before this rank's own step(), which rank 0 waits for
+        while (found := comm.posted_error()) is None:  # before this rank's own step(), which rank 0 waits for
             pass
     assert "not finite" in raised(optimizer.step)
     comm.barrier()
-    assert comm.word_left() is None
+    assert comm.posted_error() is None
     return found
 
 

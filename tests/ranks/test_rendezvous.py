@@ -16,7 +16,7 @@ import pytest
 from fleetx.errors import LaunchError
 from fleetx.launch import rendezvous
 from fleetx.launch.agreement import End, NodeState, Phase
-from fleetx.launch.control import Chair, Hello, Member
+from fleetx.launch.control import Coordinator, Hello, Member
 from tests.helpers.launchers import USES_PROGRESS, Launcher, Launchers, launchers, wait_until
 from tests.helpers.limits import within
 
@@ -140,7 +140,7 @@ def test_a_busy_port_is_refused_with_the_process_that_holds_it() -> None:
 
 def test_a_node_that_joins_and_then_says_nonsense_counts_as_gone() -> None:
     listener = rendezvous.listen_on("127.0.0.1")
-    chair = Chair(HELLO, "run", lambda: 1, print, listener)
+    chair = Coordinator(HELLO, "run", lambda: 1, print, listener)
     try:
         with socket.create_connection(listener.getsockname()) as node:
             node.sendall(json.dumps(asdict(replace(HELLO, rank=1))).encode() + b'\n"nonsense"\n')

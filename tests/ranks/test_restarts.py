@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleetx.errors import StrategyConflict
-from fleetx.launch.worker import is_mendable
+from fleetx.launch.worker import is_retryable
 from tests.helpers.launchers import USES_PROGRESS, Launchers, launchers, wait_until
 
 REDUCE_AND_DIE = """
@@ -140,7 +140,7 @@ def test_what_cannot_mend_is_not_restarted(fleetruns: Launchers, tmp_path: Path,
     ],
 )
 def test_errors_of_the_script_itself_cannot_mend(error: Exception, can_mend: bool) -> None:
-    assert is_mendable(error) is can_mend
+    assert is_retryable(error) is can_mend
 
 
 def test_a_stopped_rank_is_named_with_the_stacks_of_both(fleetruns: Launchers, tmp_path: Path) -> None:

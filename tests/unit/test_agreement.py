@@ -9,8 +9,8 @@ from fleetx.launch import agreement
 from fleetx.launch.agreement import Cause, End, Job, NodeState, Phase
 from fleetx.launch.control import Hello, mismatch, place
 
-KILLED = Cause("rank 1 was killed", "rank 1 on node 0 failed: killed", -9, time_ns=20, is_crash=True, is_mendable=True)
-RAISED = Cause("rank 3 failed", "rank 3 on node 1 failed: reset", 1, time_ns=10, is_crash=False, is_mendable=True)
+KILLED = Cause("rank 1 was killed", "rank 1 on node 0 failed: killed", -9, time_ns=20, is_crash=True, is_retryable=True)
+RAISED = Cause("rank 3 failed", "rank 3 on node 1 failed: reset", 1, time_ns=10, is_crash=False, is_retryable=True)
 HELLO = Hello(job_id="a", node_count=3, max_restart=0, process_count=2, address="10.0.0.1", rank=0)
 
 
@@ -69,7 +69,7 @@ def test_a_spent_budget_ends_the_job_with_the_cause() -> None:
 
 
 def test_what_cannot_mend_is_not_tried_again() -> None:
-    assert decide(job(), failed(replace(KILLED, is_mendable=False)), running()).end is End.FAILED
+    assert decide(job(), failed(replace(KILLED, is_retryable=False)), running()).end is End.FAILED
 
 
 def test_the_job_has_succeeded_when_all_nodes_are_done() -> None:

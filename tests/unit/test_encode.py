@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fleetx.checkpoint.encode import Encoder, decode
-from fleetx.checkpoint.snapshot import apart
+from fleetx.checkpoint.snapshot import without_aliases
 from fleetx.dist.fingerprint import bytes_of
 from fleetx.errors import CheckpointError
 
@@ -38,7 +38,7 @@ def round_trip(value: Any) -> Any:
 
 def written_and_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
-        save_file(apart(tensors), f"{folder}/x")
+        save_file(without_aliases(tensors), f"{folder}/x")
         with safe_open(f"{folder}/x", framework="pt") as stored:
             return {key: stored.get_tensor(key).clone() for key in stored.keys()}
 

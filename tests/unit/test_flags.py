@@ -82,7 +82,7 @@ def test_misuse_is_one_sentence(words: list[str], told: str) -> None:
 
 @pytest.mark.parametrize("flag", PARAMETER_SERVER)
 def test_flags_of_parameter_servers_are_refused(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} is of parameter-server training, and fleetrun is collective only"):
+    with pytest.raises(ConfigError, match=f"{flag} is for parameter-server training, and fleetrun is collective only"):
         parse([flag, "2", "train.py"])
 
 

@@ -37,7 +37,9 @@ def test_a_rank_silent_in_the_script_is_the_cause_and_those_in_a_collective_its_
     ranks = {0: watched(Phase.WAIT, silent=12), 1: watched(silent=12, step=812), 2: watched(Phase.WAIT, silent=12)}
     verdict = hang.judge(ranks, hang_timeout_seconds=LIMIT, is_only_node=True)
     assert verdict == hang.Hang({1: "silent for 12 s in the user's code"}, waiting=(0, 2))
-    assert hang.tell(verdict, ranks) == ["rank 1 hangs: silent for 12 s in the user's code, at step 812; ranks 0, 2 wait for it"]
+    assert hang.describe(verdict, ranks) == [
+        "rank 1 hangs: silent for 12 s in the user's code, at step 812; ranks 0, 2 wait for it"
+    ]
 
 
 def test_nobody_hangs_while_one_rank_still_moves() -> None:
@@ -64,7 +66,7 @@ def test_without_any_record_there_is_no_verdict() -> None:
 def test_before_the_first_step_only_a_rank_that_others_wait_for_can_hang() -> None:
     assert judge(watched(step=0, silent=99), watched(step=0, silent=99)) is None
     verdict = judge(watched(Phase.WAIT, step=0, silent=99), watched(None, silent=99))
-    assert verdict == hang.Hang({1: "nothing was heard of it"}, waiting=(0,))
+    assert verdict == hang.Hang({1: "it never reported progress"}, waiting=(0,))
 
 
 def test_a_rank_that_sleeps_in_the_kernel_for_the_limit_hangs() -> None:
@@ -98,5 +100,5 @@ def test_a_rank_under_a_debugger_is_not_stopped(status: str) -> None:
 
 def test_of_many_culprits_the_first_few_are_shown() -> None:
     ranks = {rank: watched(Phase.WAIT, silent=10) for rank in range(64)}
-    lines = hang.tell(hang.blame_all(ranks), ranks)
+    lines = hang.describe(hang.blame_all(ranks), ranks)
     assert len(lines) == 5 and lines[-1] == "and 60 more ranks like these"

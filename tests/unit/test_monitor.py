@@ -325,7 +325,7 @@ def test_what_a_monitor_cannot_use_is_refused(tmp_path: Path, call: Any, expecte
 def test_what_cannot_be_logged_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     model, optimizer = pair()
     with quiet(tmp_path) as watch:
-        with pytest.raises(ConfigError, match="acc came before any update was logged"):
+        with pytest.raises(ConfigError, match="acc was logged before any update"):
             watch.log(acc=1.0)
         report = optimizer.minimize(loss_of(model))
         for call, expected in (
@@ -429,7 +429,7 @@ def test_how_a_run_ended_is_written_also_where_its_last_numbers_cannot_be_read(t
 
 
 class _Gone:
-    is_here = False
+    is_ready = False
 
     def value(self) -> Any:
         raise RuntimeError("the device is gone")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from fleetx.engine.report import Report
-from fleetx.monitor.line import Standing, duration_text, last_line, line, number_text, percent
-from fleetx.monitor.ranks import slowest, told
+from fleetx.monitor.line import RunState, duration_text, last_line, line, number_text, percent
+from fleetx.monitor.ranks import slowest, summarize
 from fleetx.monitor.record import Tally
 from fleetx.monitor.sinks import scalars_of
 from fleetx.monitor.split import no_time
 
 
 def test_a_line_tells_what_is_known_in_a_fixed_order() -> None:
-    now = Standing(
+    now = RunState(
         step=250,
         total_steps=1000,
         loss=0.21432,
@@ -34,14 +34,14 @@ def test_a_line_tells_what_is_known_in_a_fixed_order() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert line(Standing(step=7)) == "step 7"
-    assert line(Standing(step=7, steps_per_second=0.25)) == "step 7 · 4 s/step"
-    assert line(Standing(step=7, loss_scale=1.0, bytes_dense=0, slowest=(1, 0.001), steps_per_second=10)) == "step 7 · 10 steps/s"
+    assert line(RunState(step=7)) == "step 7"
+    assert line(RunState(step=7, steps_per_second=0.25)) == "step 7 · 4 s/step"
+    assert line(RunState(step=7, loss_scale=1.0, bytes_dense=0, slowest=(1, 0.001), steps_per_second=10)) == "step 7 · 10 steps/s"
 
 
 def test_the_last_line_tells_where_the_time_went() -> None:
     split = no_time() | {"forward": 3.0, "backward": 4.0, "update": 1.0, "communication": 1.0, "data": 1.0}
-    now = Standing(step=1000, loss=0.02, values={"acc": 0.978})
+    now = RunState(step=1000, loss=0.02, values={"acc": 0.978})
     told_line = last_line("finished", now, 10.0, split, (5_700_000, 7_600_000), (1, 2.5), "runs/one")
     assert told_line == (
         "finished after 0:10 · 1,000 steps · loss 0.02 · acc 0.978 · compute 80 % communication 10 % data and script 10 %"
@@ -69,7 +69,7 @@ def test_small_shares_keep_two_digits() -> None:
 
 def test_the_rank_that_waits_least_is_the_one_the_others_wait_for() -> None:
     def waits(seconds: float) -> dict[str, float]:
-        return told(no_time() | {"communication": seconds, "forward": 1.0})
+        return summarize(no_time() | {"communication": seconds, "forward": 1.0})
 
     assert slowest({0: waits(2.0), 1: waits(0.25), 2: waits(1.0)}) == (1, 1.75)
     assert slowest({0: waits(2.0)}) is None

@@ -10,8 +10,8 @@ import pytest
 
 from fleetx.launch.outcome import (
     Failure,
+    FailureContext,
     Outcome,
-    Scene,
     by_blame,
     count_kills,
     counter_files,
@@ -23,13 +23,13 @@ from fleetx.launch.outcome import (
     stop_line,
 )
 
-SCENE = Scene(Path("log/workerlog.1"), node=0, device="gpu:1")
+CONTEXT = FailureContext(Path("log/workerlog.1"), node=0, device="gpu:1")
 RAISED = Failure(1, 1, 1, "ValueError: no such sample", "train.py:7, in train")
 
 
-def box(*failures: Failure, scene: Scene = SCENE, **others: object) -> list[str]:
+def box(*failures: Failure, context: FailureContext = CONTEXT, **others: object) -> list[str]:
     """The lines inside the frame, after checking the frame."""
-    top, *lines, bottom = failure_box(Outcome(failures, **others), scene).splitlines()  # type: ignore[arg-type]
+    top, *lines, bottom = failure_box(Outcome(failures, **others), context).splitlines()  # type: ignore[arg-type]
     assert len(lines) + 2 <= 15
     assert {len(line) for line in (top, *lines, bottom)} == {len(top)} and len(top) <= 100
     assert top == bottom == f"+{'-' * (len(top) - 2)}+"
@@ -81,7 +81,7 @@ def test_exits_are_told_by_the_signals_name() -> None:
         (-9, None, None, "Often the kernel's out-of-memory killer"),
         (-9, 2, None, "Often the kernel's out-of-memory killer"),
         (-9, 2, 3, "Out of memory: the kernel's count of oom_kill rose from 2 to 3"),
-        (-9, 2, 2, "Somebody sent it"),
+        (-9, 2, 2, "Another process sent it"),
         (-6, 0, 0, "NCCL timeout"),
         (-7, 0, 0, "/dev/shm"),
         (-11, 0, 0, "compiled code"),
@@ -108,8 +108,8 @@ def test_an_exception_is_told_with_its_place_its_step_and_its_peers() -> None:
 
 
 def test_a_killed_rank_is_told_with_its_last_lines_and_the_restarts_made() -> None:
-    scene = dataclasses.replace(SCENE, log_tail=["loading", "x" * 500], max_restart=3, oom_kills_before=0, oom_kills_after=1)
-    first, explained, tip, step, last, loading, long, restarts, log = box(Failure(1, -9, 1, step=4), scene=scene, restarts=3)
+    context = dataclasses.replace(CONTEXT, log_tail=["loading", "x" * 500], max_restart=3, oom_kills_before=0, oom_kills_after=1)
+    first, explained, tip, step, last, loading, long, restarts, log = box(Failure(1, -9, 1, step=4), context=context, restarts=3)
     assert first == "fleetrun: rank 1 (node 0, gpu:1) failed: killed by SIGKILL (exit code 137)"
     assert "oom_kill rose from 0 to 1" in explained + tip
     assert (step, last, loading) == ("in step 4", "its last lines:", "  | loading")
@@ -126,8 +126,8 @@ def test_a_hung_rank_is_told_by_how_it_hung() -> None:
 
 
 def test_the_stack_of_a_hung_rank_is_told_from_its_innermost_call_on() -> None:
-    scene = dataclasses.replace(SCENE, log_tail=[f"  File a.py, line {line}" for line in range(40)], is_stack=True)
-    told = box(Failure(1, -9, 1, hung="stopped (SIGSTOP)"), scene=scene)
+    context = dataclasses.replace(CONTEXT, log_tail=[f"  File a.py, line {line}" for line in range(40)], is_stack=True)
+    told = box(Failure(1, -9, 1, hung="stopped (SIGSTOP)"), context=context)
     assert told[1:3] == ["where it was, the innermost call first:", "  |   File a.py, line 0"]
 
 
@@ -144,18 +144,20 @@ def test_a_message_of_several_lines_is_cut_sensibly() -> None:
 
 
 def test_a_failure_elsewhere_is_the_cause_and_ranks_here_are_its_victims() -> None:
-    scene = Scene(Path("log"), node=0)
-    told = box(Failure(0, 1, 1), Failure(1, 1, 1), scene=scene, elsewhere="rank 3 on node 1 (10.0.0.2) failed: exit code 1.")
+    context = FailureContext(Path("log"), node=0)
+    told = box(Failure(0, 1, 1), Failure(1, 1, 1), context=context, elsewhere="rank 3 on node 1 (10.0.0.2) failed: exit code 1.")
     assert told == ["fleetrun: rank 3 on node 1 (10.0.0.2) failed: exit code 1.", "then ended: ranks 0-1", "log: log"]
-    assert box(scene=scene, elsewhere="node 1 (10.0.0.2) is gone.") == ["fleetrun: node 1 (10.0.0.2) is gone.", "log: log"]
+    assert box(context=context, elsewhere="node 1 (10.0.0.2) is gone.") == ["fleetrun: node 1 (10.0.0.2) is gone.", "log: log"]
 
 
 @pytest.mark.parametrize("text", ["", "x" * 5000, "word " * 2000, "a\nb\n" * 500, "\x1b[2J\r\n\x00" * 300, "字" * 40])
 def test_the_box_holds_whatever_was_said(text: str) -> None:
-    scene = Scene(Path(text.replace("\n", "").replace("\0", "")[:300] or "x"), [text] * 100, 0, text[:200], max_restart=3)
+    context = FailureContext(
+        Path(text.replace("\n", "").replace("\0", "")[:300] or "x"), [text] * 100, 0, text[:200], max_restart=3
+    )
     failures = [Failure(rank, -9 if rank else 1, rank, text, text, 10**9) for rank in range(0, 1024, 2)]
     for first in (failures[0], dataclasses.replace(failures[0], error=None), dataclasses.replace(failures[0], hung=text)):
-        assert "\x1b" not in "".join(box(first, *failures[1:], scene=scene))
+        assert "\x1b" not in "".join(box(first, *failures[1:], context=context))
 
 
 def test_ranks_are_joined_into_spans() -> None:

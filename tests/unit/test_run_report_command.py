@@ -88,7 +88,7 @@ def test_wrong_input_is_told_in_one_line(runs: Path, capsys: pytest.CaptureFixtu
 def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (runs / "runs" / "lars" / "report.html").mkdir()
     assert main(["report", "runs/lars"]) == 2
-    assert "cannot be written: Is a directory. Name another place by --out." in capsys.readouterr().err
+    assert "cannot be written: Is a directory. Choose another place with --out." in capsys.readouterr().err
 
 
 def test_an_error_of_a_run_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

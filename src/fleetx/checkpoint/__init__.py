@@ -1,4 +1,4 @@
-"""Verified state for everything: save, load, and continue to the bit. Safetensors and JSON; nothing here runs code on load."""
+"""Save and load verified checkpoints, and continue bit-identically. Safetensors and JSON: loading runs no code from the files."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ from .snapshot import take_share
 __all__ = ["Loaded", "Saving", "load_checkpoint", "save_checkpoint", "save_model"]
 
 _last: Saving | None = None
-"""The save that may still be under way in the background."""
+"""Latest background save, perhaps still running; None after it was waited for."""
 _known: set[Path] = set()
-"""Folders that load_checkpoint has looked at, or that a warning was given of."""
+"""Directories that load_checkpoint has read, or for which the warning about later steps was given."""
 _background: tuple[Comm, Comm] | None = None
-"""The world's communicator, and the one made beside it for the background."""
+"""The world's communicator and the group made from it for background saves; None before the first."""
 
 
 def save_checkpoint(
     directory: str | os.PathLike[str], *, step: int, keep: int = 3, async_save: bool = False, **objects: Any
 ) -> Saving:
-    """Save any number of models, optimizers, schedulers, samplers, EMA copies and values, by name. Every rank must call it.
+    """Save models, optimizers, schedulers, samplers, EMA copies and plain values by name. Every rank must call it.
 
-    The newest `keep` checkpoints stay. With `async_save` the state is copied, and written while training goes on; what went
-    wrong then is raised by the next save, by load_checkpoint, or by `.wait()` on what this returns.
+    The newest `keep` checkpoints stay. With `async_save` the state is copied and written in the background; an error there is
+    raised by the next save, by load_checkpoint, or by `.wait()` on the returned object.
     """
     _check_save(directory, step, keep, objects)
-    here, path = world.current(), Path(os.path.abspath(directory))  # now: a script may change its folder while we write
+    here, path = (
+        world.current(),
+        Path(os.path.abspath(directory)),
+    )  # absolute: the script may change its directory meanwhile
     with heartbeat.during(Phase.SAVE):
         _finish_last(here.comm)
         share = take_share(objects, here.comm, here.device, copies=async_save)
@@ -56,15 +59,15 @@ def save_checkpoint(
     global _last
     _last = saving if async_save else None
     if here.comm.rank == 0:
-        _warn_of_later_steps(path, step)  # after the last collective: a warning may have been made an error
+        _warn_of_later_steps(path, step)  # after the last collective: the user may turn warnings into errors
     return saving
 
 
 def load_checkpoint(directory: str | os.PathLike[str], *, new_world_size: bool = False, **objects: Any) -> Loaded | None:
-    """Continue from the newest checkpoint whose every byte is right; None when there is none at all. Every rank must call it.
+    """Load the newest checkpoint that verifies completely; return None if the directory holds none. Every rank must call it.
 
-    Random number generators are restored too. `new_world_size` allows what cannot be exact on another number of ranks than
-    saved it: new ranks then get random numbers of their own.
+    Random number generators are restored too. `new_world_size` allows loading on a different number of ranks than saved it, which
+    is not bit-identical: added ranks get new random number streams.
     """
     here = world.current()
     _finish_last(here.comm)
@@ -77,9 +80,9 @@ def load_checkpoint(directory: str | os.PathLike[str], *, new_world_size: bool =
 
 
 def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetOptimizer | None = None) -> None:
-    """Write the model as plain safetensors, with its own keys. Every rank must call it; rank 0 writes.
+    """Write the model as one safetensors file with the keys of its state dict. Every rank must call it; rank 0 writes.
 
-    With the optimizer, a half-filled merge window is closed first (`flush`), and averaged weights are written under Local SGD.
+    With an optimizer, an incomplete merge window is applied first (`flush`), and under Local SGD the average is written.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"save_model was given {type(model).__name__} as the model; write save_model(path, model, optimizer).")
@@ -99,11 +102,11 @@ def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetO
 
 
 def _refuse_own_weights(model: nn.Module, optimizer: FleetOptimizer | None, comm: Comm) -> None:
-    """Rank 0 would write its own where an average is wanted."""
+    """Raise under Local SGD without its optimizer: rank 0 would write its own weights instead of the average."""
     mine = None if optimizer is None else optimizer.pipeline
     owners = [owner_of(param) for param in model.parameters()]
     alone = any(owner is not None and owner is not mine and owner.averages for owner in owners)
-    if ranks_where(comm, alone):  # asked of all: whether a discarded pair still lives may differ between ranks
+    if ranks_where(comm, alone):  # gathered: a discarded optimizer may be collected on some ranks only
         raise ConfigError(
             "under Local SGD each rank has weights of its own, and save_model writes their average. "
             "Give it the optimizer that trains this model: fleet.save_model(path, model, optimizer), one model at a time."
@@ -121,23 +124,23 @@ def _check_save(directory: object, step: object, keep: object, objects: dict[str
 
 
 def _warn_of_later_steps(directory: Path, step: int) -> None:
-    """A new run in the folder of an old one, which it has not looked at: later it would go on from the old one's end."""
+    """Warn when a new run saves into the directory of an older, longer run: it would later resume from that run's checkpoints."""
     later = [name for name in newest_first(directory) if (step_of(name) or 0) > step] if directory not in _known else []
     if later:
         _known.add(directory)
         warn_user(
             f"{directory} holds {later[0]}, later than the step {step} that is saved now: load_checkpoint would take that one. "
-            "Give each run a folder of its own, or delete what is not wanted.",
+            "Give each run its own directory, or delete the checkpoints you do not want.",
         )
 
 
 def _finish_last(comm: Comm) -> None:
-    """Wait for a save in the background. If one rank has not heard of its error yet, all raise: who has may be one of many."""
+    """Wait for the background save. All ranks raise if its error was not yet raised on any one of them."""
     global _last
     last, _last = _last, None
 
     def finish() -> None:
-        error = None if last is None else last.unheard()
+        error = None if last is None else last.take_error()
         if error is not None:
             raise error
 
@@ -145,14 +148,14 @@ def _finish_last(comm: Comm) -> None:
 
 
 @atexit.register
-def _tell_unheard() -> None:
-    """A script that ends after a save in the background asks nobody how it went. Threads have ended when this runs."""
+def _print_last_error() -> None:
+    """Print the error of a last background save that the script did not wait for. Python joins its thread first."""
     global _last, _background
-    error = None if _last is None else _last.unheard()
+    error = None if _last is None else _last.take_error()
     if error is not None:
         log.say(f"fleetx: the last checkpoint was not saved: {error}", logging.ERROR, stream=sys.stderr)
-    # A group that the script has closed lives on here. Its threads must end now: later, in an interpreter that is half gone, one
-    # that lets go of a tensor ends the whole process ("terminate called without an active exception").
+    # These hold a group that the script has closed. Its threads must end now: one that releases a tensor while the interpreter
+    # shuts down aborts the process ("terminate called without an active exception").
     _last = _background = None
 
 

@@ -1,10 +1,10 @@
-"""Any state dict as JSON plus tensors, and back: no pickle, nothing guessed.
+"""Convert any state dict to JSON plus tensors and back, without pickle; unsupported types are refused.
 
 {"lr": 0.1, "milestones": Counter({30: 1}), "momentum": tensor}
     -> {"lr": 0.1, "milestones": {"$counter": [[30, 1]]}, "momentum": {"$tensor": "optimizer/momentum"}}
        and {"optimizer/momentum": tensor}
 
-What JSON cannot say is an object with one key that begins with "$". A tensor that appears twice (tied weights) is stored once.
+A value JSON cannot hold becomes an object with one key that begins with "$". A tensor found twice (tied weights) is stored once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 @final
 class Encoder:
-    """Collects the tensors of one or several objects under keys that say where they were found."""
+    """Encodes objects and collects their tensors under keys that name the place in the object."""
 
     def __init__(self) -> None:
         self.tensors: Tensors = {}
@@ -87,30 +87,30 @@ class Encoder:
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(f"`{path}` is a {tensor.layout} tensor on {tensor.device}; only dense tensors are saved.")
-        # A conjugate or negated view has the memory of another tensor, and other values.
+        # A conjugate or negated view shares another tensor's memory but has different values.
         tensor = tensor.resolve_conj().resolve_neg()
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         key = self._seen.get(same) if tensor.numel() else None
         if key is None:
             key = self._seen[same] = self._free_key(path)
-            # safetensors has no complex128: a complex tensor travels as pairs of reals.
+            # safetensors has no complex128: a complex tensor is stored as pairs of reals.
             self.tensors[key] = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.is_complex():
             return {"$complex_tensor": key}
         return {"$tensor": key}
 
     def _free_key(self, path: str) -> str:
-        """Two places may have one path: {"a": {"b": x}, "a/b": y}, or the keys 1 and "1". Each tensor has a key of its own."""
-        readable = path.encode("utf-8", "backslashreplace").decode()  # safetensors takes no half of a surrogate pair
-        key, again = readable, 1
-        while key in self.tensors or key == "__metadata__":  # safetensors keeps that name for itself
-            again += 1
-            key = f"{readable}#{again}"
+        """Return an unused key: two places may have one path, as in {"a": {"b": x}, "a/b": y} or with the keys 1 and "1"."""
+        readable = path.encode("utf-8", "backslashreplace").decode()  # safetensors refuses lone surrogates
+        key, number = readable, 1
+        while key in self.tensors or key == "__metadata__":  # safetensors reserves this name
+            number += 1
+            key = f"{readable}#{number}"
         return key
 
 
 def decode(value: Json, fetch: Callable[[str], Tensor]) -> Any:
-    """The inverse of `Encoder.encode`; `fetch` gives the tensor of a key."""
+    """Invert `Encoder.encode`; `fetch` returns the tensor of a key."""
     if isinstance(value, list):
         return [decode(item, fetch) for item in value]
     if not isinstance(value, dict):
@@ -146,7 +146,7 @@ def _decode_tagged(tag: str, content: Json, fetch: Callable[[str], Tensor]) -> A
 
 
 _PLAIN_INT_BITS = 2048
-"""Python refuses to write much longer numbers in decimal."""
+"""Longer integers are stored in hexadecimal: Python refuses to print very long ones in decimal."""
 _MAPPINGS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _SEQUENCES: dict[Any, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
 _FACTORIES: dict[str, Any] = {"": None, **{kind.__name__: kind for kind in (int, float, str, list, dict, set)}}
@@ -172,5 +172,5 @@ def _name_of_factory(value: defaultdict[Any, Any], path: str) -> str:
 
 
 def _bits_of(array: Any) -> Tensor:
-    """Bytes: torch knows fewer number types than NumPy."""
+    """Return the array as a tensor of bytes: torch has fewer number types than NumPy."""
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy())

@@ -1,7 +1,7 @@
-"""Load: the newest checkpoint whose every byte is right, the same one on all ranks.
+"""Load the newest checkpoint that verifies completely, the same one on all ranks.
 
-Rank 0 says which folders there are. For each, newest first, every rank verifies what it would read, and all hear the result:
-one damaged file on one rank, and all go on to the one before. Nothing is put into an object before everything has been checked.
+Rank 0 lists the folders. For each, newest first, every rank verifies the files it would read and the results are gathered: after
+one damaged file on one rank, all try the folder before. No object is changed before everything has been checked.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from .manifest import NAME as MANIFEST
 from .manifest import Damaged, Manifest, read_manifest, verify
 from .objects import TRAINING, VALUE, check_all, put_all
 from .save import share_name
-from .snapshot import RANDOM, restore_random_states, seed_anew
+from .snapshot import RANDOM, restore_random_states, seed_added_rank
 
 NOT_SEEN = "(not seen)"
 
 
 class Loaded(NamedTuple):
-    """What load_checkpoint found."""
+    """Result of load_checkpoint."""
 
     step: int
     values: dict[str, Any]
-    """The values among the saved objects, by name."""
+    """Saved objects that are plain values, by name; other objects are loaded in place."""
 
 
 class Found(NamedTuple):
-    """The checkpoint to load."""
+    """A verified checkpoint folder."""
 
     path: Path
     passed_over: str
-    """Why newer ones are not it; empty when it is the newest."""
+    """Warning text that says why newer folders were skipped; empty for the newest."""
 
 
 def find(directory: Path, comm: Comm) -> Found | None:
-    """The newest folder that verifies, or None where there is none at all. Every rank calls it, and gets the same."""
+    """Find the newest folder that verifies, or None if there are no folders. A collective with one result for all ranks."""
     damage: list[str] = []
     for name in _names(directory, comm):
         path = directory / name
@@ -66,7 +66,7 @@ def find(directory: Path, comm: Comm) -> Found | None:
 
 
 def _names(directory: Path, comm: Comm) -> list[str]:
-    """As rank 0 sees them. An empty folder on rank 0 alone is a missing mount, not a first start."""
+    """List rank 0's folders, newest first. If only rank 0 sees none, a mount is missing there: raise instead of starting over."""
 
     def report(error: Exception) -> str:
         return f"rank {comm.rank} cannot read {directory}: {getattr(error, 'strerror', None) or sentence(error)}"
@@ -88,38 +88,38 @@ def _names(directory: Path, comm: Comm) -> list[str]:
 
 
 def adds_up(entry: str) -> bool:
-    """What a compressor has kept back: each rank's share of one sum, which another number of ranks can share as well."""
+    """Return whether an entry is one rank's share of a sum (a compressor's residual): any number of ranks can share it."""
     return "/stages/reduce/shares/" in entry
 
 
 def files_for(path: Path, manifest: Manifest, rank: int, size: int) -> list[str]:
-    """What this one of `size` ranks reads: what is common, then its own, which counts more.
+    """List the files that one of `size` ranks reads: the common ones, then its own, which take precedence.
 
-    Where another number of ranks saved it, in between the words of all of them, which tell what cannot be shared out anew, and
-    their tensors where some add up."""
+    If a different number of ranks saved the checkpoint, the JSON files of all ranks come in between, to find what cannot be
+    redistributed, and their tensor files where some entries add up over ranks."""
     common, own = share_name(None), share_name(rank if rank < manifest.world_size else 0)
     others = [share_name(r) for r in range(manifest.world_size)] if manifest.world_size != size else []
-    found = [name for name in sorted(manifest.files) if name.split(".")[0] == common]
+    names = [name for name in sorted(manifest.files) if name.split(".")[0] == common]
     for stem in [*(other for other in others if other != own), own]:
-        words, tensors = f"{stem}.json", f"{stem}.safetensors"
-        found += [words] if words in manifest.files else []
-        if tensors in manifest.files and (stem == own or _some_add_up(path, manifest, words)):
-            found.append(tensors)
-    return found
+        tree, tensors = f"{stem}.json", f"{stem}.safetensors"
+        names += [tree] if tree in manifest.files else []
+        if tensors in manifest.files and (stem == own or _some_add_up(path, manifest, tree)):
+            names.append(tensors)
+    return names
 
 
-def _some_add_up(path: Path, manifest: Manifest, words: str) -> bool:
-    verify(path, manifest, words)
-    return any(adds_up(key) for key in json.loads((path / words).read_text(encoding="utf-8"))["tensors"])
+def _some_add_up(path: Path, manifest: Manifest, tree: str) -> bool:
+    verify(path, manifest, tree)
+    return any(adds_up(key) for key in json.loads((path / tree).read_text(encoding="utf-8"))["tensors"])
 
 
 def _inspect(path: Path, comm: Comm) -> tuple[str | None, str]:
-    """What is wrong with what this rank would read, and which manifest it saw."""
+    """Verify the files this rank would read; return the problem or None, and the hash of the manifest it saw."""
     try:
         if not path.is_dir():
             return NOT_SEEN, ""
         manifest = read_manifest(path)
-        if manifest.step != folder.step_of(path.name):  # else an old one, renamed, would go before newer ones
+        if manifest.step != folder.step_of(path.name):  # an old folder, renamed, would hide newer ones
             raise Damaged(f"{MANIFEST} is of step {manifest.step}, which is not that of its folder")
         for name in files_for(path, manifest, comm.rank, comm.size):
             verify(path, manifest, name)
@@ -144,32 +144,32 @@ def _refuse_unshared(path: Path, ranks: list[tuple[str | None, str]]) -> None:
 
 
 class Reader:
-    """A verified checkpoint, as one rank reads it."""
+    """Reads a verified checkpoint on one rank."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         self.manifest = read_manifest(path)
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
         self._shares: dict[str, list[Any]] = {}
-        """Saved by other ranks than these: of what adds up over ranks, the files of all of them."""
-        self.folds = size != self.manifest.world_size
+        """Files that hold a share of each key that adds up over ranks; used when a different number of ranks saved it."""
+        self.is_resized = size != self.manifest.world_size
         self.objects: dict[str, Json] = {}
         self.own: list[str] = []
-        """What differs from rank to rank: objects, and keys of tensors."""
+        """Names of objects and keys of tensors that differ between ranks."""
         for name in files_for(path, self.manifest, rank, size):
             if name.endswith(".json"):
-                self._read_words(path / name, is_own=name != f"{share_name(None)}.json")
+                self._read_tree(path / name, is_own=name != f"{share_name(None)}.json")
             else:
                 opened = self._stack.enter_context(safe_open(path / name, framework="pt"))
                 self._where |= dict.fromkeys(opened.keys(), opened)
                 for key in filter(adds_up, opened.keys()):
                     self._shares.setdefault(key, []).append(opened)
 
-    def _read_words(self, path: Path, *, is_own: bool) -> None:
-        words = json.loads(path.read_text(encoding="utf-8"))
-        self.objects |= words["objects"]
+    def _read_tree(self, path: Path, *, is_own: bool) -> None:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        self.objects |= tree["objects"]
         if is_own:
-            self.own += [*words["objects"], *words["tensors"]]
+            self.own += [*tree["objects"], *tree["tensors"]]
 
     def __enter__(self) -> Reader:
         return self
@@ -178,28 +178,28 @@ class Reader:
         self._stack.close()
 
     def state(self, name: str, *, wanted: bool = True) -> tuple[str, Any]:
-        """Its kind and its state. Values are given back unasked; of what else nobody wants, no tensor is read."""
+        """Return kind and state of an object. An unwanted object is skipped (None), unless it is a plain value."""
         kind, state = self.objects[name]["kind"], self.objects[name]["state"]
-        found = decode(state, self._fetch) if wanted or kind == VALUE.name else None
-        if self.folds and kind == TRAINING.name and found is not None and found["stages"]["reduce"].get("shares"):
-            found["stages"]["reduce"]["summed_over"] = self.manifest.world_size
-        return kind, found
+        decoded = decode(state, self._fetch) if wanted or kind == VALUE.name else None
+        if self.is_resized and kind == TRAINING.name and decoded is not None and decoded["stages"]["reduce"].get("shares"):
+            decoded["stages"]["reduce"]["summed_over"] = self.manifest.world_size
+        return kind, decoded
 
     def _fetch(self, key: str) -> Tensor:
-        if self.folds and key in self._shares:
+        if self.is_resized and key in self._shares:
             return self._sum_of_shares(key)
         tensor: Tensor = self._where[key].get_tensor(key)
-        return tensor.clone()  # in memory of its own: the file may vanish while the run goes on
+        return tensor.clone()  # a copy: the mapped file may be deleted while training continues
 
     def _sum_of_shares(self, key: str) -> Tensor:
-        """Over all ranks that saved it. What was the same on all of them is stored once."""
+        """Sum a key over all ranks that saved it. A tensor that was equal on all ranks is stored once and counts for each."""
         files, dtype = self._shares[key], self._where[key].get_tensor(key).dtype
-        total: Tensor = sum(file.get_tensor(key).double() for file in files)  # one after the other: they may be large
+        total: Tensor = sum(file.get_tensor(key).double() for file in files)  # one at a time: they may be large
         return (total * (self.manifest.world_size / len(files))).to(dtype)
 
 
 def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torch.device, *, new_world_size: bool) -> Loaded:
-    """Every rank calls it. All raise, with nothing changed, or all continue from there."""
+    """Load the objects, or raise on all ranks with nothing changed. Every rank calls it."""
     with ExitStack() as stack:
 
         def read() -> tuple[Reader, dict[str, tuple[str, Any]]]:
@@ -215,12 +215,12 @@ def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torc
         put_all(objects, saved)
         _restore_random(reader, objects, comm, device)
         if comm.rank == 0:
-            _warn(found, objects, saved)  # last: where warnings are errors, rank 0 alone raises here
+            _warn(found, objects, saved)  # last: if the user turns warnings into errors, only rank 0 raises here
         return Loaded(reader.manifest.step, {name: state for name, (kind, state) in saved.items() if kind == VALUE.name})
 
 
 def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
-    """What is equal on all ranks loads on any number of them, and what adds up over ranks; what else each rank has does not."""
+    """Raise if a different number of ranks saved state that is neither equal on all ranks nor a share of a sum."""
     size = reader.manifest.world_size
     if size == comm.size:
         return
@@ -230,9 +230,9 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
     lost = sorted({entry.split("/")[0] for entry in entries})
     if lost:
         raise CheckpointError(
-            f"it was saved by {size} ranks, and this run has {comm.size}. These differ from rank to rank and cannot be shared "
-            f"out anew: {', '.join(lost)} ({listed(entries, 3)}). Resume on {size} ranks; or save when no merge window is open "
-            "(after optimizer.flush()) and, under Local SGD, with average_state=True and right after optimizer.average()."
+            f"it was saved by {size} ranks, and this run has {comm.size}. These differ between ranks and cannot be "
+            f"redistributed: {', '.join(lost)} ({listed(entries, 3)}). Resume on {size} ranks; or save when no merge window is "
+            "open (after optimizer.flush()) and, under Local SGD, with average_state=True and right after optimizer.average()."
         )
     if not allowed:
         raise CheckpointError(
@@ -246,16 +246,15 @@ def _warn(found: Found, objects: Mapping[str, Any], saved: Mapping[str, tuple[st
         warn_user(found.passed_over)
     unused = [name for name, (kind, _) in saved.items() if name not in objects and kind != VALUE.name]
     if unused:
-        told = f"{found.path} also holds {', '.join(unused)}, which load_checkpoint was not given: not loaded."
-        warn_user(told)
+        warn_user(f"{found.path} also holds {', '.join(unused)}, which load_checkpoint was not given: not loaded.")
 
 
 def _restore_random(reader: Reader, objects: Mapping[str, Any], comm: Comm, device: torch.device) -> None:
-    """Last, so that nothing done while loading has moved them; and once more when a half-read epoch goes on."""
+    """Restore the generators last, since loading may draw from them, and again when a sampler resumes a half-read epoch."""
     manifest = reader.manifest
     differs = any(entry.split("/")[0] == RANDOM for entry in reader.own)
     if comm.rank >= manifest.world_size and differs:
-        return seed_anew(manifest.step, comm.rank)
+        return seed_added_rank(manifest.step, comm.rank)
     _, states = reader.state(RANDOM)
     restore_random_states(states, device)
     for value in objects.values():

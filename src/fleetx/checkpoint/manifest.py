@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files, with the size and SHA-256 of each; it is written last, and vouches for itself too.
+"""List a checkpoint's files with size and SHA-256. The manifest is written last and contains a hash of itself.
 
 {"manifest": {"format": 1, "step": 120, "world_size": 4, "files": {"common.safetensors": {"bytes": ..., "sha256": ...}, ...}},
  "sha256": of the text of the object "manifest"}
@@ -21,7 +21,7 @@ _READ_BYTES = 2**20
 
 
 class Damaged(Exception):
-    """A file is not as it was written. The message begins with its name."""
+    """A file differs from what was written. The message begins with its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def _digest_of(body: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raise Damaged, naming the file, unless every byte of the manifest is as it was written."""
+    """Read the manifest; raise Damaged unless every byte is as it was written."""
     try:
         _refuse_special(folder / NAME)
         raw = (folder / NAME).read_bytes()
@@ -57,21 +57,21 @@ def read_manifest(folder: Path) -> Manifest:
         body = content["manifest"]
         intact = content["sha256"] == _digest_of(body)
         files = {name: FileRecord(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
-        found = Manifest(step=int(body["step"]), world_size=int(body["world_size"]), files=files)
+        manifest = Manifest(step=int(body["step"]), world_size=int(body["world_size"]), files=files)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Damaged(f"{NAME} is not a manifest") from None
     if body.get("format") != FORMAT and intact:
         raise Damaged(f"{NAME} has format {body.get('format')!r}; this version reads format {FORMAT}")
-    # Compared with the text we would write ourselves: a flipped space is damage as well.
-    if not intact or raw != found.to_text().encode():
+    # Compare with the text that would be written: a changed space counts as damage too.
+    if not intact or raw != manifest.to_text().encode():
         raise Damaged(f"{NAME} is damaged: its checksum does not match")
     if any(os.path.basename(name) != name or name in ("", ".", "..") for name in files):
         raise Damaged(f"{NAME} names a file outside its folder")
-    return found
+    return manifest
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and hash of a file as it can be read back."""
+    """Read a file back and return its size and hash."""
     hasher, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
@@ -81,21 +81,21 @@ def record_of(path: Path) -> FileRecord:
 
 
 def _refuse_special(path: Path) -> None:
-    """A link may lead anywhere, and reading a pipe may never end."""
+    """Raise unless it is a plain file: a link may point anywhere, and reading a pipe may never end."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise Damaged(f"{path.name} is not a plain file")
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
-    """Raise Damaged, naming the file, unless every byte is as it was written."""
+    """Raise Damaged, naming the file, unless every byte of it is as the manifest says."""
     expected, path = manifest.files[name], folder / name
     try:
         size = path.lstat().st_size
         _refuse_special(path)
         if size != expected.bytes:
             raise Damaged(f"{name} has {size} bytes instead of {expected.bytes}")
-        found = record_of(path)
+        record = record_of(path)
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from None
-    if found != expected:
+    if record != expected:
         raise Damaged(f"{name} is damaged: its checksum does not match")

@@ -1,6 +1,6 @@
-"""What a checkpoint can hold: for each kind of object how its state is taken, checked, and put back.
+"""Kinds of objects in a checkpoint: how the state of each is taken, checked and put back.
 
-A state is a tree of plain values and live tensors. `check` raises before anything was changed; `put` may then not fail.
+A state is a tree of plain values and live tensors. `check` raises before any object is changed; after it `put` must not fail.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Kind:
 
 
 def kind_of(value: Any) -> Kind:
-    """Anything that is none of these is a value: it is saved as it is, and given back by load_checkpoint."""
+    """Return the kind of an object. Any other object is a plain value, which load_checkpoint returns."""
     return next((kind for kind in KINDS if kind.recognises(value)), VALUE)
 
 
 def check_all(targets: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise if what is in the checkpoint does not fit what is to be filled; nothing is changed."""
+    """Raise if a saved state does not fit its target; nothing is changed."""
     for name, target in targets.items():
         if name not in saved:
             held = ", ".join(saved) or "nothing"
@@ -54,7 +54,7 @@ def check_all(targets: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) 
 
 
 def check_scheduler(target: Any, state: Any) -> None:
-    """torch's schedulers take any dict: that of another kind would leave them with half of each."""
+    """Raise if another kind of scheduler was saved: torch's schedulers accept any dict and would end up with a mixture."""
     if not isinstance(target, LRScheduler):
         return
     foreign = sorted({str(key) for key in target.state_dict().keys() ^ state.keys() if not str(key).startswith("_")})
@@ -65,14 +65,14 @@ def check_scheduler(target: Any, state: Any) -> None:
         )
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------------------
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict, and the buffers it leaves out: they too may have been changed by training."""
-    kept: dict[str, Any] = dict(model.state_dict())
-    hidden = {name: buffer for name, buffer in _buffers(model).items() if name not in kept}
-    return {"state_dict": kept, "non_persistent": hidden}
+    """Return the state dict and the non-persistent buffers, which training may have changed as well."""
+    persistent: dict[str, Any] = dict(model.state_dict())
+    hidden = {name: buffer for name, buffer in _buffers(model).items() if name not in persistent}
+    return {"state_dict": persistent, "non_persistent": hidden}
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -80,20 +80,21 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    mine, saved = model_state(model), state
+    """Raise if names, shapes or number types of the saved model differ from this one."""
+    mine = model_state(model)
     for part in ("state_dict", "non_persistent"):
-        here, there = mine[part], saved[part]
+        here, there = mine[part], state[part]
         missing, unexpected = [n for n in here if n not in there], [n for n in there if n not in here]
         if missing or unexpected:
             raise CheckpointError(
                 f"the checkpoint is of another model. Not in it: {_listed(missing)}; not in this model: {_listed(unexpected)}."
             )
         both = [(name, here[name], there[name]) for name in here if isinstance(here[name], Tensor)]
-        for what, told in (("shapes", lambda t: tuple(t.shape)), ("number types", lambda t: t.dtype)):
+        for what, property_of in (("shapes", lambda t: tuple(t.shape)), ("number types", lambda t: t.dtype)):
             wrong = [
-                f"{name} {told(saved_one)} instead of {told(mine_one)}"
-                for name, mine_one, saved_one in both
-                if isinstance(saved_one, Tensor) and told(mine_one) != told(saved_one)
+                f"{name} {property_of(saved)} instead of {property_of(current)}"
+                for name, current, saved in both
+                if isinstance(saved, Tensor) and property_of(current) != property_of(saved)
             ]
             if wrong:
                 raise CheckpointError(f"the checkpoint is of a model with other {what}: {_listed(wrong)}.")
@@ -111,11 +112,11 @@ def _listed(entries: list[str]) -> str:
     return listed(entries, 5) or "nothing"
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- table of kinds -----------------------------------------------------------------------------------------------------
 
 
 def _is_other(value: Any) -> bool:
-    """A scheduler, a scaler, a stateful loader, the user's own."""
+    """Return whether it is another object with a state dict: a scheduler, a scaler, a stateful loader, a class of the user's."""
     if isinstance(value, (nn.Module, Optimizer, FleetSampler, type)):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -125,11 +126,11 @@ def _put_numpy(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-def _keep(target: Any, state: Any) -> None:
-    """A value is not put anywhere: it is returned."""
+def _put_nothing(target: Any, state: Any) -> None:
+    """Do nothing: load_checkpoint returns values instead of loading them in place."""
 
 
-VALUE = Kind("a value", lambda value: True, take=lambda value: value, put=_keep)
+VALUE = Kind("a value", lambda value: True, take=lambda value: value, put=_put_nothing)
 TRAINING = Kind(
     "a distributed optimizer",
     lambda value: isinstance(value, FleetOptimizer),
@@ -138,7 +139,7 @@ TRAINING = Kind(
     check_training_state,
 )
 KINDS = (
-    # Put back in this order: what may still be refused among the small things is refused before a weight has changed.
+    # Loaded in this order: small objects, whose own code may still raise, come before any weight is changed.
     Kind("a torch.Generator", lambda v: isinstance(v, torch.Generator), lambda v: v.get_state(), lambda v, s: v.set_state(s)),
     Kind("a numpy Generator", lambda v: isinstance(v, np.random.Generator), lambda v: v.bit_generator.state, _put_numpy),
     Kind("a random.Random", lambda v: isinstance(v, random.Random), lambda v: v.getstate(), lambda v, s: v.setstate(s)),

@@ -1,13 +1,13 @@
-"""Save: all ranks together, written aside, complete or not there at all.
+"""Save a checkpoint from all ranks: written to a temporary folder, then renamed, so that it is complete or absent.
 
-take      every rank encodes its objects; a rank that cannot is heard before anything is written
-agree     fingerprints are compared: what is equal everywhere is rank 0's to write, the rest each rank's own
-prepare   rank 0 looks for room and makes a folder aside; every rank must see it
+take      every rank encodes its objects; an error on any rank is raised on all before a file is written
+agree     fingerprints are compared: state that is equal on all ranks is written by rank 0, the rest by each rank
+prepare   rank 0 checks the free space and makes the temporary folder; every rank must see it
 write     every rank writes, syncs and hashes its files
-commit    rank 0 writes the manifest, syncs, renames, and deletes what is too old
+commit    rank 0 writes the manifest, syncs, renames the folder and deletes old checkpoints
 
-Each line ends with an exchange of errors, so that all ranks go on or all raise. A kill at any instant leaves the complete
-folders as they were. With `async_save` the last three lines run in a thread, over a process group of its own.
+Each stage ends with an exchange of errors, so that all ranks continue or all raise. A kill at any time leaves the complete
+folders as they were. With `async_save` the last three stages run in a thread, over a process group of its own.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from . import folder
 from .folder import sync_folder, write_tensors
 from .manifest import NAME as MANIFEST
 from .manifest import FileRecord, Manifest, record_of
-from .snapshot import Share, Snapshot, apart
+from .snapshot import Share, Snapshot, without_aliases
 
 SPARE_BYTES = 2**16
-"""For the manifest and the file system's own records."""
+"""Bytes reserved for the manifest and the file system's metadata."""
 
 
 def share_name(rank: int | None) -> str:
-    """The files of what is common, or of one rank, without their endings."""
+    """Return the file name, without suffix, of the common state (None) or of one rank's state."""
     return "common" if rank is None else f"rank-{rank:05d}"
 
 
 def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, comm: Comm) -> Path:
-    """The path of the complete checkpoint. Every rank calls it; all raise or none."""
+    """Write a checkpoint and return its path. Every rank calls it; all raise or none."""
     ranks = comm.gather_json([share.nbytes(), step])
     if any(theirs != step for _, theirs in ranks):
         raise CheckpointError(f"the ranks save different steps: {[theirs for _, theirs in ranks]}. Count updates, on every rank.")
@@ -60,7 +60,7 @@ def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, com
 
 
 def on_first(comm: Comm, action: Callable[[], str | None]) -> str:
-    """Run on rank 0; its result, or its error, on every rank."""
+    """Run on rank 0; return its result, or raise its error, on every rank."""
     return str(
         run_on_first(
             comm,
@@ -72,7 +72,7 @@ def on_first(comm: Comm, action: Callable[[], str | None]) -> str:
 
 
 def _write_shares(comm: Comm, share: Share, aside: Path) -> dict[str, FileRecord]:
-    """The files of all ranks, or an error on every rank and nothing left behind."""
+    """Write this rank's files and return the records of all, or delete the temporary folder and raise on every rank."""
 
     def fails(failures: Failures) -> CheckpointError:
         if comm.rank == 0:
@@ -96,7 +96,7 @@ def _could_not(rank: int, error: Exception) -> str:
     return f"rank {rank} could not write: {kind}{error}"
 
 
-# --- the work -----------------------------------------------------------------------------------------------------------
+# --- prepare, write, commit ---------------------------------------------------------------------------------------------
 
 
 def _prepare(directory: Path, step: int, needed_bytes: int) -> str:
@@ -127,10 +127,10 @@ def _write_share(share: Share, aside: Path, *, rank: int) -> dict[str, FileRecor
 
 
 def _write_part(part: Snapshot, aside: Path, name: str) -> dict[str, FileRecord]:
-    tensors, words = aside / f"{name}.safetensors", aside / f"{name}.json"
-    folder.write_tensors(tensors, apart(part.tensors))
-    folder.write_text(words, json.dumps({"objects": part.objects, "tensors": sorted(part.tensors)}))
-    return {path.name: record_of(path) for path in (tensors, words)}
+    tensors, tree = aside / f"{name}.safetensors", aside / f"{name}.json"
+    folder.write_tensors(tensors, without_aliases(part.tensors))
+    folder.write_text(tree, json.dumps({"objects": part.objects, "tensors": sorted(part.tensors)}))
+    return {path.name: record_of(path) for path in (tensors, tree)}
 
 
 def _commit(aside: Path, directory: Path, records: dict[str, FileRecord], *, step: int, world_size: int, keep: int) -> str:
@@ -152,7 +152,7 @@ def _commit(aside: Path, directory: Path, records: dict[str, FileRecord], *, ste
 
 @final
 class Saving:
-    """A save under way, or done. `wait()` returns the path of the complete checkpoint, or raises what went wrong."""
+    """A running or finished save. `wait()` returns the path of the complete checkpoint, or raises its error."""
 
     def __init__(self, write: Callable[[], Path], *, in_background: bool) -> None:
         self._write = write
@@ -171,21 +171,21 @@ class Saving:
         except Exception as error:
             self._error = error
         finally:
-            del self._write  # with what it was to write, and the group it spoke in
+            del self._write  # releases the copied state and the background group
 
     @property
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def unheard(self) -> Exception | None:
-        """Wait; what went wrong, unless it was told before."""
+    def take_error(self) -> Exception | None:
+        """Wait, then return the error once: None if there was none, or if it was returned before."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
         return error
 
     def wait(self) -> Path:
-        error = self.unheard()
+        error = self.take_error()
         if error is not None:
             raise error
         if self._path is None:
@@ -193,30 +193,31 @@ class Saving:
         return self._path
 
 
-# The trained model as one plain safetensors file, with the user's own keys: three lines of plain torch load it.
+# --- the model alone ----------------------------------------------------------------------------------------------------
+# One safetensors file with the user's own keys, which plain torch loads:
 # state = safetensors.torch.load_file("model.safetensors")
 # model = MyModel()
 # model.load_state_dict(state)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """On the CPU, each with memory of its own: tied weights are written under both names."""
-    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}  # of a compiled model
-    strangers = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    if strangers:
-        raise CheckpointError(f"`{strangers[0]}` in the model's state dict is not a tensor; a safetensors file cannot hold it.")
+    """Copy the state dict to the CPU, each tensor with its own memory: tied weights are written under both names."""
+    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}  # prefix added by torch.compile
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise CheckpointError(f"`{others[0]}` in the model's state dict is not a tensor; a safetensors file cannot hold it.")
     return {name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in state.items()}
 
 
 def write_model(model: nn.Module, path: Path) -> None:
-    """Aside, synced, renamed: whatever was at `path` stays until the new file is whole."""
+    """Write to a temporary folder, sync, rename: an older file at `path` stays until the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A folder of this file's own: safetensors makes a nameless file beside the one it writes, and a kill would leave that too.
-    mine = f".writing-{hashlib.sha256(path.name.encode()).hexdigest()[:16]}-"
+    # A temporary folder per file name: safetensors makes a temporary file beside its target, which a kill would leave behind.
+    prefix = f".writing-{hashlib.sha256(path.name.encode()).hexdigest()[:16]}-"
     for entry in list(os.scandir(path.parent)):
-        if entry.name.startswith(mine):
+        if entry.name.startswith(prefix):
             shutil.rmtree(entry.path, ignore_errors=True)
-    aside = path.with_name(mine + uuid.uuid4().hex)
+    aside = path.with_name(prefix + uuid.uuid4().hex)
     aside.mkdir()
     try:
         write_tensors(aside / "model", plain_tensors(model), metadata={"format": "pt"})

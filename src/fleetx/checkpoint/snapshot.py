@@ -1,6 +1,6 @@
-"""The state of all objects at one instant, and which of it is the same on every rank.
+"""Take the state of all objects, and find which part of it is equal on every rank.
 
-What is equal everywhere is written once, by rank 0; the rest by each rank. Nobody declares which is which: fingerprints tell.
+Equal state is written once, by rank 0; the rest by each rank. Fingerprints decide which is which, not a declaration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import CheckpointError, FleetError
 from .encode import Encoder, Json, Tensors
 from .objects import kind_of
 
-# The random number generators that everybody shares: Python's, NumPy's, torch's on the CPU and on this rank's device.
+# --- global random number generators: Python's, NumPy's, torch's on the CPU and on this rank's device -------------------
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -40,31 +40,31 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def seed_anew(step: int, rank: int) -> None:
-    """For a rank that did not exist when the checkpoint was saved: a stream of its own, the same in every try."""
+def seed_added_rank(step: int, rank: int) -> None:
+    """Seed a rank that did not exist when the checkpoint was saved, with a stream of its own that is equal in every attempt."""
     seed = int.from_bytes(hashlib.sha256(f"fleetx {step} {rank}".encode()).digest()[:4], "little")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- snapshots and each rank's share of them ----------------------------------------------------------------------------
 
 RANDOM = "(random numbers)"
-"""The generators' entry among the objects; not a name that a keyword can have."""
+"""Entry of the generators among the objects; no keyword argument can have this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     objects: dict[str, Json]
-    """By object: its kind, and its state with tensors replaced by their keys."""
+    """Kind and state of each object, with tensors replaced by their keys."""
     tensors: Tensors
-    """Live ones: whoever writes later than now must copy them first."""
+    """Tensors by key. They are live: copy them before training continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank writes: objects and tensors for `common` (rank 0 alone), and its own."""
+    """The part of the state that one rank writes: the common part (None except on rank 0) and its own (None if empty)."""
 
     common: Snapshot | None
     own: Snapshot | None
@@ -74,7 +74,7 @@ class Share:
         return sum(len(json.dumps(part.objects)) + sum(t.nbytes + 200 for t in part.tensors.values()) for part in parts)
 
     def copied(self) -> Share:
-        """On the CPU and independent of what training does next."""
+        """Return a copy on the CPU that training does not change."""
         return Share(*(part and Snapshot(part.objects, copy_tensors(part.tensors)) for part in (self.common, self.own)))
 
 
@@ -86,14 +86,14 @@ def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
             encoded[name] = {"kind": kind.name, "state": encoder.encode(kind.take(value), name)}
         except FleetError:
             raise
-        except Exception as problem:  # of the user's own state_dict, or of a value that holds itself
+        except Exception as problem:  # from the user's state_dict, or from a value that contains itself
             raise CheckpointError(f"`{name}` cannot be saved: {type(problem).__name__}: {problem}") from problem
     encoded[RANDOM] = {"kind": "random", "state": encoder.encode(random_states(device), RANDOM)}
     return Snapshot(encoded, encoder.tensors)
 
 
 def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
-    """What this rank is to write. A rank that could not take its snapshot is heard here, so that all raise."""
+    """Take a snapshot and return the share that this rank writes. If a rank cannot take its snapshot, all raise."""
     nothing: dict[str, dict[str, str]] = {"objects": {}, "tensors": {}}
     snapshot, marks = run_and_share(
         comm,
@@ -108,6 +108,8 @@ def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, 
 
 
 def split(snapshot: Snapshot, marks: Sequence[Mapping[str, Mapping[str, Any]]], *, rank: int) -> Share:
+    """Split a snapshot into common and own parts, by comparing the marks of all ranks."""
+
     def equal(part: str, key: str) -> bool:
         return all(mark[part].get(key) == marks[0][part].get(key) for mark in marks)
 
@@ -132,7 +134,7 @@ def _object_marks(objects: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _tensor_marks(tensors: Tensors) -> dict[str, str]:
-    prints = [fingerprint([t]) for t in tensors.values()]  # all started before the first is fetched
+    prints = [fingerprint([t]) for t in tensors.values()]  # start all before fetching the first
     return {key: f"{int(mark):x} {t.dtype} {list(t.shape)}" for (key, t), mark in zip(tensors.items(), prints, strict=True)}
 
 
@@ -140,8 +142,8 @@ def copy_tensors(tensors: Tensors) -> Tensors:
     return {key: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for key, t in tensors.items()}
 
 
-def apart(tensors: Tensors) -> Tensors:
-    """Contiguous, on the CPU, and no two in the same memory, which safetensors refuses: a view of another gets its own."""
+def without_aliases(tensors: Tensors) -> Tensors:
+    """Return contiguous CPU tensors of which no two share memory, as safetensors requires: views are cloned."""
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     end = 0
     for key, tensor in sorted(plain.items(), key=lambda item: item[1].data_ptr()):

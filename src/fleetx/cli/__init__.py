@@ -1,1 +1,1 @@
-"""`fleetx`: what can be asked from the command line. One subcommand is one file."""
+"""The `fleetx` command. Each subcommand is one file."""

@@ -1,6 +1,6 @@
-"""So that `python -m fleetx.cli plan` is `fleetx plan`, and `fleetrun -m fleetx.cli plan` the same on several ranks."""
+"""Run `fleetx` as a module: `python -m fleetx.cli plan`, or `fleetrun -m fleetx.cli plan` on several ranks."""
 
-from fleetx.cli.main import command
+from .main import command
 
 if __name__ == "__main__":
     command()

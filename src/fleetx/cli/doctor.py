@@ -1,28 +1,28 @@
-"""`fleetx doctor`: its flags. What they lead to is in fleetx.doctor, which imports torch, and so comes late."""
+"""Flags of `fleetx doctor`. The work is in fleetx.doctor, which is imported late since it imports torch."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from fleetx.cli.flags import count, memory, of
-from fleetx.config.kinds import Kind, require
-from fleetx.errors import ConfigError
-from fleetx.launch.nodes import DEFAULT_PORT, split_master
+from ..config.kinds import Kind, require
+from ..errors import ConfigError
+from ..launch.nodes import DEFAULT_PORT, split_master
+from .flags import count, memory, of
 
-HELP = "look at this machine, let two ranks talk, and say what is wrong and how to mend it"
+HELP = "check this machine and a small run of two ranks, and say how to fix each problem"
 SIZES = (4, 64 * 1024, 1 << 20, 16 << 20, 64 << 20)
 LARGEST_BYTES = 1 << 30
 MOST_RANKS = 64
 
 TEXT = """\
-Look at this machine before training on it: versions, devices, limits, names and addresses, variables that change training;
-and start ranks that add numbers up, with their time. Each problem comes with what to do about it.
+Check this machine before training on it: versions, devices, limits, names and addresses, variables that change training;
+then start ranks that run all-reduces, check their sums and measure their time. Each problem comes with a fix.
 """
 EXAMPLES = """\
 examples:
   fleetx doctor
-  fleetx doctor --ips 10.0.0.1,10.0.0.2           (do the nodes of a job reach each other?)
+  fleetx doctor --ips 10.0.0.1,10.0.0.2           (can the nodes of a job reach each other?)
   fleetx doctor --json --no-bandwidth             (for scripts: one object on stdout)
   fleetrun --ips 10.0.0.1,10.0.0.2 -m fleetx.cli doctor      (on each node: the time of all-reduces between them)
 
@@ -41,22 +41,24 @@ def size_list() -> Kind:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = TEXT, EXAMPLES
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with all that was found and measured")
-    ranks_help = "ranks that are started on this machine to talk to each other (default: 2)"
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all findings, facts and measurements")
+    ranks_help = "ranks to start on this machine for the all-reduces (default: 2)"
     parser.add_argument("--ranks", type=of(count(2, MOST_RANKS)), default=2, metavar="N", help=ranks_help)
-    sizes_help = "bytes of the all-reduces (default: 4B,64KiB,1MiB,16MiB,64MiB)"
+    sizes_help = "sizes of the all-reduces (default: 4B,64KiB,1MiB,16MiB,64MiB)"
     parser.add_argument("--sizes", type=of(size_list()), default=SIZES, metavar="SIZE,...", help=sizes_help)
     parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="try this one alone (default: gloo, and NCCL with enough GPUs)"
+        "--backend", choices=("gloo", "nccl"), help="try only this backend (default: gloo, and NCCL with enough GPUs)"
     )
     parser.add_argument("--no-bandwidth", action="store_true", help="start no ranks")
-    parser.add_argument("--limit", type=of(count(1, 3600)), default=60, metavar="SECONDS", help="for the ranks (default: 60)")
+    parser.add_argument(
+        "--limit", type=of(count(1, 3600)), default=60, metavar="SECONDS", help="time limit of the ranks (default: 60)"
+    )
     parser.add_argument("--master", metavar="HOST[:PORT]", help="node 0 of a job: can it be reached?")
     parser.add_argument("--ips", metavar="A,B,...", help="all nodes of a job: can they be reached?")
 
 
 def hosts_of(master: str | None, ips: str | None) -> tuple[tuple[str, ...], int]:
-    """The hosts to try, and the port at which fleetrun would meet there."""
+    """Return the hosts to try, and the port that fleetrun would use for its rendezvous."""
     if master is not None and ips is not None:
         raise ConfigError("--ips and --master both say where node 0 is; keep one of them.")
     if master is not None:
@@ -70,10 +72,10 @@ def hosts_of(master: str | None, ips: str | None) -> tuple[tuple[str, ...], int]
 
 def run(options: argparse.Namespace) -> int:
     hosts, port = hosts_of(options.master, options.ips)
-    from fleetx.doctor import examine  # late: it imports torch, for which a usage error need not wait
+    from ..doctor import examine  # late: it imports torch, and usage errors should come at once
 
     return examine.run(
-        examine.Asked(
+        examine.Request(
             ranks=options.ranks,
             sizes=options.sizes,
             hosts=hosts,

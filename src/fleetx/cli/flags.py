@@ -1,4 +1,4 @@
-"""What the flags of all subcommands share: errors in one line, and texts such as 10Gbit, 50us and 32GB."""
+"""Flag types of all subcommands: rates, times and sizes such as 10Gbit, 50us and 32GB, and errors in one line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fleetx.config.kinds import Kind, require, size
-from fleetx.errors import ConfigError, did_you_mean
+from ..config.kinds import Kind, require, size
+from ..errors import ConfigError, did_you_mean
 
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -21,31 +21,31 @@ _COUNT = re.compile(r"[0-9]{1,12}")
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are raised, to be told in one line without the usage."""
+    """Raises ConfigError on wrong flags, to be printed in one line without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------------
+# --- kinds of values ----------------------------------------------------------------------------------------------------
 
 
 def bandwidth() -> Kind:
-    """In bytes a second."""
+    """Parse a rate into bytes per second."""
 
     def parse(text: Any) -> float:
         match = _RATE.fullmatch(text)
         require(match is not None)
         assert match is not None
-        found = float(match[1]) * PREFIXES[match[2].lower()] / (1 if match[3] == "B/s" else 8)
-        require(found > 0)
-        return found
+        rate = float(match[1]) * PREFIXES[match[2].lower()] / (1 if match[3] == "B/s" else 8)
+        require(rate > 0)
+        return rate
 
     return Kind("a rate such as 10Gbit, 100Mbit or 1.25GB/s", parse)
 
 
 def duration() -> Kind:
-    """In seconds."""
+    """Parse a time into seconds."""
 
     def parse(text: Any) -> float:
         match = _TIME.fullmatch(text)
@@ -69,7 +69,7 @@ def memory() -> Kind:
 
 
 def file(*endings: str) -> Kind:
-    """A place where a file of this kind can be written: better told now than after a minute of measuring."""
+    """Accept a path where such a file can be written: an error now is better than one after a minute of measuring."""
 
     def parse(text: Any) -> str:
         folder = Path(text).parent
@@ -80,7 +80,7 @@ def file(*endings: str) -> Kind:
 
 
 def readable(*endings: str) -> Kind:
-    """A file of this kind that is there."""
+    """Accept the path of an existing file with one of these suffixes."""
 
     def parse(text: Any) -> str:
         require(Path(text).suffix in endings and Path(text).is_file())
@@ -90,22 +90,22 @@ def readable(*endings: str) -> Kind:
 
 
 def settings(flag: str, text: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-    """Of NAME=VALUE,NAME=VALUE."""
-    found: dict[str, Any] = {}
+    """Parse NAME=VALUE,NAME=VALUE."""
+    parsed: dict[str, Any] = {}
     for entry in text.split(","):
         name, has_value, value = (part.strip() for part in entry.partition("="))
         if not has_value:
             raise ConfigError(f"{flag} takes NAME=VALUE,NAME=VALUE with names {', '.join(kinds)}; got {entry!r}.")
         if name not in kinds:
             raise ConfigError(f"{flag} knows {', '.join(kinds)}, and not {name!r}.{did_you_mean(name, kinds)}")
-        if name in found:
+        if name in parsed:
             raise ConfigError(f"{flag} says {name}= twice.")
-        found[name] = kinds[name].check(f"{name} of {flag}", value)
-    return found
+        parsed[name] = kinds[name].check(f"{name} of {flag}", value)
+    return parsed
 
 
 def of(kind: Kind) -> Callable[[str], Any]:
-    """As argparse wants it."""
+    """Turn a kind into a `type=` function for argparse."""
 
     def parse(text: str) -> Any:
         try:

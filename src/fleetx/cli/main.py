@@ -1,4 +1,4 @@
-"""`fleetx SUBCOMMAND ...`: from the command line to the exit code. Torch is not imported before there is something to do."""
+"""`fleetx SUBCOMMAND ...`: from the command line to the exit code. Torch is imported only when a subcommand runs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fleetx import __version__
-from fleetx.cli import doctor, plan, report
-from fleetx.cli.flags import Parser
-from fleetx.errors import FleetError
+from .. import __version__
+from ..errors import FleetError
+from . import doctor, plan, report
+from .flags import Parser
 
-EXIT_USAGE, EXIT_CTRL_C, EXIT_NOBODY_READS = 2, 130, 141
+EXIT_USAGE, EXIT_CTRL_C, EXIT_BROKEN_PIPE = 2, 130, 141
 PARTS = {"doctor": doctor, "plan": plan, "report": report}
 """Subcommands: each module has `HELP`, adds its flags to a parser (`add`) and runs them (`run`)."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="fleetx", description="Questions to FleetX from the command line.", allow_abbrev=False)
+    parser = Parser(
+        prog="fleetx",
+        description="FleetX on the command line: check a machine, plan a training, show its runs.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     parts = parser.add_subparsers(dest="part", metavar="SUBCOMMAND")
     for name, part in PARTS.items():
@@ -28,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 for input that cannot be used, which is told in one line."""
+    """Run the command and return its exit code: 2 for unusable input, with a message of one line."""
     try:
         parser = make_parser()
         options = parser.parse_args(argv)
@@ -43,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_CTRL_C
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more at its end, and would complain
-        return EXIT_NOBODY_READS
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit and would print an error
+        return EXIT_BROKEN_PIPE
 
 
 def command() -> NoReturn:

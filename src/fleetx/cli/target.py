@@ -1,4 +1,4 @@
-"""What a TARGET names: a model, its optimizer, a sample, and how their loss comes about."""
+"""Build what a TARGET names: model, optimizer, sample and loss function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Target:
 
 
 def target_of(text: str, *, rows: int | None, rank: int) -> Target:
-    """`rank`: random samples are other ones on every rank, as real ones are."""
+    """Build a target. `rank` seeds the random sample, which differs between ranks like real data."""
     if text in APPLICATIONS:
         return application(text, rows=rows, rank=rank)
     if rows is not None:
@@ -45,7 +45,7 @@ def target_of(text: str, *, rows: int | None, rank: int) -> Target:
     return _checked(text, _called(text, _function(text)))
 
 
-# --- applications -----------------------------------------------------------------------------------------------------------
+# --- applications -------------------------------------------------------------------------------------------------------
 
 
 def application(name: str, *, rows: int | None = None, rank: int = 0) -> Target:
@@ -62,7 +62,7 @@ def application(name: str, *, rows: int | None = None, rank: int = 0) -> Target:
 
 
 def _sentences(model: Bert, rows: int, random: torch.Generator) -> dict[str, torch.Tensor]:
-    """A label in place of each masked token: every tensor has as many rows as the batch, so that others can be made of it."""
+    """Make masked sentences. Labels have the shape of the tokens: every tensor must have one row per sample to vary the batch."""
     words = torch.randint(model.config.vocab_size, (rows, TOKENS), generator=random)
     is_masked = torch.rand(rows, TOKENS, generator=random) < MASKED_SHARE
     is_masked[:, 0] = True
@@ -70,7 +70,7 @@ def _sentences(model: Bert, rows: int, random: torch.Generator) -> dict[str, tor
     return {"input_ids": words, "labels": words.masked_fill(~is_masked, IGNORED), "next_sentence_label": follows}
 
 
-# --- module:function --------------------------------------------------------------------------------------------------------
+# --- module:function ----------------------------------------------------------------------------------------------------
 
 
 def _function(text: str) -> Callable[[], Any]:
@@ -83,10 +83,10 @@ def _function(text: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{text}: importing {module_name} failed: {_said(error)}") from error
+            raise ConfigError(f"{text}: importing {module_name} failed: {_error_text(error)}") from error
         raise ConfigError(f"{text}: there is no module {error.name!r} to be found from {os.getcwd()}.") from None
     except Exception as error:
-        raise ConfigError(f"{text}: importing {module_name} failed: {_said(error)}") from error
+        raise ConfigError(f"{text}: importing {module_name} failed: {_error_text(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
         has = [key for key, value in vars(module).items() if callable(value)]
@@ -98,11 +98,11 @@ def _called(text: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:
-        raise ConfigError(f"{text} failed: {_said(error)}") from error
+        raise ConfigError(f"{text} failed: {_error_text(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    """With the place where it came from, since there is no room for all that led to it."""
+def _error_text(error: Exception) -> str:
+    """Format an error with the line that raised it instead of the whole traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {first_line(error)}{place}"

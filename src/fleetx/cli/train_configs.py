@@ -1,9 +1,9 @@
-"""`parse_train_configs()`: what the seeds' scripts read from their command line, and the whole strategy with it.
+"""`parse_train_configs()`: read a training script's common flags, and every key of the strategy, from the command line.
 
 train.py --lr 0.1 --batch_size 64 --lars.lars_coeff 0.01 --amp --steps 20
          `--------- ours -------' `--- the strategy's keys ----' `-------' left to the caller, in configs.rest
 
-A key of a part switches the part on. `--strategy FILE` is read first, wherever it stands, and flags change it.
+A key of a part switches the part on. `--strategy FILE` is read first, at any position, and flags change it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..errors import ConfigError, did_you_mean
 from ..strategies import catalogue
 from ..strategy import COMMUNICATION, DIAGNOSTICS, GUARDS, SCALARS, DistributedStrategy
 
-# --- Text of a command line -> the value of a key. The key's own kind decides what the text can mean ------------------
+# --- from the text of a flag to the value of its key, as the key's kind allows ------------------------------------------
 # 4 -> 4        1e-3 -> 0.001     true -> True      null -> None      float16 -> "float16"      20GB -> "20GB"
 # a,b -> ["a", "b"]               [a, b], ["a", "b"] and ['a', 'b'] -> the same                 [] -> []
 
-# Not YAML's own reading of scalars: there 010 is 8 and 1:30 is 90.
+# Not parsed as YAML scalars: in YAML 010 is 8 and 1:30 is 90.
 _INTEGER = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
 def scalar(text: str) -> Any:
-    """A number, True, False or None where the text is one; otherwise the text itself."""
+    """Parse a number, True, False or None; return any other text unchanged."""
     if text in _WORDS:
         return _WORDS[text]
     try:
@@ -47,7 +47,7 @@ def scalar(text: str) -> Any:
 
 
 def value_of(flag: str, text: str, kind: Kind) -> Any:
-    """The first reading of the text that the kind accepts; the text itself is shown when there is none."""
+    """Return the first interpretation of the text that the kind accepts; if none fits, the error shows the text."""
     for reading in _readings(text):
         try:
             return kind.parse(reading)
@@ -66,19 +66,19 @@ def accepts(kind: Kind, value: Any) -> bool:
 
 def _readings(text: str) -> Iterator[Any]:
     yield scalar(text)
-    yield text  # `--on_nan_inf off`: a word of the key's own comes before any other meaning of it
+    yield text  # `--on_nan_inf off`: a word of the key itself comes before other meanings
     if not text.lstrip().startswith("["):
         elements = [element.strip() for element in text.split(",")]
         yield [scalar(element) for element in elements]
         yield elements
         return
-    # JSON first, since YAML reads its escapes of rare characters otherwise.
+    # JSON before YAML, which decodes some of its escapes differently.
     try:
         yield json.loads(text)
     except (ValueError, RecursionError):
         pass  # not JSON: [a, b] is YAML
     try:
-        words = yaml.load(text, Loader=yaml.BaseLoader)  # as safe as the safe one, and all its scalars are strings
+        words = yaml.load(text, Loader=yaml.BaseLoader)  # as safe as SafeLoader; all scalars are strings
     except (yaml.YAMLError, ValueError, RecursionError):
         return
     if isinstance(words, list) and all(isinstance(word, str) for word in words):
@@ -86,7 +86,7 @@ def _readings(text: str) -> Iterator[Any]:
         yield words
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- flags of a training script -----------------------------------------------------------------------------------------
 
 RESUME_FOLDER = "checkpoints"
 BOOLEANS = frozenset({"true", "false", "True", "False"})
@@ -103,7 +103,7 @@ def _text(what: str) -> Kind:
 
 @dataclass(kw_only=True)
 class TrainConfigs:
-    """What a training script is told. Defaults are Fleet's, unless the script has its own."""
+    """The flags of a training script. Defaults are Fleet's, unless the script passes its own."""
 
     lr: float = key(1e-4, number(above=0.0), "learning rate")
     momentum: float = key(0.9, number(0.0, below=1.0), "momentum of SGD")
@@ -118,7 +118,7 @@ class TrainConfigs:
     rest: list[str] = field(default_factory=list)
 
     def refuse_rest(self) -> None:
-        """For scripts without flags of their own: a flag that is not known here is an error, with the nearest name."""
+        """Raise on the first unknown flag and suggest the nearest name; for scripts without flags of their own."""
         if self.rest:
             name, _, _ = self.rest[0].removeprefix("--").partition("=")
             hint = did_you_mean(name.replace("-", "_"), _flags())
@@ -135,11 +135,11 @@ def parse_train_configs(
     defaults: Mapping[str, Any] | None = None,
     parser: argparse.ArgumentParser | None = None,
 ) -> TrainConfigs:
-    """Read our flags, and every key of the strategy as a flag, from `argv` (default: the command line, which is not changed).
+    """Read the common flags, and every key of the strategy, from `argv` (default: the command line, which is not changed).
 
-    `defaults` are the script's own: `{"lr": 0.1, "strategy": DistributedStrategy(lars=True)}`. A `--strategy FILE` takes the
-    place of that strategy. What is not ours is in `configs.rest`, in order and untouched; so is all from `--` on. `parser` is
-    the script's own, which reads `configs.rest` later: its flags are shown by `--help` too.
+    `defaults` are the script's own: `{"lr": 0.1, "strategy": DistributedStrategy(lars=True)}`. A `--strategy FILE` replaces that
+    strategy. Unknown words are left in `configs.rest`, in order; so is everything from `--` on. `parser` is the script's own
+    parser, which reads `configs.rest` later: `--help` shows its flags too.
     """
     own, strategy = _checked_defaults({} if defaults is None else defaults)
     _check_parser(parser)
@@ -185,12 +185,13 @@ def _check_parser(parser: object) -> None:
     for flag in (flag for action in parser._actions for flag in action.option_strings):
         if flag.removeprefix("--").replace("-", "_") in _flags():
             raise ConfigError(
-                f"the script's parser has {flag}, which is read here and would never reach it. Give it another name."
+                f"the script's parser has {flag}, which parse_train_configs reads itself: the parser would never get it. "
+                "Give it another name."
             )
 
 
 def _flags() -> dict[str, Kind]:
-    """Every flag, without its dashes."""
+    """Return the kind of every flag, by name without dashes."""
     flags = OWN | {"strategy": STRATEGY_FILE} | {name: scalar.kind for name, scalar in SCALARS.items()}
     for name, part in catalogue().items():
         flags[name] = boolean()
@@ -199,7 +200,7 @@ def _flags() -> dict[str, Kind]:
 
 
 def _scan(argv: list[str], defaults: TrainConfigs, parser: argparse.ArgumentParser | None) -> tuple[dict[str, Any], list[str]]:
-    """Our flags with their values, the last of each, and the words that are not ours."""
+    """Separate known flags, with the last value of each, from all other words."""
     flags, given, rest = _flags(), dict[str, Any](), list[str]()
     words = list(argv)
     while words:
@@ -220,12 +221,12 @@ def _scan(argv: list[str], defaults: TrainConfigs, parser: argparse.ArgumentPars
 
 
 def _next_value(flag: str, name: str, kind: Kind, words: list[str]) -> Any:
-    """The value of a flag without `=`: the next word, which a switch and --resume may do without."""
+    """Read the value of a flag without `=` from the next word; switches and --resume may have none."""
     if accepts(kind, True):
         following = words[0] if words else ""
         if following in BOOLEANS:
             return value_of(flag, words.pop(0), kind)
-        # Left to the caller, as other words after a switch are, `--amp off` would switch it on.
+        # Other words after a switch stay in `rest`; with `off` among them, `--amp off` would switch amp on.
         if following.lower() in NEAR_BOOLEANS:
             raise ConfigError(f"{flag} is followed by {following!r}; write {flag} true or {flag} false.")
         return True
@@ -237,7 +238,7 @@ def _next_value(flag: str, name: str, kind: Kind, words: list[str]) -> Any:
 
 
 def _refuse_near_miss(flag: str, name: str, flags: Mapping[str, Kind]) -> None:
-    """A name with one of our parts before its dot is meant for us: left to the caller, it would be lost."""
+    """Raise on an unknown flag that begins with the name of a part: left in `rest`, it would be lost."""
     if not flag.startswith("--"):
         return
     part, dot, entry = name.partition(".")
@@ -258,7 +259,7 @@ def _load(path: str) -> DistributedStrategy:
 
 
 def _apply(given: Mapping[str, Any], strategy: DistributedStrategy) -> None:
-    """Scalars and switches, then keys. A part that is switched off goes back to its defaults: nobody would read its keys."""
+    """Set scalars and switches, then keys. A part that is switched off is reset to its defaults: its keys have no effect."""
     keys = {name: value for name, value in given.items() if "." in name}
     for name, value in given.items():
         if name not in keys:
@@ -279,7 +280,7 @@ def _switch_off(name: str, keys: Sequence[str], strategy: DistributedStrategy) -
 
 
 def _help(configs: TrainConfigs, script: argparse.ArgumentParser | None) -> str:
-    """Generated from the keys: what is not in the strategy cannot be promised here, nor forgotten."""
+    """Generate the help text from the strategy's keys, so that both always agree."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags] [flags of the script]",
         description="A flag is written --name value or --name=value, with - or _ between its words.",

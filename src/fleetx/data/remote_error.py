@@ -21,7 +21,7 @@ def fail_everywhere(text: str) -> Never:
     here = world.current().comm
     if here.size > 1:
         text = f"{text} (Worker {here.rank} met it.)"
-    here.leave_word(text)
+    here.post_error(text)
     raise DataError(text)
 
 
@@ -45,4 +45,4 @@ class Watch:
 def _word() -> str | None:
     from ..dist import world
 
-    return world.current().comm.word_left() if world.is_open() else None
+    return world.current().comm.posted_error() if world.is_open() else None

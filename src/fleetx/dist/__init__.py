@@ -1,1 +1,1 @@
-"""The job: ranks, collectives, signals. The only user of torch.distributed."""
+"""The job: ranks, collectives, progress records, stop signals. Only this package uses torch.distributed."""

@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-# Before a process group is open: this module keeps the one that is open when it is first imported, in the defaults of its
-# functions, and torch.optim brings it in. A group that is kept never closes its connections, and ranks that wait for one that
+# Imported now, before a process group is open: this module stores the group that is open at its first import as a default
+# argument, and torch.optim imports it. A group held there never closes its connections, and ranks that wait for a rank that
 # has left would wait for ever.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
@@ -28,14 +28,14 @@ from . import gloo_threads, heartbeat
 from ..errors import ConfigError, DataError, PeerError, first_line, warn_user
 from .heartbeat import Phase
 
-# torch 2.13 renamed it, and warns of the old name; 2.11 has only the old one.
+# torch 2.13 renamed all_gather_into_tensor and warns about the old name; 2.11 has only the old one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 @final
 class Pending:
-    """A collective under way. `wait` returns once its result may be used (on CUDA: by the current stream)."""
+    """A collective in flight. `wait` returns once its result may be used (on CUDA: by the current stream)."""
 
     __slots__ = ("_finish", "_work")
 
@@ -45,25 +45,25 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None:
-            with heartbeat.during(Phase.WAIT), _or_a_reason():
+            with heartbeat.during(Phase.WAIT), _explain_lost_connection():
                 self._work.wait()
         if self._finish is not None:
             self._finish()
 
     def then(self, finish: Callable[[], None]) -> Pending:
-        """Run `finish` when waited for, in the waiting thread: never in a backend's own thread, whose order is not ours."""
+        """Return a Pending whose `wait` also runs `finish`, in the waiting thread: a backend's own thread runs in another order."""
         return Pending(self._work, finish)
 
 
 class Comm(abc.ABC):
-    """The ranks that work together, as one of them sees them."""
+    """A group of ranks and its collectives, seen from one of them."""
 
     rank: int
     size: int
     control_device: torch.device
     bytes_sent: float = 0.0
     backend: str | None = None
-    """What carries the messages; None where there are none."""
+    """Name of the transport (gloo, nccl, or both); None for a single rank."""
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
@@ -71,71 +71,71 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
-        """The tensors of all ranks, stacked in rank order; valid once waited for. Shapes must be equal."""
+        """Return the tensors of all ranks, stacked in rank order; valid after `wait`. Shapes must be equal."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """Overwrite in place with the tensor of `source`."""
+        """Overwrite the tensor in place with that of rank `source`."""
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        # An all-reduce of one number: it needs no device guess, and works on every backend.
+        """Return when every rank has called it."""
+        # An all-reduce of one number needs no device guess and works on every backend.
         reached = torch.zeros(1, device=self.control_device)
         self.all_reduce(reached).wait()
-        reached.item()  # NCCL's wait holds up the stream alone; the host waits for the number
+        reached.item()  # NCCL's wait blocks only the stream; reading the number blocks the host
 
     @abc.abstractmethod
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
-        """The member of a partition of all ranks that holds this one. Every rank calls it with the same partition."""
+        """Return the group that holds this rank, of a partition of all ranks. Every rank calls it with the same partition."""
 
-    def leave_word(self, text: str) -> None:
-        """Say why this rank is about to stop. No collective: the others read it when they look, or when a connection breaks."""
+    def post_error(self, text: str) -> None:
+        """Post the error for which this rank stops. Not a collective: other ranks read it on demand or when a connection breaks."""
         return None
 
-    def word_left(self) -> str | None:
-        """What the last rank to stop left behind, if any has."""
+    def posted_error(self) -> str | None:
+        """Return the error that a rank posted last, or None."""
         return None
 
     @contextlib.contextmanager
-    def word_during(self, text: str) -> Iterator[None]:
-        """Leave a word for the time of a collective that another rank may miss; once it is done, all of them know."""
-        self.leave_word(text)
+    def error_during(self, text: str) -> Iterator[None]:
+        """Post an error for the time of a collective that another rank may miss; withdraw it once all have passed."""
+        self.post_error(text)
         yield
-        self.take_back_word()
+        self.withdraw_error()
 
-    def take_back_word(self) -> None:
-        """Leave no word any more, of this rank or of another."""
+    def withdraw_error(self) -> None:
+        """Withdraw the posted error, of this rank or of another."""
         return None
 
-    def leave_note(self, key: str, text: str) -> None:
-        """For other ranks to find, in place of an earlier one. No collective: nobody waits for it."""
+    def post_note(self, key: str, text: str) -> None:
+        """Store a text that other ranks can read, replacing an earlier one. Not a collective: no rank waits."""
         return None
 
-    def notes_left(self, keys: Sequence[str]) -> list[str] | None:
-        """The notes under these keys; None while one of them is missing. No collective: what lies there is taken."""
+    def read_notes(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the notes under these keys, or None while one of them is missing. Not a collective: no rank waits."""
         return None
 
-    def meet(self, key: str, *, lacking: str) -> None:
-        """Wait until every rank has called this with the key: for a place that only some ranks may have come to.
+    def wait_for_all(self, key: str, *, missing: str) -> None:
+        """Wait until every rank has called this with the same key, at a place that perhaps only some ranks reach.
 
-        A collective would pair with another one of the ranks that are elsewhere. `lacking`: what those have not done, for the
-        warning after half a minute, and for the error when the group's time limit has passed."""
+        Not a collective: it would pair with a different collective of the ranks that are elsewhere. `missing` says what absent
+        ranks have not done, for the warning after 30 seconds and for the error after the group's timeout."""
         return None
 
     def background(self) -> Comm:
-        """The same ranks over connections of their own, for CPU tensors: another thread may use it beside this one.
+        """Return a group of the same ranks with connections of its own, for CPU tensors, so that another thread can use it.
 
-        Every rank calls it, at the same place."""
+        A collective: every rank calls it at the same place."""
         return self
 
     def metered(self) -> Comm:
-        """The same ranks with a byte counter of its own: each pair reports what it sent itself."""
-        twin = copy.copy(self)
-        twin.bytes_sent = 0.0
-        return twin
+        """Return the same group with a byte counter of its own, so that each model and optimizer pair reports what it sent."""
+        metered = copy.copy(self)
+        metered.bytes_sent = 0.0
+        return metered
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         data = json.dumps(value).encode()
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.control_device)
         lengths, pending = self.all_gather(length)
@@ -173,42 +173,42 @@ class SoloComm(Comm):
         return self
 
 
-LAST_WORD, READERS = "fleetx/last_word", "fleetx/last_word_readers"
+ERROR_KEY, READ_KEY = "fleetx/last_word", "fleetx/last_word_readers"
 SECONDS_FOR_READERS = 2.0
 SECONDS_BEFORE_WARNING = 30.0
-_kept_for_readers: list[tuple[Any, list[str]]] = []
-"""Stores in which this rank left a word, and what the others write there when they have read it."""
+_unread_errors: list[tuple[Any, list[str]]] = []
+"""Each store in which this rank posted an error, and the keys that the other ranks set once they have read it."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
-def _word_left() -> str | None:
+def _posted_error() -> str | None:
     store = dist.distributed_c10d._get_default_store()
     try:
-        if not store.check([LAST_WORD]):
+        if not store.check([ERROR_KEY]):
             return None
-        word = store.get(LAST_WORD).decode()
-        if not word:  # taken back
+        text = store.get(ERROR_KEY).decode()
+        if not text:  # withdrawn
             return None
-        store.set(f"{READERS}/{dist.get_rank()}", "")
-        return word
-    except RuntimeError:  # the store went with the rank that kept it: ranks need not end at the same time
+        store.set(f"{READ_KEY}/{dist.get_rank()}", "")
+        return text
+    except RuntimeError:  # the rank that hosts the store has ended: ranks need not end at the same time
         return None
 
 
 @contextlib.contextmanager
-def _or_a_reason() -> Iterator[None]:
-    """What a connection that broke means: on every rank the reason that a rank told before it stopped, or what is known here."""
+def _explain_lost_connection() -> Iterator[None]:
+    """Raise the error another rank posted instead of the connection error; without one, say where this rank lost the others."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as broken:
-        word = _word_left()
-        if word is not None:
-            raise DataError(word) from broken
+        posted = _posted_error()
+        if posted is not None:
+            raise DataError(posted) from broken
         raise PeerError(
             f"rank {dist.get_rank()} has lost the other ranks in {heartbeat.where()}: one of them has left, or is in another "
             "call. If a rank shows an error of its own, that is the cause. Else they have made different numbers of backwards or "
@@ -222,35 +222,35 @@ def _or_a_reason() -> Iterator[None]:
 class TorchComm(Comm):
     """Ranks of a torch.distributed process group (gloo, NCCL, or both)."""
 
-    def leave_word(self, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # without a store there is nobody left to tell
+    def post_error(self, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone, and with it the ranks that would read
             store = dist.distributed_c10d._get_default_store()
-            store.set(LAST_WORD, text)
-            everyone = range(dist.get_world_size())
-            _kept_for_readers.append((store, [f"{READERS}/{rank}" for rank in everyone if rank != dist.get_rank()]))
+            store.set(ERROR_KEY, text)
+            others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+            _unread_errors.append((store, [f"{READ_KEY}/{rank}" for rank in others]))
 
-    def word_left(self) -> str | None:
-        return _word_left()
+    def posted_error(self) -> str | None:
+        return _posted_error()
 
-    def take_back_word(self) -> None:
+    def withdraw_error(self) -> None:
         with contextlib.suppress(RuntimeError):
             # Not deleted: another rank that has just seen the key would wait for it.
-            dist.distributed_c10d._get_default_store().set(LAST_WORD, "")
-        _kept_for_readers.clear()
+            dist.distributed_c10d._get_default_store().set(ERROR_KEY, "")
+        _unread_errors.clear()
 
-    def leave_note(self, key: str, text: str) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the store went with the rank that kept it, or with the group
+    def post_note(self, key: str, text: str) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the store's rank has ended, or the group is closed
             dist.distributed_c10d._get_default_store().set(key, text)
 
-    def notes_left(self, keys: Sequence[str]) -> list[str] | None:
+    def read_notes(self, keys: Sequence[str]) -> list[str] | None:
         with contextlib.suppress(RuntimeError, ValueError):
             store = dist.distributed_c10d._get_default_store()
-            # `multi_get` would wait for a key that is not there.
+            # Checked first: `multi_get` waits for a key that is missing.
             if store.check(list(keys)):
                 return [value.decode() for value in store.multi_get(list(keys))]
         return None
 
-    def meet(self, key: str, *, lacking: str) -> None:
+    def wait_for_all(self, key: str, *, missing: str) -> None:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{key}/{self.rank}", "")
         start, warned = time.monotonic(), False
@@ -258,12 +258,12 @@ class TorchComm(Comm):
         while absent := [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]:
             waited = time.monotonic() - start
             if waited > limit:
-                text = f"rank {self.rank} has waited {waited:.0f} s for {_ranks(absent)}, which {lacking}"
-                self.leave_word(text)
+                text = f"rank {self.rank} has waited {waited:.0f} s for {_ranks(absent)}, which {missing}"
+                self.post_error(text)
                 raise ConfigError(text)
             if waited > SECONDS_BEFORE_WARNING and not warned:
                 warned = True
-                warn_user(f"rank {self.rank} waits for {_ranks(absent)}, which {lacking}")
+                warn_user(f"rank {self.rank} waits for {_ranks(absent)}, which {missing}")
             time.sleep(0.002 if waited < 1 else 0.05)
 
     def background(self) -> Comm:
@@ -274,7 +274,7 @@ class TorchComm(Comm):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         carriers = str(dist.get_backend_config(group)).split(",")
         self.backend = ",".join(sorted({carrier.rpartition(":")[2] for carrier in carriers}))
-        # Control flags travel on the CPU where they can: they then cost the device stream nothing.
+        # Control flags go over the CPU where the backend can: the device stream then does not wait for them.
         on_cpu = "gloo" in str(dist.get_backend_config(group)) or "mpi" in str(dist.get_backend_config(group))
         self.control_device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
@@ -296,7 +296,7 @@ class TorchComm(Comm):
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         mine: Comm | None = None
         for members in ranks:
-            # Every rank creates every group, in one order: new_group is a collective of the whole world.
+            # Every rank creates every group in the same order: new_group is a collective of all ranks.
             group = dist.new_group(list(members))
             if self.rank in members:
                 mine = TorchComm(group) if len(members) > 1 else SoloComm()
@@ -310,39 +310,39 @@ def is_initialized() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """In the default process group."""
+    """Return this rank and the number of ranks in the default process group."""
     return dist.get_rank(), dist.get_world_size()
 
 
 def open_group(backend: str, *, rank: int, size: int, address: str, port: int, timeout: timedelta | None) -> None:
-    """Make the default process group at a known address."""
+    """Create the default process group at a known address."""
     dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=size, timeout=timeout)
 
 
 def open_group_from_env(backend: str, *, timeout: timedelta | None) -> None:
-    """Make the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with a launcher's own store."""
+    """Create the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with the launcher's store."""
     dist.init_process_group(backend, init_method="env://", timeout=timeout)
 
 
 def close_group() -> None:
     if is_initialized():
         dist.destroy_process_group()
-    gloo_threads.rest()
-    _stay_for_readers()
+    gloo_threads.wait_until_idle()
+    _wait_for_readers()
 
 
-def _stay_for_readers() -> None:
-    """After a word was left. Ranks that wait for this one find it when the connection breaks, and the store may be here."""
-    while _kept_for_readers:
-        store, readers = _kept_for_readers.pop()
+def _wait_for_readers() -> None:
+    """Stay until the other ranks have read a posted error: they look when the connection breaks, and may need this rank's store."""
+    while _unread_errors:
+        store, readers = _unread_errors.pop()
         deadline = time.monotonic() + SECONDS_FOR_READERS
-        with contextlib.suppress(RuntimeError):  # kept by another rank, which has gone: nobody reads it any more
+        with contextlib.suppress(RuntimeError):  # the rank that hosts the store has ended, and nothing can be read any more
             while readers and time.monotonic() < deadline and not store.check(readers):
                 time.sleep(0.02)
 
 
 def sharding_of(module: nn.Module) -> str | None:
-    """The name of the wrapper or tensor type by which a module is already distributed, or None."""
+    """Return the name of the wrapper or tensor type that already distributes this module, or None."""
     from torch.distributed.tensor import DTensor
 
     wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")

@@ -1,4 +1,4 @@
-"""A lock of the kernel on an open file, waited for aloud. Whoever dies holding it lets it go."""
+"""A kernel lock on an open file, with messages while waiting. The kernel releases it when the holding process dies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _POLL_S = 0.05
 
 
 class LocksMissingError(OSError):
-    """The file system has no locks."""
+    """Raised when the file system supports no locks."""
 
 
 def lock_aloud(handle: int, say: Callable[[float], None], *, first_word_s: float, next_word_s: float) -> None:
-    """Hold it. Asks again and again instead of sleeping in the kernel: a wait must be able to say what it waits for."""
+    """Take the exclusive lock; call `say` with the seconds waited, first after `first_word_s`, then every `next_word_s`.
+
+    It polls instead of blocking in the kernel, so that a long wait can be reported."""
     began = time.monotonic()
     next_word = began + first_word_s
     while True:

@@ -1,10 +1,9 @@
-"""Threads of gloo that outlive their group, at rest before Python ends.
+"""Wait for gloo's worker threads before Python exits, when they outlive their process group.
 
-A thread that has carried out a collective first tells whoever waits for it, and then lets go of its tensors. The last hold on a
-tensor that was made in Python is let go of under Python's lock; and a thread that asks for that lock while Python is ending is
-ended there and then, inside a destructor, which ends the process: "terminate called without an active exception", after a
-training that went well. A group that is closed joins its threads. One that somebody still holds does not, and a model in torch's
-DistributedDataParallel holds one.
+A thread that has finished a collective first wakes the waiting caller and then releases its tensors. Releasing the last reference
+to a tensor created in Python needs the interpreter lock; a thread that asks for that lock during interpreter shutdown is killed
+inside a destructor, which aborts the process ("terminate called without an active exception") after a successful training.
+Closing a group joins its threads, unless another object still refers to the group; a model in torch's DistributedDataParallel does.
 """
 
 from __future__ import annotations
@@ -15,32 +14,33 @@ from pathlib import Path
 THREAD_NAME = b"pt_gloo_runloop"
 PAUSE_SECONDS = 0.002
 LONGEST_SECONDS = 2.0
-OF_THREADS = Path("/proc/self/task")
+THREADS_FOLDER = Path("/proc/self/task")
 WAITING = b"S"
 
 
-def rest() -> None:
-    """Returns when all of them wait, for work or for another rank: one of a collective that nobody waited for may be at work
-    later. At once where there are none; after a short while where nobody can tell."""
-    deadline, calm = time.monotonic() + LONGEST_SECONDS, 0
+def wait_until_idle() -> None:
+    """Return when every gloo thread is blocked, waiting for work or for another rank; at once when there are none.
+
+    Where /proc cannot be read, sleep for a short fixed time. A collective that was never waited for may run later all the same."""
+    deadline, idle_looks = time.monotonic() + LONGEST_SECONDS, 0
     try:
-        # A thread may wait for Python's lock, and not for work, while this one looks. It has it in the pause, so two looks tell.
-        while (states := _states()) and calm < 2 and time.monotonic() < deadline:
-            calm = calm + 1 if set(states) == {WAITING} else 0
+        # A thread may be blocked on the interpreter lock instead of on work. It gets the lock during the sleep: look twice.
+        while (states := _states()) and idle_looks < 2 and time.monotonic() < deadline:
+            idle_looks = idle_looks + 1 if set(states) == {WAITING} else 0
             time.sleep(PAUSE_SECONDS)
     except OSError:
-        time.sleep(25 * PAUSE_SECONDS)  # microseconds are all that a thread needs, once it is let
+        time.sleep(25 * PAUSE_SECONDS)  # a thread needs only microseconds once it has the lock
 
 
 def _states() -> list[bytes]:
-    """Of each such thread: R where it runs or would, S where it waits."""
-    found = []
-    for folder in OF_THREADS.iterdir():
+    """Return the state of each gloo thread: R when it runs or could, S when it is blocked."""
+    states = []
+    for folder in THREADS_FOLDER.iterdir():
         try:
-            line = (folder / "stat").read_bytes()  # a name that was cut in the middle of a letter is no text
-        except OSError:  # it has ended since
+            line = (folder / "stat").read_bytes()  # as bytes: a name cut inside a character is not valid text
+        except OSError:  # the thread has ended meanwhile
             continue
         name, _, rest_of_line = line.partition(b"(")[2].rpartition(b")")
         if name == THREAD_NAME:
-            found.append(rest_of_line.split()[0])
-    return found
+            states.append(rest_of_line.split()[0])
+    return states

@@ -1,11 +1,11 @@
-"""Where this rank is: one small record in shared memory that a launcher reads without asking, and without stopping anybody.
+"""Progress of this rank: a small record in shared memory that the launcher reads without a message and without pausing the rank.
 
-worker     progress.at_step(812)                      the update under way, counted from 1
-           with progress.during(Phase.WAIT): ...      the one place that waits is comm.Pending.wait
-launcher   progress.read(path)                        None until the worker first says something
-monitor    progress.listen(heard)                     told of every change of phase, in the thread that trains
+worker     heartbeat.at_step(812)                      the current update, counted from 1
+           with heartbeat.during(Phase.WAIT): ...      entered in one place: comm.Pending.wait
+launcher   heartbeat.read(path)                        None until the worker has written its first record
+monitor    heartbeat.listen(on_phase)                  called at every change of phase, in the training thread
 
-Standard library only: the launcher reads it before torch is imported, and a record costs the worker less than a microsecond.
+Standard library only: the launcher uses it without importing torch. Writing a record takes less than a microsecond.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRESS_FILE = "FLEETX_PROGRESS_FILE"
-"""The variable that names this rank's record. The launcher makes the file before the worker starts."""
+"""Environment variable with the path of this rank's record. The launcher creates the file before it starts the worker."""
 
-_RECORD = struct.Struct("<qqq")  # step, phase, since_ns of CLOCK_MONOTONIC, which all processes of a machine share
+_RECORD = struct.Struct("<qqq")  # step, phase, since_ns on CLOCK_MONOTONIC, which all processes of a machine share
 RECORD_BYTES = _RECORD.size
 
 
@@ -33,13 +33,13 @@ class Phase(enum.IntEnum):
     """In the user's own code."""
     BACKWARD = 2
     WAIT = 3
-    """In a collective, until the other ranks are there too."""
+    """In a collective, waiting for other ranks."""
     SAVE = 4
     FORWARD = 5
-    """Of a model in training, and the loss after it; known only while a monitor looks."""
+    """In the forward of a training model or in its loss; recorded only while a monitor listens."""
     UPDATE = 6
     EVALUATE = 7
-    """A forward that no backward will follow; known only while a monitor looks."""
+    """In a forward without a later backward; recorded only while a monitor listens."""
 
 
 _PHASES = frozenset(int(phase) for phase in Phase)
@@ -48,10 +48,10 @@ _PHASES = frozenset(int(phase) for phase in Phase)
 @dataclass(frozen=True, slots=True)
 class Progress:
     step: int
-    """The update under way, from 1; 0 before the first."""
+    """Current update, counted from 1; 0 before the first."""
     phase: Phase
     since_ns: int
-    """When the record last changed, on CLOCK_MONOTONIC."""
+    """Time of the last change of the record, in nanoseconds of CLOCK_MONOTONIC."""
 
     def silent_seconds(self, now_ns: int) -> float:
         return (now_ns - self.since_ns) / 1e9
@@ -62,7 +62,7 @@ def make_file(path: Path) -> None:
 
 
 def read(path: Path) -> Progress | None:
-    """A rank that never calls the library has nothing to say."""
+    """Return the record, or None when the rank has not called the library yet."""
     data = path.read_bytes()
     if len(data) < RECORD_BYTES:
         return None
@@ -71,7 +71,7 @@ def read(path: Path) -> Progress | None:
 
 
 class _Record:
-    """The worker's side. Without a launcher it writes to nowhere."""
+    """The worker's record. Without a launcher it is a plain buffer that no process reads."""
 
     def __init__(self) -> None:
         self.step, self.phase = 0, Phase.SCRIPT
@@ -81,13 +81,13 @@ class _Record:
         self._page: mmap.mmap | bytearray = bytearray(RECORD_BYTES)
         path = os.environ.get(PROGRESS_FILE)
         if path:
-            # A launcher's file that has vanished must not end a training run: the record is a courtesy.
+            # Training goes on when the launcher's file has vanished: the record is only for diagnosis.
             with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), RECORD_BYTES)
 
     def write(self, phase: Phase) -> None:
         if threading.get_ident() != self.thread:
-            return  # a checkpoint written in the background is not where the rank is
+            return  # a checkpoint written in the background is not the rank's phase
         self.phase = phase
         if self.listener is not None:
             self.listener(phase)
@@ -98,30 +98,31 @@ _record = _Record()
 
 
 def at_step(step: int, phase: Phase = Phase.SCRIPT) -> None:
+    """Record the current update and phase."""
     _record.step, _record.reduce = step, None
     _record.write(phase)
 
 
 def at_reduce(place: object) -> None:
-    """Until the next step: what is reduced, as `str(place)` would say it."""
+    """Keep the place of the current reduction for `where`, until the next step. It is formatted with `str` only if needed."""
     _record.reduce = place
 
 
 def where() -> str:
-    """This rank's place, for an error."""
+    """Describe where this rank is, for an error message."""
     if _record.reduce is not None:
         return str(_record.reduce)
     return f"a call before update {_record.step}" if _record.step else "a call before the first update"
 
 
 def write_from_here() -> int | None:
-    """Let this thread write, while the one that trains waits for it: autograd's, on a GPU. The thread that wrote until now."""
+    """Let the calling thread write records (autograd's thread on a GPU, while the training thread waits); return the former writer."""
     before, _record.thread = _record.thread, threading.get_ident()
     return before
 
 
 def write_from(thread: int | None) -> None:
-    """Let this thread write again."""
+    """Let the given thread write records, and no other."""
     _record.thread = thread
 
 
@@ -130,13 +131,13 @@ def now() -> Phase:
 
 
 def enter(phase: Phase) -> None:
-    """Until the next change, whoever makes it."""
+    """Record a phase that lasts until the next record."""
     _record.write(phase)
 
 
 def listen(listener: Callable[[Phase], None] | None) -> None:
-    """Tell it of every change of phase from now on. The thread that asks is the one that trains: under some frameworks it is
-    not the main one."""
+    """Call `listener` at every change of phase; None removes it. The calling thread becomes the training thread, which under
+    some frameworks is not the main thread."""
     _record.listener = listener
     if listener is not None:
         _record.thread = threading.get_ident()
@@ -144,6 +145,7 @@ def listen(listener: Callable[[Phase], None] | None) -> None:
 
 @contextlib.contextmanager
 def during(phase: Phase) -> Iterator[None]:
+    """Record a phase for the length of the block, then the former phase again."""
     before = _record.phase
     _record.write(phase)
     try:

@@ -1,4 +1,4 @@
-"""Ranks by node: one thing inside a node, where links are fast, and another between nodes."""
+"""Two-level communication: groups of ranks inside a node, where links are fast, and groups between nodes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TwoLevel:
-    """Ranks of this node, and the ranks that hold the same place on every node."""
+    """Two groups that hold this rank: the ranks of its node, and the ranks with the same position on every node."""
 
     inside: Comm
     across: Comm
 
 
 def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel:
-    """Split a world by node (as the launcher counts them, or by host name), for one thing inside and another between nodes."""
+    """Split all ranks by node, as given or else by host name and the launcher's node number, into groups inside and across nodes."""
     own = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     nodes: list[Any] = list(node_of_rank) if node_of_rank is not None else comm.gather_json(own)
     by_node = [[r for r in range(comm.size) if nodes[r] == node] for node in dict.fromkeys(nodes)]
@@ -39,9 +39,9 @@ def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel
 
 @final
 class BetweenNodes(Comm):
-    """The nodes, each as one rank: the first rank of a node speaks with those of the others, and its node hears from it.
+    """A group with one rank per node: the first rank of each node communicates, then broadcasts the result inside its node.
 
-    All ranks of a node must call alike; what they give is the same on all of them."""
+    All ranks of a node must call the same collectives with equal tensors."""
 
     def __init__(self, levels: TwoLevel) -> None:
         self._inside, self._across = levels.inside, levels.across
@@ -53,7 +53,7 @@ class BetweenNodes(Comm):
         self._inside.bytes_sent = self._across.bytes_sent = 0.0
 
     def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
-        # The others of the node are in the broadcast meanwhile, where they wait for the one that speaks.
+        # The node's other ranks go straight to the broadcast and wait there.
         if self._inside.rank == 0:
             self._across.all_reduce(tensor, mode).wait()
         pending = self._inside.broadcast(tensor)
@@ -78,10 +78,10 @@ class BetweenNodes(Comm):
         return pending
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
-        raise ConfigError("nodes have no groups of their own; make them of ranks.")
+        raise ConfigError("a group of nodes cannot be split further; make subgroups of ranks.")
 
 
 def between_nodes(comm: Comm) -> TwoLevel:
-    """`inside` a node its ranks, `across` the nodes as one rank each."""
+    """Return two levels: `inside`, the ranks of this node; `across`, the nodes with one rank each."""
     levels = two_level(comm)
     return TwoLevel(inside=levels.inside, across=BetweenNodes(levels))

@@ -1,7 +1,7 @@
-"""Who am I? Rank and size from the variables of torchrun, fleetrun, Open MPI, MVAPICH, MPICH, Intel MPI or Slurm.
+"""Read rank and size from the variables of torchrun, fleetrun, Open MPI, MVAPICH, MPICH, Intel MPI or Slurm.
 
-Pure functions of an environment. Variables that name a job, but not this process in it, are an error: training alone in each
-of N processes would look like training together.
+Pure functions of an environment. Variables that describe a job but not this process's rank in it are an error: otherwise N
+processes would each train alone and look like one job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Env = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """This process among all. `source` says whose variables told."""
+    """Rank, size and rendezvous address of this process. `source` names the launcher whose variables were read."""
 
     rank: int
     size: int
@@ -34,13 +34,13 @@ class Role:
 ALONE = Role(rank=0, size=1, local_rank=0, local_size=1, source="none", node_num=1)
 
 WRITE = {"RANK": "str(rank)", "WORLD_SIZE": "str(world_size)", "MASTER_ADDR": '"127.0.0.1"', "MASTER_PORT": '"29500"'}
-"""What makes a job by torchrun's variables, and how a script on one machine would set each."""
+"""The variables that define a job for torchrun, with the value that a script on one machine would set."""
 JOB = tuple(WRITE)
 JOB_IDS = ("PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 def role_from_env(env: Env) -> Role:
-    """Read the role that a launcher gave; alone when there was none. Half-set variables are an error that names all of them."""
+    """Read the role that a launcher set, or ALONE without one. Half-set variables raise an error that names all of them."""
     if env.get("RANK") and env.get("WORLD_SIZE"):
         return _checked(_from_torchrun(env))
     role = _from_openmpi(env) or _from_mvapich(env) or _from_pmi(env) or _from_slurm(env)
@@ -52,8 +52,8 @@ def role_from_env(env: Env) -> Role:
 
 
 def role_in_group(env: Env, *, rank: int, size: int) -> Role:
-    """In a process group that somebody else has made: who we are is known, and variables may be half set (Lightning sets
-    WORLD_SIZE and LOCAL_RANK alone), or be of another job than this group."""
+    """Build the role for an existing process group, whose rank and size are known: the variables may be half set (Lightning sets
+    only WORLD_SIZE and LOCAL_RANK) or belong to a different job."""
     with contextlib.suppress(ConfigError):
         role = role_from_env(env)
         if (role.rank, role.size) == (rank, size):
@@ -64,7 +64,7 @@ def role_in_group(env: Env, *, rank: int, size: int) -> Role:
 
 
 def _agrees_with_job(role: Role, env: Env) -> bool:
-    """Whether what is there of torchrun's variables fits: job scripts often export WORLD_SIZE, and leave RANK to srun."""
+    """Return whether torchrun's variables, as far as set, match the role: job scripts often export WORLD_SIZE without RANK."""
     return not env.get("RANK") and env.get("WORLD_SIZE", str(role.size)) == str(role.size)
 
 
@@ -86,7 +86,7 @@ def _from_torchrun(env: Env) -> Role:
 
 
 def refuse_half_set(env: Env) -> None:
-    """Raise where some of torchrun's variables are set and others are not."""
+    """Raise when some of torchrun's variables are set and others are not."""
     there, missing = [name for name in JOB if env.get(name)], [name for name in JOB if not env.get(name)]
     stray = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)]
     if not missing or not there + stray:
@@ -156,7 +156,7 @@ def _from_comm_world(env: Env, prefix: str, *, source: str, job: str) -> Role | 
 
 
 def _from_pmi(env: Env) -> Role | None:
-    """Of Hydra, the launcher of MPICH and Intel MPI; Cray's PALS names the place on the node otherwise."""
+    """Read the variables of Hydra, the launcher of MPICH and Intel MPI; Cray's PALS uses other names for the local rank."""
     if ("PMI_RANK" not in env and "PMI_SIZE" not in env) or is_pmi_of_slurm(env):
         return None
     rank, size = _integer(env, "PMI_RANK", because="PMI_SIZE"), _integer(env, "PMI_SIZE", because="PMI_RANK")
@@ -176,13 +176,13 @@ def _from_pmi(env: Env) -> Role | None:
 
 
 def is_pmi_of_slurm(env: Env) -> bool:
-    """Whether PMI's numbers are those of `srun --mpi=pmi2`; then Slurm's variables say the same, and where the nodes are."""
+    """Return whether PMI's variables come from `srun --mpi=pmi2`; Slurm's own then agree and also list the nodes."""
     same = (env.get("SLURM_PROCID"), env.get("SLURM_NTASKS")) == (env.get("PMI_RANK"), env.get("PMI_SIZE"))
     return same and not is_slurm_shell(env)
 
 
 def pmi_job(env: Env) -> str:
-    """Hydra itself gives a job no name; what it runs under may."""
+    """Return the batch system's job id, or "": Hydra itself gives a job no name."""
     return next((env[name] for name in JOB_IDS if env.get(name)), "")
 
 
@@ -211,13 +211,13 @@ def _from_slurm(env: Env) -> Role | None:
 
 
 def is_slurm_shell(env: Env) -> bool:
-    """Plain `python` in an sbatch script or an interactive shell: Slurm's numbers are the allocation's, not ours."""
+    """Return whether this is plain `python` in an sbatch script or shell: Slurm's numbers then describe the allocation."""
     in_shell = env.get("ENVIRONMENT") == "BATCH" or env.get("SLURM_JOB_NAME") in ("bash", "interactive")
     return in_shell and "SLURM_STEP_ID" not in env
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm list: "gpu[003-005,9],x1" gives "gpu003"."""
+    """Return the first host of a Slurm list: "gpu[003-005,9],x1" gives "gpu003"."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodelist)
     if match is None:
         raise ConfigError(f"cannot read the Slurm node list {nodelist!r}; set MASTER_ADDR to the first node's address.")
@@ -227,7 +227,7 @@ def first_host(nodelist: str) -> str:
 
 
 def job_port(job: str) -> int:
-    """A port every rank of a job computes alike, and two jobs on one node rarely share."""
+    """Derive a port from the job id: equal on all ranks of a job, rarely equal for two jobs on one node."""
     return 20000 + zlib.crc32(job.encode()) % 12000
 
 

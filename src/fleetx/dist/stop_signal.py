@@ -1,8 +1,8 @@
-"""A polite request to stop: SIGTERM or SIGUSR1, noted here and acted on at an update boundary, on all ranks together.
+"""Graceful stop: SIGTERM or SIGUSR1 is recorded here, and all ranks stop together at the end of an update.
 
-Nothing is installed until a script first asks `fleet.should_stop()`: one that never asks dies of these signals as any does.
-A second signal ends the process at once; under fleetrun that is the launcher's to decide, since a cluster manager may well
-signal both the launcher, which passes it on, and the workers.
+Handlers are installed at the first call of `fleet.should_stop()`: a script that never calls it is ended by these signals as usual.
+A second signal ends the process at once, except under fleetrun, which decides itself: a cluster manager may signal both the
+workers and the launcher, which forwards the signal.
 """
 
 from __future__ import annotations
@@ -21,39 +21,42 @@ _requested = False
 _armed = False
 _warned = False
 _agreed: bool | None = None
-"""Whether all ranks know. None in a job that has made no pair, whose updates could carry the request."""
+"""Whether all ranks know of a request. None before `fleet.distribute`: no update can carry the request yet."""
 
 
 def is_requested() -> bool:
-    """Whether this rank was asked to stop. The others may not know yet."""
+    """Return whether this rank received a stop signal. Other ranks may not know yet."""
     return _requested
 
 
 def travels_with_updates() -> None:
-    """A pair was made, on every rank. Never taken back: when a discarded pair is collected differs from rank to rank, and one
-    that asks the others in a collective of its own while these look at what an update brought would wait for ever."""
+    """Record that a model and optimizer were distributed, on every rank, whose updates carry the request from now on.
+
+    Never undone: a discarded optimizer is collected at different times on different ranks. A rank that then asked by a collective
+    of its own, while others read the answer of an update, would wait for ever."""
     global _agreed
     _agreed = bool(_agreed)
 
 
-def heed(*, agreed: bool) -> None:
-    """An update brought this answer, to every rank."""
+def set_agreed(*, agreed: bool) -> None:
+    """Record the answer that an update brought to every rank: whether any rank received a stop signal."""
     global _agreed
     _agreed = bool(_agreed) or agreed
 
 
 def was_agreed() -> bool | None:
+    """Return whether all ranks know of a request; None when no update can carry it."""
     return _agreed
 
 
 def forget() -> None:
-    """The job is over."""
+    """Clear the state at the end of a job."""
     global _requested, _agreed
     _requested, _agreed = False, None
 
 
 def arm() -> None:
-    """From now on a request is noted. A handler of the user's own is left alone."""
+    """Install the signal handlers, except where the user installed one."""
     global _armed
     if _armed:
         return
@@ -71,9 +74,9 @@ def _warn_of_thread() -> None:
     if not _warned:
         _warned = True
         warn_user(
-            "fleet.should_stop() is asked outside the main thread, where Python lets nobody set a signal handler: this process "
-            "notes no SIGTERM or SIGUSR1, and hears only of those that other ranks note. Ask once in the main thread; in a "
-            "worker of Ray Train, which has no such place, save at regular steps instead.",
+            "fleet.should_stop() was called outside the main thread, where Python cannot set a signal handler: this process "
+            "does not notice SIGTERM or SIGUSR1 itself, only requests that other ranks received. Call it once in the main thread; "
+            "in a worker of Ray Train, which runs no user code there, save at regular steps instead.",
         )
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def all_reduce(value: T, mode: str = "sum") -> T:
-    """Sum, min, max or mean over ranks of a number, array, tensor, or a dict of them. The same kind comes back, a new one."""
+    """Reduce a number, array, tensor or dict of them over all ranks by sum, min, max or mean; returns a new value of the same type."""
     if mode not in (*OPS, "mean"):
         raise ConfigError(f"mode is {mode!r}; it must be one of 'sum', 'min', 'max', 'mean'.")
     entries = value if isinstance(value, dict) else {"": value}
@@ -29,7 +29,7 @@ def all_reduce(value: T, mode: str = "sum") -> T:
 
 
 def all_gather(value: T) -> list[T]:
-    """Every rank's value, in rank order: a number, array or tensor (equal shapes), or anything JSON can say."""
+    """Return every rank's value, in rank order: numbers, arrays or tensors of equal shapes, or JSON values."""
     comm = world.current().comm
     if isinstance(value, np.generic):
         value = value.item()
@@ -48,11 +48,12 @@ def all_gather(value: T) -> list[T]:
 
 
 def barrier() -> None:
+    """Wait until every rank has called it."""
     world.current().comm.barrier()
 
 
 def get_file_shard(files: Sequence[str]) -> list[str]:
-    """This rank's contiguous block of a list; the first ranks get one more where it does not divide."""
+    """Return this rank's contiguous block of a list; if it does not divide evenly, the first ranks get one more."""
     if not isinstance(files, (list, tuple)):
         raise ConfigError(f"get_file_shard was given {type(files).__name__}; it takes a list of file names.")
     comm = world.current().comm
@@ -62,7 +63,7 @@ def get_file_shard(files: Sequence[str]) -> list[str]:
 
 
 def print_on_rank(message: object, rank: int) -> None:
-    """Print on one rank alone."""
+    """Print on one rank only."""
     if world.current().comm.rank == rank:
         print(message, flush=True)
 
@@ -102,7 +103,7 @@ def _back(tensor: Tensor, like: Any) -> Any:
 
 
 def _agree(spec: Any) -> None:
-    """Different shapes or keys on two ranks would hang, or mix numbers up: say so on all of them instead."""
+    """Raise on all ranks if shapes, types or keys differ: the collective would hang or mix up numbers."""
     ranks = world.current().comm.gather_json(spec)
     if any(other != ranks[0] for other in ranks):
         shown = "; ".join(f"rank {i}: {other}" for i, other in enumerate(ranks) if i == 0 or other != ranks[0])

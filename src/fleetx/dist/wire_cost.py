@@ -1,7 +1,7 @@
-"""What each way of reducing gradients puts on the wire, and how long that takes: pure functions of sizes, ranks and the link.
+"""Communication cost of each way to reduce gradients, in bytes and seconds: pure functions of sizes, ranks and the link.
 
-Bytes are what one rank sends, as `report.bytes_sent` counts them. A ring all-reduce of S bytes sends 2(N-1)/N * S whatever N is;
-an all-gather sends (N-1) * S: what is gathered grows with the ranks, and stops paying when there are enough of them.
+Bytes are what one rank sends, as `report.bytes_sent` counts them. A ring all-reduce of S bytes sends 2(N-1)/N * S, at most 2 S;
+an all-gather sends (N-1) * S, which grows with N, so that a sparse all-gather loses its advantage at some number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 FLOAT32_BYTES = 4
 ENTRY_BYTES = 8
-"""Bytes of a sparse entry: a float32 and its place."""
+"""Bytes of one sparse entry: a float32 value and its index."""
 
 Shape = Sequence[int]
 """Lengths of a tensor's dimensions, the one that is outermost in memory first."""
@@ -31,7 +31,7 @@ def as_matrix(shape: Shape) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between any two ranks."""
+    """The network between any two ranks: bandwidth in bytes per second, latency in seconds."""
 
     ranks: int
     bytes_per_s: float
@@ -41,70 +41,71 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Cost:
     bytes_sent: float
-    """By one rank, in one update."""
+    """Bytes that one rank sends in one update."""
     seconds: float
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------------
+# --- collectives --------------------------------------------------------------------------------------------------------
 
 
 def all_reduce(payload_bytes: float, link: Link) -> Cost:
-    """In a ring: one round to sum, one to hand the sums on."""
+    """Return the cost of a ring all-reduce: N-1 steps to sum and N-1 steps to distribute the sums."""
     sent = 2 * (link.ranks - 1) / link.ranks * payload_bytes
     return Cost(sent, 2 * (link.ranks - 1) * link.latency_s + sent / link.bytes_per_s)
 
 
 def all_gather(payload_bytes: float, link: Link) -> Cost:
+    """Return the cost of a ring all-gather in N-1 steps."""
     sent = (link.ranks - 1) * payload_bytes
     return Cost(sent, (link.ranks - 1) * link.latency_s + sent / link.bytes_per_s)
 
 
 def both(first: Cost, second: Cost) -> Cost:
-    """One after the other."""
+    """Add the costs of two collectives that run one after the other."""
     return Cost(first.bytes_sent + second.bytes_sent, first.seconds + second.seconds)
 
 
-# --- reducers ---------------------------------------------------------------------------------------------------------------
+# --- reducers -----------------------------------------------------------------------------------------------------------
 
 
 def dense(numel: float, link: Link, *, item_bytes: float = FLOAT32_BYTES) -> Cost:
-    """All-reduce of every gradient; with 2 bytes an item, fp16_allreduce and bf16_allreduce."""
+    """Return the cost of all-reducing every gradient; `item_bytes` is 2 for fp16_allreduce and bf16_allreduce."""
     return all_reduce(numel * item_bytes, link)
 
 
 def sparse(numel: float, link: Link, *, sparsity: float, dense_numel: float = 0.0) -> Cost:
-    """DGC: entries of `numel` gathered, `dense_numel` others reduced."""
+    """Return the cost of DGC: a share of `numel` entries is all-gathered, `dense_numel` other entries are all-reduced."""
     return both(all_reduce(dense_numel * FLOAT32_BYTES, link), all_gather((1 - sparsity) * numel * ENTRY_BYTES, link))
 
 
 def low_rank(matrices: Sequence[tuple[int, int]], link: Link, *, rank: int, dense_numel: float = 0.0) -> Cost:
-    """PowerSGD: two factors of each matrix, all left ones in one collective, with what is dense, all right ones in another."""
+    """Return the cost of PowerSGD: all left factors and the dense gradients in one all-reduce, all right factors in a second one."""
     left = sum(min(rank, rows, columns) * rows for rows, columns in matrices)
     right = sum(min(rank, rows, columns) * columns for rows, columns in matrices)
     return both(all_reduce((left + dense_numel) * FLOAT32_BYTES, link), all_reduce(right * FLOAT32_BYTES, link))
 
 
 def averaging(numel: float, link: Link, *, period: int, item_bytes: float = FLOAT32_BYTES) -> Cost:
-    """Local SGD: one dense all-reduce in `period` updates; the mean of one update."""
+    """Return the mean cost per update of Local SGD: one dense all-reduce in `period` updates."""
     round_ = all_reduce(numel * item_bytes, link)
     return Cost(round_.bytes_sent / period, round_.seconds / period)
 
 
-# --- where one stops paying -------------------------------------------------------------------------------------------------
+# --- break-even points --------------------------------------------------------------------------------------------------
 
 
 def break_even_ranks(sparsity: float, *, item_bytes: float = FLOAT32_BYTES) -> float:
-    """With so many ranks a sparse all-gather sends as much as a dense all-reduce: (N-1) d S 8 = 2 (N-1)/N S item_bytes.
+    """Return the number of ranks at which a sparse all-gather sends as much as a dense all-reduce.
 
-    In float32 that is 1 / density."""
+    Solves (N-1) d S 8 = 2 (N-1)/N S item_bytes for N, with density d and S items; in float32 N = 1 / d."""
     return 2 * item_bytes / ((1 - sparsity) * ENTRY_BYTES)
 
 
 def times_less(sparsity: float, ranks: int, *, item_bytes: float = FLOAT32_BYTES) -> float:
-    """How many times fewer bytes a sparse all-gather sends than a dense all-reduce; below 1: it sends more."""
+    """Return how many times fewer bytes a sparse all-gather sends than a dense all-reduce; below 1 it sends more."""
     return break_even_ranks(sparsity, item_bytes=item_bytes) / ranks
 
 
 def low_rank_times_less(rows: int, columns: int, rank: int) -> float:
-    """How many times fewer bytes two factors are than their matrix; the same for any number of ranks."""
+    """Return how many times fewer bytes two factors hold than their matrix; it does not depend on the number of ranks."""
     return rows * columns / ((rows + columns) * min(rank, rows, columns))

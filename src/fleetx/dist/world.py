@@ -1,4 +1,4 @@
-"""The process's place in the job: communicator, device and role, made once by `fleet.init`."""
+"""This process's place in the job: communicator, device and rank, set up once by `fleet.init`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class World:
     local_rank: int
     node_num: int
     endpoints: tuple[str, ...]
-    """`host:local_rank` of every rank. Nothing listens there: they say who is where."""
+    """`host:local_rank` of every rank: a label of where it runs, not an address that accepts connections."""
 
 
 _current: World | None = None
 _forget_at_close: list[Callable[[], None]] = []
-"""What other modules remember of a world, and drop with it."""
+"""Callbacks that drop what other modules cached about the world."""
 
 
 def current() -> World:
-    """The world, made on first use: a script that never calls `fleet.init()` is a job of one, or the launcher's."""
+    """Return the world, opened on first use: without `fleet.init()` it is the launcher's job, or a single process."""
     return _current if _current is not None else open_world()
 
 
@@ -46,9 +46,9 @@ def is_open() -> bool:
 def open_world(
     *, backend: str | None = None, timeout: timedelta | float | None = None, device: torch.device | None = None
 ) -> World:
-    """Adopt an existing process group, or make one from the launcher's variables, or be alone.
+    """Adopt the existing process group, create one from the launcher's variables, or run as a single process.
 
-    `device`: that of a framework which has chosen one."""
+    `device`: chosen by a calling framework; None chooses one here."""
     global _current
     if _current is not None:
         return _current
@@ -61,8 +61,8 @@ def open_world(
     comm: Comm = SoloComm()
     if adopted is not None:
         comm = TorchComm()
-        atexit.unregister(gloo_threads.rest)  # once is enough, however many worlds there were
-        atexit.register(gloo_threads.rest)
+        atexit.unregister(gloo_threads.wait_until_idle)  # register once, however many worlds were opened
+        atexit.register(gloo_threads.wait_until_idle)
     elif role.address is not None:
         _open_group(role, backend or choose_backend(role, device), timeout)
         comm = TorchComm()
@@ -76,7 +76,7 @@ def at_close(forget: Callable[[], None]) -> None:
 
 
 def close_world() -> None:
-    """Forget the world and close its process group; for tests and for scripts that go on without one."""
+    """Drop the world and close its process group; for tests and for scripts that continue without one."""
     global _current
     _current = None
     stop_signal.forget()
@@ -86,7 +86,7 @@ def close_world() -> None:
 
 
 def choose_device(role: Role) -> torch.device:
-    """This rank's own GPU, or a shared one when ranks outnumber GPUs, or the CPU. FLEETX_DEVICE=cpu leaves GPUs alone."""
+    """Choose a GPU for this rank (shared when ranks outnumber GPUs), or the CPU. FLEETX_DEVICE=cpu leaves GPUs alone."""
     wanted = os.environ.get("FLEETX_DEVICE", "")
     if wanted not in ("", "cpu", "cuda"):
         raise ConfigError(f"FLEETX_DEVICE is {wanted!r}; it must be cpu or cuda, or not set.")
@@ -115,12 +115,12 @@ def _open_group(role: Role, backend: str, timeout: timedelta | float | None) -> 
     else:
         assert role.address is not None and role.port is not None
         c10d.open_group(backend, rank=role.rank, size=role.size, address=role.address, port=role.port, timeout=timeout)
-    # Leaving it open makes NCCL complain and gloo threads outlive the interpreter.
+    # A group left open at exit makes NCCL print warnings and lets gloo threads outlive the interpreter.
     atexit.register(c10d.close_group)
 
 
 def _survey(comm: Comm, device: torch.device, role: Role) -> World:
-    """Who is where: asked once, here, where every rank is, so that no later question is a collective."""
+    """Gather host and local rank of all ranks, once, while every rank is here, so that no later query needs a collective."""
     host = socket.gethostname()
     local_rank = role.local_rank if role.source != "none" else comm.rank
     ranks = comm.gather_json([host, local_rank])

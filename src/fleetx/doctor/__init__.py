@@ -1,1 +1,1 @@
-"""`fleetx doctor`: facts of this machine, gathered; checks of them, pure functions; a trial of ranks that talk; words."""
+"""`fleetx doctor`: gather facts of this machine, check them with pure functions, run a trial of some ranks, print findings."""

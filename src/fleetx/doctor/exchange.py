@@ -1,6 +1,6 @@
-"""What the ranks of the trial run: all-reduces of several sizes, whose sums are checked and whose time is taken.
+"""Script of the trial's ranks: all-reduces of several sizes, with checked sums and measured times.
 
-A module of its own, `fleetrun -m fleetx.doctor.exchange OUT BACKENDS SIZES`; ranks that are there already call `measured`.
+Started as `fleetrun -m fleetx.doctor.exchange OUT BACKENDS SIZES`; ranks of an existing launcher call `measured` instead.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from pathlib import Path
 
 import torch
 
-from fleetx import fleet
-from fleetx.auto.link import timed
-from fleetx.dist import world
-from fleetx.dist.comm import Comm
-
+from .. import fleet
+from ..auto.link import timed
+from ..dist import world
+from ..dist.comm import Comm
 from .finding import Row, Table, bus_rate
 
 LONGEST_SECONDS = 4.0
-"""For the sizes of one backend: on a slow link the largest are left out."""
+"""Time limit for all sizes of one backend: on a slow link the largest sizes are left out."""
 PATTERN = 251
-"""A prime below 2**8: sums of such numbers are exact in float32, and no shift by a power of two goes unseen."""
+"""A prime below 2**8: sums of such numbers are exact in float32, and a shift by a power of two changes the pattern."""
 Say = Callable[[str], None]
 
 
 def is_sum_right(comm: Comm, device: torch.device, size_bytes: int) -> bool:
-    """Collective; the same answer on every rank. Each element has its own sum, so that a part in the wrong place is seen."""
+    """Check an all-reduce on all ranks. Sums differ between elements, so that a misplaced part is detected. A collective."""
     pattern = (torch.arange(size_bytes // 4, device=device) % PATTERN).float()
     mine = pattern + comm.rank
     comm.all_reduce(mine).wait()
@@ -37,10 +36,10 @@ def is_sum_right(comm: Comm, device: torch.device, size_bytes: int) -> bool:
 
 
 def measured(backends: Sequence[str], sizes: Sequence[int], say: Say = lambda line: None) -> tuple[Table, ...]:
-    """Collective, in the world that is open. `say` hears what is about to be done: if it hangs, a log then says where."""
+    """Measure every backend in the open world; a collective. `say` is called before each step, to see where it hangs."""
     here = world.current()
-    of_ranks = here.comm.gather_json(list(backends))  # a node with fewer GPUs would not come to what the others wait in
-    backends = [backend for backend in backends if all(backend in others for others in of_ranks)]
+    by_rank = here.comm.gather_json(list(backends))  # a node with fewer GPUs would skip NCCL while the others wait for it
+    backends = [backend for backend in backends if all(backend in others for others in by_rank)]
     devices = {"gloo": torch.device("cpu"), "nccl": here.device}
     return tuple(_table(here.comm, backend, devices[backend], sizes, say) for backend in backends)
 

@@ -1,4 +1,4 @@
-"""What is known of this machine, as plain values: gathered in one place, judged in another."""
+"""Facts of this machine as plain values: gather.py collects them, the checks judge them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Answer = Literal["answers", "refuses", "silent", "unreachable", "unknown name", "free", "held"]
-"""Of a host's port: somebody listens; the host says that nobody does; nothing comes back; there is no way to it; nobody knows
-the name; or, at an address of this machine, the port can be listened on, or cannot."""
+"""State of a host's port: a process listens; the host refuses the connection; no reply; no route; the name is unknown; or, at an
+address of this machine, the port is free, or held by another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
     name: str
     wanted: str
-    """The least version, or "" for any."""
+    """Lowest version allowed; "" for any."""
     version: str | None
-    """None: not installed."""
+    """Installed version; None if not installed."""
     extra: str = ""
-    """The extra of fleetx that brings it; "" for a hard dependency."""
+    """Extra of fleetx that requires it; "" for a hard dependency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Software:
     wanted_python: str = "3.11"
     fleetx: str = "0.1.0"
     installed: str | None = "0.1.0"
-    """Version of the installed metadata; None: a folder of sources that was never installed."""
+    """Version in the installed metadata; None for sources that were never installed."""
     packages: tuple[Package, ...] = ()
     torch_error: str = ""
-    """Why torch cannot be imported."""
+    """Error of importing torch; "" if it can be imported."""
     shadows: tuple[tuple[str, str], ...] = ()
-    """Modules of Python or of the hard dependencies that a file in the working folder or on PYTHONPATH hides: name, file."""
+    """Name and file of each file in the working folder or on PYTHONPATH that hides a module of Python or of a dependency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +48,39 @@ class Gpu:
 class Devices:
     gpus: tuple[Gpu, ...] = ()
     torch_cuda: str | None = None
-    """The CUDA that torch was built with; None: a build for CPUs."""
+    """CUDA version that torch was built with; None for a CPU build."""
     architectures: tuple[str, ...] = ()
-    """What torch was compiled for: "sm_90", "compute_90"."""
+    """GPU architectures that torch was compiled for, such as "sm_90" and "compute_90"."""
     driver: str | None = None
-    """NVIDIA's, of the running kernel."""
+    """Version of the loaded NVIDIA kernel driver; None without one."""
     driver_cuda: str | None = None
-    """The newest CUDA that the driver runs."""
+    """Newest CUDA version that the driver supports; None without a driver."""
     cuda_error: str = ""
-    """What torch said when it was asked for GPUs."""
+    """Warning of torch when it looked for GPUs; "" if none."""
     cores: int = 2
     allowed_cores: int = 2
-    """By the affinity of this process."""
+    """Number of cores in the CPU affinity of this process."""
     cpu_quota: float | None = None
-    """Cores that the control group may keep busy."""
+    """CPU limit of the control group, in cores; None without a limit."""
     threads: int = 2
-    """Of torch, in one process."""
+    """Threads that torch uses in one process."""
     memory_bytes: int = 8 << 30
     available_bytes: int = 4 << 30
     memory_limit_bytes: int | None = None
-    """Of the control group."""
+    """Memory limit of the control group; None without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
     gloo: bool = True
     nccl: str | None = None
-    """Its version; None: this torch has none."""
+    """NCCL version; None if this torch has no NCCL."""
     mpi: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A host that was named on the command line, and its port."""
+    """A host given on the command line, and the state of its port."""
 
     name: str
     port: int
@@ -96,9 +96,9 @@ class Network:
     resolve_error: str = ""
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
     down: tuple[str, ...] = ()
-    """Interfaces that are switched off, or have no cable."""
+    """Interfaces that are down: switched off, or without a cable."""
     outward: str | None = "10.0.0.1"
-    """The address from which this machine would speak to others."""
+    """Address that this machine uses towards other machines; None without a route."""
     peers: tuple[Peer, ...] = ()
     peers_error: str = ""
 
@@ -106,10 +106,10 @@ class Network:
 @dataclass(frozen=True, slots=True)
 class Limits:
     shm_bytes: int | None = 16 << 30
-    """None: there is no /dev/shm."""
+    """Size of /dev/shm; None if it does not exist."""
     shm_free_bytes: int = 16 << 30
     open_files: tuple[int, int] = (65536, 65536)
-    """Soft and hard; -1 is no limit."""
+    """Soft and hard limit; -1 means no limit, here and below."""
     processes: int = -1
     locked_bytes: int = -1
     address_space_bytes: int = -1
@@ -117,9 +117,6 @@ class Limits:
     log_dir: str = "log"
     log_error: str = ""
     log_free_bytes: int = 100 << 30
-    clock_behind_seconds: float = 0.0
-    """How long before this library's own files were written the clock stands."""
-    is_clock_synchronised: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,4 +127,4 @@ class Facts:
     network: Network = Network()
     limits: Limits = Limits()
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of the environment, only names that are known to matter."""
+    """Environment variables that are known to matter, with their values."""

@@ -1,4 +1,4 @@
-"""One thing that was looked at, how it is, and what to do about it."""
+"""Results: findings with their fixes, and tables of measured all-reduces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-# --- Times of all-reduces by size, and the rate of a link that follows from one ---------------------------------------
+# --- measured all-reduces -----------------------------------------------------------------------------------------------
 
 
 @final
@@ -14,9 +14,9 @@ from typing import Any, Literal, final
 class Row:
     size_bytes: int
     seconds: float
-    """Of one all-reduce: the median, on the slowest rank."""
+    """Median time of one all-reduce, on the slowest rank."""
     bus_bytes_per_second: float
-    """Of a rank's link, in each direction, as if the ranks were a ring."""
+    """Rate of a rank's link in each direction, as if the ranks formed a ring."""
     is_sum_right: bool
 
 
@@ -29,7 +29,7 @@ class Table:
 
 
 def bus_rate(size_bytes: float, seconds: float, ranks: int) -> float:
-    """A ring sends 2 (N-1)/N of the bytes over each link."""
+    """Return the rate of each link in a ring, which carries 2 (N-1)/N of the bytes."""
     return 2 * (ranks - 1) / ranks * size_bytes / seconds if seconds > 0 else 0.0
 
 
@@ -37,7 +37,7 @@ def from_json(values: Sequence[dict[str, Any]]) -> tuple[Table, ...]:
     return tuple(Table(one["backend"], one["ranks"], tuple(Row(**row) for row in one["rows"])) for one in values)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------------------------------
 
 Level = Literal["ok", "note", "problem"]
 
@@ -45,11 +45,13 @@ Level = Literal["ok", "note", "problem"]
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One result of a check."""
+
     topic: str
     level: Level
     what: str
     fix: str = ""
-    """A command or a sentence; every problem has one."""
+    """Command or sentence that says what to do; every problem has one."""
 
 
 def ok(topic: str, what: str) -> Finding:

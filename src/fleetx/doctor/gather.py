@@ -1,4 +1,4 @@
-"""Facts of this machine, asked of it: nothing is judged here, nothing is changed, and nothing waits for long."""
+"""Gather the facts of this machine, without judging or changing anything and without long waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import resource
 import shutil
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,22 +18,22 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 import fleetx
-from fleetx.errors import first_line
-from fleetx.launch.outcome import OWN, ROOT
 
+from ..errors import first_line
+from ..launch.outcome import OWN, ROOT
 from .facts import Backends, Devices, Facts, Gpu, Limits, Package, Software
 from .gather_network import gather_network
 from .software import parse_requirement
 from .variables import known
 
-# What control groups allow this process: cores and memory, of version 1 and 2, through all groups above its own.
+# --- limits of control groups, version 1 and 2, on cores and memory: of this process's group and all above it -----------
 
 NO_LIMIT_BYTES = 1 << 60
-"""Version 1 writes a very large number where there is no limit."""
+"""Version 1 reports a very large number if there is no limit."""
 
 
 def parse_quota(text: str) -> float | None:
-    """Cores by "QUOTA PERIOD", in microseconds; "max" or -1 is no limit."""
+    """Return the cores allowed by "QUOTA PERIOD" in microseconds; None for "max" or -1, which mean no limit."""
     quota, _, period = text.strip().partition(" ")
     if not quota.isdigit() or not period.strip().isdigit() or int(period) == 0:
         return None
@@ -47,22 +46,22 @@ def parse_bytes(text: str) -> int | None:
 
 
 def folders(membership: str, controller: str, root: Path = ROOT) -> list[Path]:
-    """The own group and those above it, for a /proc/self/cgroup that reads so; in a container the own one is often the root."""
-    found: list[Path] = []
+    """List the folders of the group in /proc/self/cgroup and of those above it; in a container that group is often the root."""
+    places: list[Path] = []
     for line in membership.splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         base = root / controllers if controllers else root
         above = PurePosixPath("/", group.lstrip("/"))
-        found += [base / str(one).lstrip("/") for one in (above, *above.parents)]
+        places += [base / str(one).lstrip("/") for one in (above, *above.parents)]
         if controllers:
-            found.append(root / controller)
-    return list(dict.fromkeys(found))
+            places.append(root / controller)
+    return list(dict.fromkeys(places))
 
 
 def read_all(paths: Iterable[Path]) -> str:
-    """The texts of the files, with a blank between them; "" unless all can be read."""
+    """Join the contents of the files with blanks; return "" unless all can be read."""
     try:
         return " ".join(path.read_text().strip() for path in paths)
     except (OSError, UnicodeDecodeError):
@@ -88,31 +87,29 @@ def memory_limit(root: Path = ROOT, membership: str | None = None) -> int | None
 
 
 def memory_left(root: Path = ROOT, membership: str | None = None) -> int | None:
-    """Until the first of the groups is full."""
+    """Return the bytes left until the first of the groups is full; None without a limit."""
     return min((max(limit - used, 0) for limit, used in _memories(root, membership)), default=None)
 
 
 def _memories(root: Path, membership: str | None) -> list[tuple[int, int]]:
-    """Limit and use of each group that has a limit."""
+    """Return limit and usage of each group that has a limit."""
     places = folders(_membership() if membership is None else membership, "memory", root)
     files = [(place / limit, place / used) for place in places for limit, used in LIMITS_AND_USES]
     found = [(parse_bytes(read_all([limit])), parse_bytes(read_all([used])) or 0) for limit, used in files]
     return [(limit, used) for limit, used in found if limit is not None]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- all facts ----------------------------------------------------------------------------------------------------------
 
 LOG_DIR = "log"
 WANTED_PYTHON = "3.11"
-TIME_ERROR = 5
-"""What adjtimex(2) returns of a clock that nothing keeps right."""
 SHM = Path("/dev/shm")
 DRIVER = Path("/proc/driver/nvidia/version")
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 def gather(*, hosts: tuple[str, ...] = (), port: int) -> Facts:
-    """`hosts`: of --master or --ips, whose port is tried."""
+    """Gather all facts. `hosts`: from --master or --ips, whose port is tried."""
     torch_error = _import_torch()
     return Facts(
         software=_software(torch_error),
@@ -127,12 +124,12 @@ def gather(*, hosts: tuple[str, ...] = (), port: int) -> Facts:
 def _import_torch() -> str:
     try:
         import torch  # noqa: F401
-    except Exception as error:  # a broken install fails in many ways: a missing library, a file of the same name, a wrong build
+    except Exception as error:  # broken installations raise many kinds of errors
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
 
-# --- software ---------------------------------------------------------------------------------------------------------------
+# --- software -----------------------------------------------------------------------------------------------------------
 
 
 def _software(torch_error: str) -> Software:
@@ -170,7 +167,7 @@ def _python_path() -> list[str]:
 
 
 def find_shadows(first: list[str], python_path: list[str], dependencies: set[str]) -> tuple[tuple[str, str], ...]:
-    """Files that hide a module: `first` are folders like that of a script, in which another fleetx is nothing strange."""
+    """Find files that hide a module. `first`: folders like that of a script, in which another `fleetx` is expected."""
     hidden = set(sys.stdlib_module_names) | {name.lower() for name in dependencies} | dependencies
     found: dict[str, str] = {}
     for folder in [*first, *python_path]:
@@ -183,13 +180,13 @@ def find_shadows(first: list[str], python_path: list[str], dependencies: set[str
 
 
 def _is_installed(path: Path) -> bool:
-    """What PYTHONPATH names may be the very folder that is in use anyway."""
+    """Return whether the path is the installed module itself: PYTHONPATH may name the folder in use."""
     if path.stem != "fleetx":
         return "site-packages" in path.parts
     return path.resolve() == Path(fleetx.__file__).resolve().parent
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------------------------------
 
 
 def _devices(*, has_torch: bool) -> Devices:
@@ -210,10 +207,10 @@ def _devices(*, has_torch: bool) -> Devices:
 
 
 def _with_torch(bare: Devices) -> Devices:
-    """What only torch knows."""
+    """Add the facts that only torch can provide."""
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gpus = _gpus()
     return replace(
@@ -223,7 +220,7 @@ def _with_torch(bare: Devices) -> Devices:
         torch_cuda=torch.version.cuda,
         architectures=tuple(torch.cuda.get_arch_list()) if gpus else (),
         driver_cuda=_driver_cuda(),
-        cuda_error=" ".join(str(said[0].message).split())[:300] if said and not gpus else "",
+        cuda_error=" ".join(str(caught[0].message).split())[:300] if caught and not gpus else "",
     )
 
 
@@ -238,7 +235,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _driver() -> str | None:
-    """ "580.65.06", of a line such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  ..."."""
+    """Read "580.65.06" from a line such as "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  ..."."""
     try:
         words = DRIVER.read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -247,7 +244,7 @@ def _driver() -> str | None:
 
 
 def _driver_cuda() -> str | None:
-    """The newest CUDA that the driver serves, as "13.0"; asked of the driver, since torch does not tell."""
+    """Ask the driver for the newest CUDA version it supports, such as "13.0": torch does not report it."""
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -257,12 +254,12 @@ def _driver_cuda() -> str | None:
 
 
 def _backends() -> Backends:
-    from fleetx.launch.backends import has_gloo, has_mpi, nccl_version
+    from ..launch.backends import has_gloo, has_mpi, nccl_version
 
     return Backends(gloo=has_gloo(), nccl=nccl_version(), mpi=has_mpi())
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------------------------------
 
 
 def _limits() -> Limits:
@@ -279,8 +276,6 @@ def _limits() -> Limits:
         log_dir=str(Path(LOG_DIR).absolute()),
         log_error=error,
         log_free_bytes=free,
-        clock_behind_seconds=max(0.0, Path(fleetx.__file__).stat().st_mtime - time.time()),
-        is_clock_synchronised=_is_clock_synchronised(),
     )
 
 
@@ -290,7 +285,7 @@ def _limit_of(kind: int) -> tuple[int, int]:
 
 
 def _log_folder(folder: Path) -> tuple[str, int]:
-    """Why it cannot be written, and how much room is there. A folder that is not there yet is not made."""
+    """Return why the folder cannot be written ("" if it can) and its free bytes, without creating it."""
     there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -298,11 +293,3 @@ def _log_folder(folder: Path) -> tuple[str, int]:
         return "", shutil.disk_usage(there).free
     except OSError as error:
         return error.strerror or str(error), 0
-
-
-def _is_clock_synchronised() -> bool | None:
-    try:
-        answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # all zero: it only asks
-    except (OSError, AttributeError):
-        return None
-    return None if answer < 0 else bool(answer != TIME_ERROR)

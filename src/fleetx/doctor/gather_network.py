@@ -1,4 +1,4 @@
-"""Facts of the network: own name and addresses, and whether the hosts that were named answer. Nothing waits for long."""
+"""Gather facts of the network: name and addresses of this machine, and whether given hosts answer. All waits are short."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import TypeVar
 
 import psutil
 
-from fleetx.errors import FleetError, first_line
-from fleetx.launch import nodes
-
+from ..errors import FleetError, first_line
+from ..launch import nodes
 from .facts import Network, Peer
 
 LOOK_UP_SECONDS = 3.0
-"""A name server that is gone keeps one waiting for tens of seconds."""
+"""Limit of a name lookup: a dead name server would block it for tens of seconds."""
 CONNECT_SECONDS = 3.0
 T = TypeVar("T")
 
 
 def within(limit_seconds: float, ask: Callable[[], T]) -> T:
-    """The answer, or TimeoutError: a look-up cannot be stopped, so it is left behind."""
+    """Return the answer or raise TimeoutError; the lookup itself cannot be stopped and goes on in its thread."""
     answers: list[T] = []
     errors: list[BaseException] = []
 
@@ -77,11 +76,11 @@ def _resolved(name: str) -> tuple[tuple[str, ...], str]:
     return tuple(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in found)), ""
 
 
-# --- hosts ------------------------------------------------------------------------------------------------------------------
+# --- hosts --------------------------------------------------------------------------------------------------------------
 
 
 def _peers(hosts: Sequence[str], port: int, own: set[str], machine: nodes.Machine) -> tuple[Peer, ...]:
-    """All at once: each may take its time."""
+    """Ask all hosts in parallel, since each may take seconds."""
     found: dict[int, Peer] = {}
 
     def ask(place: int, host: str) -> None:
@@ -106,7 +105,7 @@ def _peer(host: str, port: int, own: set[str], machine: nodes.Machine) -> Peer:
 
 
 def _own_port(host: str, address: str, port: int) -> Peer:
-    from fleetx.launch.rendezvous import listen_on  # late: it imports torch
+    from ..launch.rendezvous import listen_on  # late: it imports torch
 
     try:
         listen_on(address, port).close()
@@ -123,6 +122,6 @@ def _far_port(host: str, address: str, port: int) -> Peer:
     except TimeoutError:
         return Peer(host, port, "silent", address)
     except OSError as error:
-        word = "no route to it" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else error.strerror or str(error)
-        return Peer(host, port, "unreachable", address, word)
+        reason = "no route to it" if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else error.strerror or str(error)
+        return Peer(host, port, "unreachable", address, reason)
     return Peer(host, port, "answers", address)

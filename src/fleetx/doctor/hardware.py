@@ -1,4 +1,4 @@
-"""GPUs, cores, memory, backends, limits, log folder and clock. Pure functions of facts."""
+"""Check GPUs, cores, memory, backends, limits and the log folder. Pure functions of facts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .software import numbers
 
 GIB = 1024 * MIB
 SMALL_SHM_BYTES = 64 * MIB
-"""What a container gets when nobody asks for more."""
+"""Default size in a container."""
 ROOM_BYTES = GIB
 FEW_FILES, ENOUGH_FILES = 1024, 4096
 FEW_PROCESSES = 1024
@@ -32,8 +32,8 @@ def check_gpus(facts: Facts) -> Iterable[Finding]:
     if devices.driver is None:
         yield ok(topic, "none; training runs on the CPU")
     elif devices.torch_cuda is None:
-        told = f"this machine has an NVIDIA driver ({devices.driver}), but torch was built for CPUs alone"
-        yield problem(topic, told, "install a CUDA build of torch: see its start page for the command")
+        what = f"this machine has an NVIDIA driver ({devices.driver}), but torch was built for CPUs only"
+        yield problem(topic, what, "install a CUDA build of torch: see its start page for the command")
     elif facts.variables.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         yield note(topic, "hidden by CUDA_VISIBLE_DEVICES")
     else:
@@ -42,16 +42,16 @@ def check_gpus(facts: Facts) -> Iterable[Finding]:
 
 def _unusable(devices: Devices) -> Finding:
     assert devices.torch_cuda is not None
-    said = f": {devices.cuda_error}" if devices.cuda_error else ""
+    error = f": {devices.cuda_error}" if devices.cuda_error else ""
     has_old_driver = devices.driver_cuda is not None and numbers(devices.driver_cuda)[:1] < numbers(devices.torch_cuda)[:1]
     fix = "look at nvidia-smi; in a container, start it with --gpus all"
     if has_old_driver:
         fix = f"install a newer driver, or a torch built for CUDA {devices.driver_cuda} or older"
-    return problem("GPUs", f"driver {devices.driver}, torch for CUDA {devices.torch_cuda}, but no GPU can be used{said}", fix)
+    return problem("GPUs", f"driver {devices.driver}, torch for CUDA {devices.torch_cuda}, but no GPU can be used{error}", fix)
 
 
 def runs_on(gpu: Gpu, architectures: Iterable[str]) -> bool:
-    """Compiled code runs on the same major version, from its minor on; "compute_" is compiled when it is loaded."""
+    """Return whether torch's code runs on the GPU: "sm_" code from its minor version on, "compute_" code on any later one."""
     major, minor = gpu.capability
     for name in architectures:
         kind, _, digits = name.partition("_")
@@ -63,13 +63,13 @@ def runs_on(gpu: Gpu, architectures: Iterable[str]) -> bool:
 
 
 def _one_gpu(index: int, gpu: Gpu, devices: Devices) -> Finding:
-    told = f"{index}: {gpu.name}, {binary(gpu.memory_bytes)}, capability {gpu.capability[0]}.{gpu.capability[1]}"
+    what = f"{index}: {gpu.name}, {binary(gpu.memory_bytes)}, capability {gpu.capability[0]}.{gpu.capability[1]}"
     if devices.architectures and not runs_on(gpu, devices.architectures):
         built = ", ".join(devices.architectures)
-        return problem("GPUs", f"{told}: torch was built for {built}", "install a torch that is built for this GPU")
+        return problem("GPUs", f"{what}: torch was built for {built}", "install a torch that is built for this GPU")
     if not gpu.has_bf16 or gpu.capability < BF16_SINCE:
-        return note("GPUs", f"{told}: no bfloat16; amp takes float16 with a loss scale")
-    return ok("GPUs", f"{told}, bfloat16 (driver {devices.driver}, torch for CUDA {devices.torch_cuda})")
+        return note("GPUs", f"{what}: no bfloat16; amp takes float16 with a loss scale")
+    return ok("GPUs", f"{what}, bfloat16 (driver {devices.driver}, torch for CUDA {devices.torch_cuda})")
 
 
 def check_cpu(facts: Facts) -> Iterable[Finding]:
@@ -77,8 +77,8 @@ def check_cpu(facts: Facts) -> Iterable[Finding]:
     cores = devices.allowed_cores
     if devices.cpu_quota is not None and devices.cpu_quota < cores:
         share = max(1, int(devices.cpu_quota))
-        told = f"the control group allows {devices.cpu_quota:g} of {cores} cores: threads for all of them slow each other down"
-        yield note(topic, told, f"fleetrun --env OMP_NUM_THREADS={share} train.py, divided by the ranks of this machine")
+        what = f"the control group allows {devices.cpu_quota:g} of {cores} cores: threads for all of them slow each other down"
+        yield note(topic, what, f"fleetrun --env OMP_NUM_THREADS={share} train.py, divided by the ranks of this machine")
     if cores < devices.cores:
         yield note(topic, f"this process may use {cores} of {devices.cores} cores (its affinity)", "start it without taskset")
     threads = f"{devices.threads} thread{'s' * (devices.threads != 1)}"
@@ -89,8 +89,8 @@ def check_memory(facts: Facts) -> Iterable[Finding]:
     topic, devices = "memory", facts.devices
     limit = devices.memory_limit_bytes
     if devices.available_bytes < ROOM_BYTES:
-        told = f"only {binary(devices.available_bytes)} of {binary(devices.memory_bytes)} are free"
-        yield problem(topic, told, "end other processes, or start fewer ranks: torch alone takes about 0.3 GiB in each")
+        what = f"only {binary(devices.available_bytes)} of {binary(devices.memory_bytes)} are free"
+        yield problem(topic, what, "end other processes, or start fewer ranks: torch alone takes about 0.3 GiB in each")
     if limit is not None and limit < devices.memory_bytes:
         yield note(
             topic, f"the control group allows {binary(limit)} of {binary(devices.memory_bytes)}; beyond it, ranks are killed"
@@ -114,19 +114,19 @@ def check_backends(facts: Facts) -> Iterable[Finding]:
     yield ok(topic, ", ".join(there) or "none")
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------------------------------
 
 
 def check_shared_memory(facts: Facts) -> Iterable[Finding]:
     topic, limits = "/dev/shm", facts.limits
     fix = "docker run --shm-size=8g (or --ipc=host); elsewhere: mount -o remount,size=8G /dev/shm"
     if limits.shm_bytes is None:
-        yield problem(topic, "it is not there: data loaders with workers, and NCCL, cannot share memory", fix)
+        yield problem(topic, "it does not exist: data loaders with workers, and NCCL, cannot share memory", fix)
     elif limits.shm_bytes <= SMALL_SHM_BYTES:
         yield problem(topic, f"{binary(limits.shm_bytes)}: data loaders with workers die of a bus error", fix)
     elif limits.shm_free_bytes < ROOM_BYTES:
         yield note(
-            topic, f"{binary(limits.shm_free_bytes)} of {binary(limits.shm_bytes)} free: batches of data loaders lie there", fix
+            topic, f"{binary(limits.shm_free_bytes)} of {binary(limits.shm_bytes)} free: batches of data loaders need it", fix
         )
     else:
         yield ok(topic, f"{binary(limits.shm_free_bytes)} of {binary(limits.shm_bytes)} free")
@@ -143,14 +143,14 @@ def check_limits(facts: Facts) -> Iterable[Finding]:
         else:
             yield note(topic, f"{soft} open files: few, for data loaders with many workers", raised)
     if 0 <= limits.processes < FEW_PROCESSES:
-        told = f"{limits.processes} processes and threads of this user; a rank alone takes dozens"
-        yield problem(topic, told, "ulimit -u 65536, or nproc in /etc/security/limits.conf")
+        what = f"{limits.processes} processes and threads of this user; a rank alone takes dozens"
+        yield problem(topic, what, "ulimit -u 65536, or nproc in /etc/security/limits.conf")
     if limits.infiniband and limits.locked_bytes >= 0:
-        told = f"InfiniBand ({', '.join(limits.infiniband)}) pins memory, of which only {binary(limits.locked_bytes)} are allowed"
-        yield problem(topic, told, "ulimit -l unlimited, or memlock in /etc/security/limits.conf")
+        what = f"InfiniBand ({', '.join(limits.infiniband)}) pins memory, of which only {binary(limits.locked_bytes)} are allowed"
+        yield problem(topic, what, "ulimit -l unlimited, or memlock in /etc/security/limits.conf")
     if limits.address_space_bytes >= 0:
-        told = f"address space limited to {binary(limits.address_space_bytes)}: torch with CUDA reserves far more than it uses"
-        yield note(topic, told, "ulimit -v unlimited")
+        what = f"address space limited to {binary(limits.address_space_bytes)}: torch with CUDA reserves far more than it uses"
+        yield note(topic, what, "ulimit -v unlimited")
     yield ok(topic, f"open files {_limit(soft)}, processes {_limit(limits.processes)}")
 
 
@@ -161,22 +161,10 @@ def _limit(count: int) -> str:
 def check_log_folder(facts: Facts) -> Iterable[Finding]:
     topic, limits = "log folder", facts.limits
     if limits.log_error:
-        told = f"{limits.log_dir} cannot be written: {limits.log_error}"
-        yield problem(topic, told, "change to another folder, or write fleetrun --log_dir DIR")
+        what = f"{limits.log_dir} cannot be written: {limits.log_error}"
+        yield problem(topic, what, "change to another folder, or write fleetrun --log_dir DIR")
     elif limits.log_free_bytes < ROOM_BYTES:
         fix = "free some, or write fleetrun --log_dir DIR on another disk"
         yield note(topic, f"only {binary(limits.log_free_bytes)} free for {limits.log_dir}", fix)
     else:
         yield ok(topic, f"{limits.log_dir} can be written, {binary(limits.log_free_bytes)} free")
-
-
-def check_clock(facts: Facts) -> Iterable[Finding]:
-    topic, limits = "clock", facts.limits
-    if limits.clock_behind_seconds > 0:
-        days = limits.clock_behind_seconds / 86400
-        yield problem(topic, f"it stands {days:.1f} days before fleetx was installed", "timedatectl set-ntp true")
-    elif limits.is_clock_synchronised is False and facts.network.peers:
-        told = "it is not synchronised: logs of several nodes cannot be put in order"
-        yield note(topic, told, "timedatectl set-ntp true")
-    else:
-        yield ok(topic, "synchronised" if limits.is_clock_synchronised else "plausible: later than the files of fleetx")

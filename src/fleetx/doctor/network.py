@@ -1,4 +1,4 @@
-"""Own name, own addresses, and the hosts that were asked about. Pure functions of facts."""
+"""Check the machine's name and addresses, and the hosts given by flags. Pure functions of facts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def is_loopback(address: str) -> bool:
 
 
 def check_name(facts: Facts) -> Iterable[Finding]:
-    """One machine alone bears all of this; with fleetrun several do too, but not with srun, mpirun or torchrun."""
+    """Check that other nodes can reach the address of the host name, as srun, mpirun and torchrun need; fleetrun does not."""
     topic, network = "own name", facts.network
-    found = problem if network.peers else note
+    report = problem if network.peers else note
     interface = interface_of(network, network.outward) or "eth0"
     outward = network.outward or "its address"
     by_hand = f"export GLOO_SOCKET_IFNAME={interface}, as fleetrun does by itself"
     fix = f"write `{outward} {network.hostname}` into /etc/hosts; or {by_hand}"
     if not network.resolved:
-        told = f"{network.hostname} cannot be resolved ({network.resolve_error}): started by srun, mpirun or torchrun, ranks "
-        yield found(topic, told + "on several nodes would not find each other", fix)
+        what = f"{network.hostname} cannot be resolved ({network.resolve_error}): started by srun, mpirun or torchrun, ranks "
+        yield report(topic, what + "on several nodes would not find each other", fix)
     elif all(is_loopback(address) for address in network.resolved):
-        told = f"{network.hostname} resolves to {network.resolved[0]}: started by srun, mpirun or torchrun, ranks would listen "
-        yield found(topic, told + "where no other node reaches them", fix)
+        what = f"{network.hostname} resolves to {network.resolved[0]}: started by srun, mpirun or torchrun, ranks would listen "
+        yield report(topic, what + "where no other node reaches them", fix)
     elif not set(network.resolved) & {one for addresses in network.interfaces.values() for one in addresses}:
-        told = f"{network.hostname} resolves to {network.resolved[0]}, which is no address of this machine"
-        yield found(topic, told, fix)
+        what = f"{network.hostname} resolves to {network.resolved[0]}, which is no address of this machine"
+        yield report(topic, what, fix)
     else:
         yield ok(topic, f"{network.hostname} is {network.resolved[0]}")
 
@@ -53,18 +53,18 @@ def check_addresses(facts: Facts) -> Iterable[Finding]:
         yield ok(topic, f"others reach this machine at {network.outward} ({shown or 'no interface of its own'})")
     elif network.peers:
         yield problem(
-            topic, f"there is no way out of this machine ({shown or 'loopback only'})", "ip route add default via GATEWAY"
+            topic, f"there is no route out of this machine ({shown or 'loopback only'})", "ip route add default via GATEWAY"
         )
     else:
-        yield note(topic, f"no way out of this machine ({shown or 'loopback only'}): ranks of one machine need none")
+        yield note(topic, f"no route out of this machine ({shown or 'loopback only'}): ranks of one machine need none")
 
 
-# --- hosts of --master and --ips --------------------------------------------------------------------------------------------
+# --- hosts of --master and --ips ----------------------------------------------------------------------------------------
 
 
 def check_peers(facts: Facts) -> Iterable[Finding]:
     if facts.network.peers_error:
-        yield problem("hosts", facts.network.peers_error, "mend that first")
+        yield problem("hosts", facts.network.peers_error, "fix the import of torch first")
     for peer in facts.network.peers:
         yield _peer(peer)
 
@@ -80,9 +80,9 @@ def _peer(peer: Peer) -> Finding:
         case "held":
             return problem("hosts", f"{place}: this machine, but {peer.detail}", other_port)
         case "answers":
-            return ok("hosts", f"{place}: somebody listens; fleetrun on node 0, if it was started")
+            return ok("hosts", f"{place}: a process listens there; fleetrun on node 0, if it was started")
         case "refuses":
-            return ok("hosts", f"{place}: the host answers, and nobody listens there yet")
+            return ok("hosts", f"{place}: the host answers, and no process listens there yet")
         case "silent":
             return problem("hosts", f"{place}: no answer; a firewall, or no such machine", open_ports)
         case "unknown name":

@@ -1,4 +1,4 @@
-"""Versions of Python, torch, fleetx and what it needs; which extras are there. Pure functions of facts."""
+"""Check versions of Python, torch, fleetx and its dependencies, and the extras. Pure functions of facts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _REQUIREMENT = re.compile(
 
 
 def parse_requirement(text: str) -> Package | None:
-    """ "scikit-learn>=1.4; extra == 'demo'" -> a package that is not known to be installed."""
+    """Parse "scikit-learn>=1.4; extra == 'demo'" into a Package without an installed version."""
     match = _REQUIREMENT.match(text)
     return Package(match[1], match[2] or "", None, match[3] or "") if match else None
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" -> (2, 13, 0): what decides which version is the older one."""
+    """Return the numbers by which versions are compared: "2.13.0+cpu" gives (2, 13, 0)."""
     match = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
@@ -53,11 +53,11 @@ def check(facts: Facts) -> Iterable[Finding]:
 def _own(facts: Facts) -> Iterable[Finding]:
     software = facts.software
     if software.installed is None:
-        told = "fleetx runs from its sources and is not installed: what it needs was not compared"
-        yield note("versions", told, "pip install -e .")
+        what = "fleetx runs from its sources and is not installed: its requirements were not checked"
+        yield note("versions", what, "pip install -e .")
     elif software.installed != software.fleetx:
-        told = f"the fleetx that runs is {software.fleetx}, the installed one {software.installed}"
-        yield note("versions", told, "pip install -e . once more, or take the other one off PYTHONPATH")
+        what = f"the fleetx that runs is {software.fleetx}, the installed one {software.installed}"
+        yield note("versions", what, "pip install -e . once more, or take the other one off PYTHONPATH")
 
 
 def check_extras(facts: Facts) -> Iterable[Finding]:
@@ -77,12 +77,12 @@ def check_extras(facts: Facts) -> Iterable[Finding]:
         else:
             there.append(extra)
     if there:
-        yield ok("extras", f"there: {', '.join(there)}")
+        yield ok("extras", f"installed: {', '.join(there)}")
     if missing:
-        yield ok("extras", f'not there: {"; ".join(missing)}. When one is wanted: pip install "fleetx[NAME]"')
+        yield ok("extras", f'not installed: {"; ".join(missing)}. To install one: pip install "fleetx[NAME]"')
 
 
 def check_triton(facts: Facts) -> Iterable[Finding]:
     names = {package.name for package in facts.software.packages if package.version is not None}
     if facts.devices.gpus and "triton" not in names:
-        yield note("versions", "triton is not installed: LARS, LAMB and DGC take torch's slower operations", "pip install triton")
+        yield note("versions", "triton is not installed: LARS, LAMB and DGC use torch's slower operations", "pip install triton")

@@ -1,4 +1,4 @@
-"""Findings and tables as text for people, and as JSON for scripts."""
+"""Format findings and tables as text for a terminal and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 WIDE = 10_000
-"""Columns where nobody looks at a screen: lines stay whole, and can be searched."""
+"""Columns without a terminal: lines are not wrapped and can be searched."""
 
 
-def in_words(findings: Sequence[Finding], tables: Sequence[Table], *, width: int, has_colour: bool) -> str:
+def to_text(findings: Sequence[Finding], tables: Sequence[Table], *, width: int, has_colour: bool) -> str:
     from rich.console import Console
 
     out = io.StringIO()
@@ -50,11 +50,11 @@ def _grid(findings: Sequence[Finding]) -> RichTable:
     grid.add_column(overflow="fold")
     topic = ""
     for finding in findings:
-        told = Text(finding.what)  # others' names and messages: no markup is looked for in them
+        what = Text(finding.what)  # not parsed as markup: it may hold names and messages from elsewhere
         if finding.fix:
-            told.append(f"\nfix: {finding.fix}", style="bold" if finding.level == "problem" else "")
+            what.append(f"\nfix: {finding.fix}", style="bold" if finding.level == "problem" else "")
         name = finding.topic if finding.topic != topic else ""
-        grid.add_row(name, Text(finding.level, style=STYLES[finding.level]), told)
+        grid.add_row(name, Text(finding.level, style=STYLES[finding.level]), what)
         topic = finding.topic
     return grid
 
@@ -75,12 +75,12 @@ def _exchange(table: Table) -> list[str]:
 
 def verdict(findings: Sequence[Finding]) -> str:
     problems, notes = count(findings, "problem"), count(findings, "note")
-    words = f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem"
-    return words + (f", {notes} note{'s' * (notes != 1)}" if notes else "")
+    summary = f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem"
+    return summary + (f", {notes} note{'s' * (notes != 1)}" if notes else "")
 
 
 def to_json(facts: Facts, findings: Sequence[Finding], tables: Sequence[Table], seconds: float) -> str:
-    told = {
+    content = {
         "fleetx": fleetx.__version__,
         "ok": not count(findings, "problem"),
         "problems": count(findings, "problem"),
@@ -90,11 +90,11 @@ def to_json(facts: Facts, findings: Sequence[Finding], tables: Sequence[Table], 
         "all_reduce": [asdict(table) for table in tables],
         "facts": asdict(facts),
     }
-    return json.dumps(told, indent=2)
+    return json.dumps(content, indent=2)
 
 
 def screen() -> tuple[int, bool]:
-    """Columns, and whether colours are wanted there."""
+    """Return the width of the terminal, and whether to use colours."""
     if not sys.stdout.isatty():
         return WIDE, False
     try:

@@ -258,9 +258,9 @@ def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedS
     A rank that has added none stays in its backward, where it waits for the others' gradients: it is named (`meet`).
     Weights, the optimizer's state, counters, loss scale and statistics go on as they are."""
     old = face.pipeline
-    old.comm.meet(
+    old.comm.wait_for_all(
         f"fleetx/layout/{old.teller.pair}/{old.index}/{len(face.parameter_ids())}",
-        lacking="added or unfroze no parameters before this update, as this rank did, nor replaced any. "
+        missing="added or unfroze no parameters before this update, as this rank did, nor replaced any. "
         "Do it on every rank at the same place.",
     )
     _refuse_fixed_layout(face)

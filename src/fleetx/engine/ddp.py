@@ -167,7 +167,7 @@ class ReducedByDDP(KeepsNothing):
             )
 
     def _stop(self, text: str) -> NoReturn:
-        self.comm.leave_word(text)
+        self.comm.post_error(text)
         raise FleetError(text)
 
     def compare(self, buckets: Buckets) -> None:

@@ -157,7 +157,7 @@ class Rehearsal:
             if not is_out_of_memory(error):
                 raise
             text = f"there is not enough memory for the update itself, whatever is computed again: {first_line(error)}"
-            self.comm.leave_word(f"rank {self.comm.rank}: {text}")
+            self.comm.post_error(f"rank {self.comm.rank}: {text}")
             raise UpdateOutOfMemory(text) from error
 
     def everywhere(self, work: Callable[[], Found]) -> Found:

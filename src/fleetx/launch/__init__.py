@@ -1,1 +1,1 @@
-"""`fleetrun`: start a script on several ranks, one log file for each, and end with an exit code that tells the truth."""
+"""`fleetrun`: start a script on several ranks with a log file each, and return the exit code of the rank that failed first."""

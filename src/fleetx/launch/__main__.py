@@ -1,6 +1,6 @@
-"""So that `python -m fleetx.launch train.py` is `fleetrun train.py`."""
+"""Run `fleetrun` as a module: `python -m fleetx.launch train.py`."""
 
-from fleetx.launch.fleetrun import command
+from .fleetrun import command
 
 if __name__ == "__main__":
     command()

@@ -1,10 +1,10 @@
-"""One job on several nodes: each says how it stands, node 0 decides, all follow. Pure functions.
+"""Agreement of several nodes on one job: each reports its state, node 0 decides, all follow. Pure functions.
 
-state of a node   READY -> RUNNING -> DONE, or FAILED with a cause; LEFT when its launcher goes. Each for one attempt.
-the job           attempt n, and where its store listens once all nodes are READY for n; at last, how it ended.
+state of a node   READY -> RUNNING -> DONE, or FAILED with a cause; LEFT when its launcher ends. Each for one attempt.
+the job           attempt n, and the port of its store once all nodes are READY for n; at last, how it ended.
 
-The number of the attempt is the number of restarts made: all nodes count alike, however many ranks failed at once. What a
-node says of an earlier attempt is old news and changes nothing.
+The number of the attempt is the number of restarts so far, equal on all nodes however many ranks failed at once. A state that
+belongs to an earlier attempt is ignored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 SETTLE_SECONDS = 0.3
-"""A rank that was killed makes others, elsewhere, raise an error; theirs may be known first."""
+"""How long to wait for other nodes' failures: a killed rank makes ranks on other nodes fail, which may be reported first."""
 ALL_HANG_SECONDS = 5.0
-"""Ranks that wait for each other on all nodes are to be named by all of them, also by one that is slow to look."""
+"""How long to wait when ranks hang on all nodes, so that each node reports its own."""
 
 
 class Phase(enum.StrEnum):
@@ -40,11 +40,11 @@ class Cause:
     """Why an attempt failed on a node."""
 
     here: str  # "rank 1 was killed by SIGKILL at step 812"
-    elsewhere: str  # the same, said on another node
+    elsewhere: str  # the same, as shown on other nodes
     exit_code: int
     time_ns: int
     is_crash: bool
-    is_mendable: bool
+    is_retryable: bool
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class NodeState:
     attempt: int
     phase: Phase
     cause: Cause | None = None
-    stop_signal: int | None = None  # by which this node was asked to stop
-    all_wait: bool = False  # every rank here waits for another node, for longer than the hang limit
+    stop_signal: int | None = None  # received by this node
+    all_wait: bool = False  # every rank here has waited for another node for the hang timeout
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Job:
     process_counts: tuple[int, ...] = ()  # of each node; empty until all have joined
     run_id: str = ""
     attempt: int = 0
-    port: int | None = None  # of this attempt's store on node 0
+    port: int | None = None  # of this attempt's store on node 0; None until all nodes are ready
     nonce: str = ""
     reason: str = ""  # of the last restart
     failing_since_seconds: float | None = None  # on node 0's clock
@@ -75,19 +75,19 @@ class Job:
 
 
 def first_rank(process_counts: tuple[int, ...], node: int) -> int:
-    """Ranks are numbered node by node."""
+    """Return the first rank of a node; ranks are numbered node by node."""
     return sum(process_counts[:node])
 
 
 def all_ready(job: Job, states: Mapping[int, NodeState]) -> bool:
-    """Whether the store of this attempt is to be opened: a worker of the attempt before could still speak to it."""
+    """Return whether to open this attempt's store. Earlier, a worker of the last attempt could still connect to it."""
     if job.end is not None or job.port is not None or not job.process_counts or len(states) < len(job.process_counts):
         return False
     return all(state.attempt == job.attempt and state.phase is Phase.READY for state in states.values())
 
 
 def decide(job: Job, states: Mapping[int, NodeState], *, max_restart: int, now_seconds: float) -> Job:
-    """What follows from how the nodes stand."""
+    """Return the job that follows from the states of the nodes."""
     if job.end is not None:
         return job
     job = _note_stop(job, states)
@@ -124,7 +124,7 @@ def _note_stop(job: Job, states: Mapping[int, NodeState]) -> Job:
 
 
 def _has_stopped(job: Job, states: Mapping[int, NodeState], causes: Mapping[int, Cause]) -> bool:
-    """No attempt starts after a request to stop; one under way ends by itself, or as soon as one rank has ended badly."""
+    """Return whether the job has stopped: no new attempt starts, and the current one ends by itself or at the first failure."""
     if job.port is None or causes or any(state.phase is Phase.LEFT for state in states.values()):
         return True
     return all(state.phase is Phase.DONE for state in states.values())
@@ -137,7 +137,7 @@ def _after_failure(job: Job, causes: Mapping[int, Cause], *, max_restart: int, n
     if len(causes) < len(job.process_counts) and now_seconds - since < settle_seconds:
         return replace(job, failing_since_seconds=since)
     node, cause = min(causes.items(), key=lambda item: (not item[1].is_crash, item[1].time_ns))
-    if job.attempt >= max_restart or not cause.is_mendable:
+    if job.attempt >= max_restart or not cause.is_retryable:
         return fail(job, node, cause.elsewhere, cause.exit_code)
     return Job(
         process_counts=job.process_counts,

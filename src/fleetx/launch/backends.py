@@ -1,4 +1,4 @@
-"""Which backends of torch.distributed this build of torch has."""
+"""Report which backends of torch.distributed this build of torch has."""
 
 from __future__ import annotations
 

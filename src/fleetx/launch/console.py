@@ -1,8 +1,8 @@
-"""What the console shows of the ranks: one as it is, others by their warnings and tracebacks. Pure: bytes in, bytes out.
+"""Select what the console shows of the ranks: one in full, of the others warnings and tracebacks. Pure: bytes in, bytes out.
 
-Bare      a lone rank 0, byte for byte, so that its progress bar moves
-Prefixed  any other, line by line: "n0·r1| text", control characters escaped, and only what `keep` lets through
-Excerpt   the `keep` that finds warnings, errors and whole tracebacks
+Bare      rank 0 alone, byte for byte, so that its progress bar moves
+Prefixed  any other rank, line by line: "n0·r1| text", with control characters escaped and lines selected by `keep`
+Excerpt   the `keep` that selects warnings, errors and whole tracebacks
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from fleetx.launch.topology import Plan
+from .topology import Plan
 
 LINE_BYTES = 8 << 10
 CUT = " [... cut]"
@@ -33,30 +33,30 @@ _CHAIN = (
 
 
 def escape(line: str) -> str:
-    r"""Control characters as \x1b and the like: a line can then neither move the cursor nor pretend to be several."""
+    r"""Escape control characters as \x1b and the like: a line can then neither move the cursor nor look like several lines."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), line)
 
 
 class _State(Enum):
     QUIET = auto()
     WARNED = auto()
-    """One indented line may follow: the source that Python shows."""
+    """After a warning; one indented line may follow: its source line."""
     FRAMES = auto()
     """Inside a traceback, before the line that names the exception."""
     GROUP = auto()
-    """Inside the drawing of an exception group."""
+    """Inside an exception group."""
     NAMED = auto()
-    """After an exception's name: the rest of its message, or a blank line and the next of a chain."""
+    """After an exception's name: the rest of its message follows, or a blank line and the next exception of a chain."""
     CHAINED = auto()
-    """After the words that join two tracebacks."""
+    """After the sentence that joins two tracebacks."""
 
 
 class Excerpt:
-    """Feed it every line in turn; what comes back is to be shown."""
+    """Selects lines to show: call it with every line in order; it returns the lines to print."""
 
     def __init__(self) -> None:
         self._state = _State.QUIET
-        self._held: list[str] = []  # a blank line, shown only if a chain goes on after it
+        self._held: list[str] = []  # a blank line, shown only if an exception chain continues after it
 
     def __call__(self, line: str) -> list[str]:
         plain = _TORCH_PREFIX.sub("", _COLOUR.sub("", line)).rstrip()
@@ -93,12 +93,12 @@ def _is_indented(line: str) -> bool:
 
 
 class View(Protocol):
-    """How one rank's log looks on the console."""
+    """Formats one rank's log for the console."""
 
     def feed(self, data: bytes) -> bytes: ...
 
     def end(self) -> bytes:
-        """What is left when nothing more will come."""
+        """Return what is left at the end of the log."""
 
 
 class Bare:
@@ -117,7 +117,7 @@ class Prefixed:
 
     def feed(self, data: bytes) -> bytes:
         *lines, rest = _LINE_END.split(self._rest + data if self._rest else data.lstrip(b"\r"))
-        self._rest = rest[: LINE_BYTES + 1]  # of an endless line no more than will be shown
+        self._rest = rest[: LINE_BYTES + 1]  # keep no more of an endless line than is shown
         return b"".join(self._show(line) for line in lines)
 
     def end(self) -> bytes:

@@ -1,8 +1,8 @@
-"""How nodes agree: node 0's launcher (the Chair) listens on the master address, the others (Members) tell it how they stand.
+"""Control connections between nodes: node 0's launcher (Coordinator) listens on the master address, the others are Members.
 
-One line of JSON each way, several times a second; see agreement.py for what the lines mean. torch's TCPStore could carry
-them, but prints twenty lines of C++ stack on the console when node 0 goes, and a call to it can wait for a dead machine for
-minutes. Here the thread that watches the workers never waits for the network: it leaves its state and takes the last job.
+Each member sends its state and receives the job, as lines of JSON several times a second; agreement.py defines both. torch's
+TCPStore would print a C++ stack trace when node 0 ends, and a call to it can wait for a dead machine for minutes. Here the thread
+that watches the workers never waits for the network: it stores its state and reads the last job received.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from fleetx.launch.agreement import (
+from .agreement import (
     End,
     Job,
     NodeState,
@@ -37,23 +37,23 @@ SILENCE_SECONDS = 5.0
 HINT_SECONDS = 2.0
 LINE_BYTES = 1 << 16
 Notice = Callable[[str], None]
-OpenStore = Callable[[], int]  # a fresh one: its port
+OpenStore = Callable[[], int]  # opens a new store and returns its port
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a node says first. All nodes must have been started alike."""
+    """First message of a node: its flags, which must agree on all nodes, and its address."""
 
     job_id: str
     node_count: int
     max_restart: int
     process_count: int
     address: str
-    rank: int | None = None  # None: the next free one
+    rank: int | None = None  # None: take the next free one
 
 
 def mismatch(first: Hello, other: Hello) -> str | None:
-    """Why these two do not belong to one job, as a sentence."""
+    """Return why two nodes do not belong to one job, as a sentence, or None."""
     flags = {"--job_id": "job_id", "--nnodes": "node_count", "--max_restart": "max_restart"}
     for flag, name in flags.items():
         theirs, ours = getattr(other, name), getattr(first, name)
@@ -63,7 +63,7 @@ def mismatch(first: Hello, other: Hello) -> str | None:
 
 
 def place(hellos: dict[int, Hello], hello: Hello) -> int | str:
-    """The rank of a node that arrives, or a sentence that says why it has none."""
+    """Return the rank of a node that joins, or a sentence that says why it is refused."""
     count = hellos[0].node_count
     if hello.rank is None:
         free = [rank for rank in range(count) if rank not in hellos]
@@ -76,8 +76,8 @@ def place(hellos: dict[int, Hello], hello: Hello) -> int | str:
     return hello.rank
 
 
-class Chair:
-    """Node 0: decides. Alone it needs no network at all."""
+class Coordinator:
+    """Node 0, which decides. As the only node it needs no network."""
 
     node = 0
 
@@ -99,7 +99,7 @@ class Chair:
         return self._job.process_counts
 
     def exchange(self, state: NodeState) -> Job:
-        """What was agreed on so far."""
+        """Record node 0's state, decide, and return the job."""
         self._limit_joining()
         with self._lock:
             self._states[0] = state
@@ -111,7 +111,7 @@ class Chair:
             return self._job
 
     def _limit_joining(self) -> None:
-        """Outside the lock, but for a moment: a console that takes nothing must not keep the nodes from talking."""
+        """Warn about missing nodes, then fail. Printing is done outside the lock: a blocked console must not block the nodes."""
         waited_seconds = time.monotonic() - self._began_seconds
         if self._job.process_counts or waited_seconds < HINT_SECONDS:
             return
@@ -125,7 +125,7 @@ class Chair:
             self._notice(f"waiting for node {missing} of {count}")
 
     def admit(self, hello: Hello) -> int | str:
-        """A node's rank, or why it is refused. Before the job is complete, a node started differently ends it for all."""
+        """Admit a node and return its rank, or why it is refused. Until all have joined, a mismatch ends the job for all."""
         with self._lock:
             if self._job.end is not None:
                 return self._job.sentence or "the job has ended."
@@ -139,29 +139,29 @@ class Chair:
                 self._job = fail(self._job, 0, placed)
             return placed
 
-    def hear(self, node: int, state: NodeState) -> Job:
+    def update(self, node: int, state: NodeState) -> Job:
         with self._lock:
             self._states[node] = state
-            self._note_leavers()
+            self._check_all_left()
             return self._job
 
-    def lose(self, node: int) -> None:
-        """This node says no more."""
+    def mark_gone(self, node: int) -> None:
+        """Handle the end of a node's connection: without a goodbye the job fails."""
         with self._lock:
             state = self._states.get(node)
             if state is None or state.phase is not Phase.LEFT:
                 sentence = f"node {node} ({self._hellos[node].address}) is gone: its launcher was killed, or cannot be reached."
                 self._job = fail(self._job, node, sentence)
                 self._states[node] = NodeState(self._job.attempt, Phase.LEFT)
-            self._note_leavers()
+            self._check_all_left()
 
-    def _note_leavers(self) -> None:
+    def _check_all_left(self) -> None:
         others = [rank for rank in self._hellos if rank != 0]
         if all(rank in self._states and self._states[rank].phase is Phase.LEFT for rank in others):
             self._all_left.set()
 
     def close(self, state: NodeState, *, limit_seconds: float) -> None:
-        """Others still have to hear how it ended."""
+        """Wait until the other nodes have received the end of the job, then stop listening."""
         if self._server is None:
             return
         self.exchange(state)
@@ -171,30 +171,30 @@ class Chair:
         self._server.server_close()
 
 
-def _serve(listener: socket.socket, chair: Chair) -> socketserver.TCPServer:
-    class Talk(socketserver.StreamRequestHandler):
-        timeout = SILENCE_SECONDS  # of one node: longer, and it counts as gone
+def _serve(listener: socket.socket, coordinator: Coordinator) -> socketserver.TCPServer:
+    class Handler(socketserver.StreamRequestHandler):
+        timeout = SILENCE_SECONDS  # a node that is silent for longer counts as gone
         disable_nagle_algorithm = True
 
         def handle(self) -> None:
             node: int | None = None
-            with contextlib.suppress(Exception):  # gone, or no node at all: whatever it said, that it ended is noted below
-                placed = chair.admit(Hello(**json.loads(self.rfile.readline(LINE_BYTES))))
+            with contextlib.suppress(Exception):  # a broken connection, or a stranger's: its end is handled below
+                placed = coordinator.admit(Hello(**json.loads(self.rfile.readline(LINE_BYTES))))
                 self.wfile.write(json.dumps(placed).encode() + b"\n")
                 node = placed if isinstance(placed, int) else None
                 while node is not None and (line := self.rfile.readline(LINE_BYTES)):
-                    self.wfile.write(to_line(chair.hear(node, state_from_line(line))))
+                    self.wfile.write(to_line(coordinator.update(node, state_from_line(line))))
             if node is not None:
-                chair.lose(node)
+                coordinator.mark_gone(node)
 
     class Server(socketserver.ThreadingTCPServer):
         daemon_threads = True
         block_on_close = False
 
         def handle_error(self, request: object, client_address: object) -> None:
-            pass  # a connection that broke; its node is noted as gone
+            pass  # a broken connection; its node was marked as gone
 
-    server = Server(listener.getsockname(), Talk, bind_and_activate=False)
+    server = Server(listener.getsockname(), Handler, bind_and_activate=False)
     server.socket.close()
     server.socket = listener
     threading.Thread(target=server.serve_forever, args=(0.05,), name="fleetrun control", daemon=True).start()
@@ -202,7 +202,7 @@ def _serve(listener: socket.socket, chair: Chair) -> socketserver.TCPServer:
 
 
 class Member:
-    """Any other node: says how it stands, and follows."""
+    """Any other node: sends its state and follows node 0."""
 
     def __init__(self, hello: Hello, master: str, port: int, notice: Notice) -> None:
         self.node: int | None = hello.rank
@@ -211,8 +211,8 @@ class Member:
         self._state: NodeState | None = None
         self._has_joined = False
         self._lock = threading.Lock()
-        self._has_news, self._has_left = threading.Event(), threading.Event()
-        threading.Thread(target=self._talk, name="fleetrun control", daemon=True).start()
+        self._has_changed, self._has_left = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, name="fleetrun control", daemon=True).start()
 
     @property
     def process_counts(self) -> tuple[int, ...]:
@@ -220,12 +220,12 @@ class Member:
             return self._job.process_counts
 
     def exchange(self, state: NodeState) -> Job:
-        """What is known to be agreed on; the state is told in the background."""
+        """Return the last job received; the state is sent in the background."""
         with self._lock:
             if state != self._state:
                 self._state = state
-                self._has_news.set()
-            if state.stop_signal is not None and self._job.port is None:  # nothing runs yet: nothing to agree on
+                self._has_changed.set()
+            if state.stop_signal is not None and self._job.port is None:  # nothing runs yet: stop without asking node 0
                 return replace(self._job, stop_signal=state.stop_signal, end=End.STOPPED)
             return self._job
 
@@ -233,12 +233,12 @@ class Member:
         self.exchange(state)
         self._has_left.wait(limit_seconds)
 
-    def _talk(self) -> None:
+    def _run(self) -> None:
         try:
             with self._connect() as connection, connection.makefile("rwb") as stream:
                 if self._join(stream):
                     self._repeat(stream)
-        except Exception as error:  # nonsense is no better than silence: whoever waits for the job must be told
+        except Exception as error:  # an invalid answer counts as a lost connection: the watching thread must see the job end
             gone = f"node 0 ({self._master}) is gone: its launcher was killed, or cannot be reached."
             if not self._has_joined:
                 gone = f"no fleetrun answers as node 0 at {self._master}:{self._port} ({error})."
@@ -261,14 +261,14 @@ class Member:
                 if now_seconds > hint_seconds:
                     hint_seconds = began_seconds + 2 * JOIN_SECONDS
                     self._notice(f"waiting for node 0 at {self._master}:{self._port}")
-                self._has_news.wait(BEAT_SECONDS)
-                self._has_news.clear()
+                self._has_changed.wait(BEAT_SECONDS)
+                self._has_changed.clear()
             else:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return connection
 
     def _join(self, stream: io.BufferedRWPair) -> bool:
-        answer = json.loads(_ask(stream, json.dumps(asdict(self._hello)).encode() + b"\n"))
+        answer = json.loads(_request(stream, json.dumps(asdict(self._hello)).encode() + b"\n"))
         if not isinstance(answer, int):
             with self._lock:
                 self._job = fail(self._job, 0, str(answer))
@@ -281,16 +281,16 @@ class Member:
             with self._lock:
                 state = self._state
             if state is not None:
-                job = job_from_line(_ask(stream, to_line(state)))
+                job = job_from_line(_request(stream, to_line(state)))
                 with self._lock:
                     self._job = job
                 if state.phase is Phase.LEFT:
                     return
-            self._has_news.wait(BEAT_SECONDS)
-            self._has_news.clear()
+            self._has_changed.wait(BEAT_SECONDS)
+            self._has_changed.clear()
 
 
-def _ask(stream: io.BufferedRWPair, line: bytes) -> bytes:
+def _request(stream: io.BufferedRWPair, line: bytes) -> bytes:
     stream.write(line)
     stream.flush()
     answer = stream.readline(LINE_BYTES)

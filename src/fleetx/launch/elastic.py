@@ -1,4 +1,4 @@
-"""What has to be said to torch elastic before it starts processes the way fleetrun wants them."""
+"""Settings of torch elastic that fleetrun needs: quiet logs, no signal handlers, complete environments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIGNALS_TO_HANDLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 SIGNALS_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
-def silence() -> None:
-    """Its warnings and tracebacks repeat, at length, what fleetrun says in a few lines."""
+def mute_logs() -> None:
+    """Mute elastic's logger: its warnings and tracebacks repeat at length what fleetrun prints in a few lines."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
@@ -23,7 +23,7 @@ def silence() -> None:
 
 @contextlib.contextmanager
 def without_handlers() -> Iterator[None]:
-    """Elastic would install signal handlers that raise wherever the launcher happens to be."""
+    """Keep elastic from installing signal handlers, which would raise at any place in the launcher."""
     before = os.environ.get(SIGNALS_TO_HANDLE)
     os.environ[SIGNALS_TO_HANDLE] = "none"
     try:
@@ -35,7 +35,7 @@ def without_handlers() -> Iterator[None]:
 
 
 class LogsAndEnvironments(LogsSpecs):
-    """Elastic asks this for log files just before it starts the workers: the one place to complete their environments."""
+    """Completes the workers' environments: elastic calls `reify` for log files just before it starts them."""
 
     def __init__(self, complete: Callable[[LocalEnvironments], None]) -> None:
         super().__init__()
@@ -47,5 +47,5 @@ class LogsAndEnvironments(LogsSpecs):
 
     def reify(self, envs: LocalEnvironments) -> LogsDest:
         self._complete(envs)
-        console = dict.fromkeys(envs, "")  # worker.py redirects; what goes wrong before that belongs on the console
+        console = dict.fromkeys(envs, "")  # worker.py redirects its output; earlier errors go to the console
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict.fromkeys(envs, os.devnull))

@@ -1,4 +1,4 @@
-"""The flags of `fleetrun`: how they are spelt, what each may hold, and which of Paddle's are refused, and why."""
+"""Flags of `fleetrun`: spellings, allowed values, and those of Paddle that are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NoReturn, get_args
 
-from fleetx.errors import ConfigError, did_you_mean
-from fleetx.launch.nodes import PORTS, Source
+from ..errors import ConfigError, did_you_mean
+from .nodes import PORTS, Source
 
 ProcessCount = int | Literal["auto", "gpu", "cpu"]
 Tee = Literal["all"] | frozenset[int]
@@ -25,18 +25,20 @@ PARAMETER_SERVER = (
     *("--http_port", "--gloo_port", "--with_gloo"),
 )
 REFUSED = {
-    **dict.fromkeys(PARAMETER_SERVER, "is of parameter-server training, and fleetrun is collective only; use --nproc_per_node N"),
+    **dict.fromkeys(
+        PARAMETER_SERVER, "is for parameter-server training, and fleetrun is collective only; use --nproc_per_node N"
+    ),
     "--elastic_level": "is not taken, as the number of nodes is fixed; write --max_restart N to start a failed job again",
-    "--elastic_timeout": "is not taken, as a job starts when all nodes are there; for silent ranks, write --hang_timeout SECONDS",
+    "--elastic_timeout": "is not taken, as a job starts when all nodes joined; for silent ranks, write --hang_timeout SECONDS",
     "--log_level": "is not taken; choose whose output is shown with --tee all, --tee none or --tee 0,3",
 }
-OURS = re.compile(
+RESERVED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|PADDLE_TRAINER(_ID|S_NUM)|TORCHELASTIC_.*|FLEETX_.*"
 )
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors are raised, to be told in one line without the usage."""
+    """Raises ConfigError on wrong flags, to be printed in one line without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See `fleetrun --help`.")
@@ -93,7 +95,7 @@ def _run_mode(text: str) -> str:
 
 
 def _add(parser: argparse.ArgumentParser, *flags: str, **settings: object) -> None:
-    """The first flag names the option; each may be written with - between its words too."""
+    """Add a flag with its aliases, each also spelt with - between its words. The first one names the option."""
     spellings = dict.fromkeys(spelling for flag in flags for spelling in (flag, "--" + flag[2:].replace("_", "-")))
     parser.add_argument(*spellings, dest=flags[0][2:], **settings)  # type: ignore[arg-type]
 
@@ -107,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module, as in `python -m`")
-    _add(parser, "--dry_run", action="store_true", help="say what would be started, and start nothing")
+    _add(parser, "--dry_run", action="store_true", help="print what would be started, and start nothing")
     _add_ranks(parser)
     _add_nodes(parser)
     _add_endings(parser)
@@ -121,35 +123,33 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     _add(parser, *devices, metavar="0,1", help="GPUs to use (default: all that are visible)")
     count_help = "ranks to start here: a number, gpu (one for each), cpu (one for each core), or auto (default)"
     _add(parser, "--nproc_per_node", type=_process_count, default="auto", metavar="N", help=count_help)
-    env_help = "set a variable for every rank, may be repeated; or local, slurm, mpi: whose variables tell of the nodes"
+    env_help = "set a variable for every rank, may be repeated; or local, slurm, mpi: whose variables describe the nodes"
     _add(parser, "--env", action="append", default=[], metavar="NAME=VALUE", help=env_help)
-    _add(parser, "--run_mode", type=_run_mode, metavar="collective", help="accepted, as it is the only one")
+    _add(parser, "--run_mode", type=_run_mode, metavar="collective", help="the only mode; accepted for compatibility")
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
     port = _whole_number(PORTS.start, PORTS.stop - 1)
     _add(parser, "--ips", metavar="A,B", help="addresses of all nodes, the same on each: the first is node 0")
     _add(parser, "--nnodes", type=_whole_number(1), metavar="N", help="number of nodes, together with --master")
-    _add(parser, "--master", metavar="HOST[:PORT]", help="where node 0 is")
+    _add(parser, "--master", metavar="HOST[:PORT]", help="address of node 0")
     _add(parser, "--rank", type=_whole_number(0), metavar="R", help="this node's number (default: in order of arrival)")
-    _add(parser, "--host", metavar="ADDRESS", help="this node's own address, where it has several")
-    _add(parser, "--start_port", type=port, metavar="PORT", help="port on node 0 at which several nodes meet (default: 6070)")
+    _add(parser, "--host", metavar="ADDRESS", help="this node's own address, if it has several")
+    _add(parser, "--start_port", type=port, metavar="PORT", help="rendezvous port on node 0, for several nodes (default: 6070)")
     _add(parser, "--job_id", type=_job_id, default="default", metavar="NAME", help="must be the same on all nodes of a job")
 
 
 def _add_endings(parser: argparse.ArgumentParser) -> None:
     restarts = ("--max_restart", "--max_restarts")
-    _add(
-        parser, *restarts, type=_whole_number(0), default=0, metavar="N", help="times to start again after a failure (default: 0)"
-    )
-    hang_help = "end, or restart, ranks that have made no progress for so long (default: 1800)"
+    _add(parser, *restarts, type=_whole_number(0), default=0, metavar="N", help="number of restarts after failures (default: 0)")
+    hang_help = "stop or restart ranks that make no progress for this long (default: 1800)"
     _add(parser, "--hang_timeout", type=_seconds, default=1800.0, metavar="SECONDS", help=hang_help)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--log_dir", default="log", metavar="DIR", help="folder of workerlog.N (default: log)")
     _add(parser, "--log_overwrite", action="store_true", help="a restart empties the logs (default: it appends to them)")
-    tee_help = "ranks shown in full: all, none, or 0,3 (default: 0); of the others, warnings and tracebacks are"
+    tee_help = "ranks shown in full: all, none, or 0,3 (default: 0); others show warnings and tracebacks only"
     _add(parser, "--tee", type=_tee, default=frozenset({0}), metavar="RANKS", help=tee_help)
 
 
@@ -172,7 +172,7 @@ def _unknown_flag(flag: str) -> str:
 
 
 def split_env(entries: Iterable[str]) -> tuple[dict[str, str], Source | None]:
-    """What all the --env say: variables for the ranks, and whose variables to believe about the nodes."""
+    """Split all --env entries into variables for the ranks, and the source of the variables that describe the nodes."""
     variables: dict[str, str] = {}
     source: Source | None = None
     for entry in entries:
@@ -191,6 +191,6 @@ def _checked_name(name: str) -> str:
         raise ConfigError(f"--env {name}=... does not name a variable; write a name such as OMP_NUM_THREADS=4.")
     if name == "CUDA_VISIBLE_DEVICES":
         raise ConfigError("--env CUDA_VISIBLE_DEVICES=... is not taken; choose GPUs with --gpus 0,1.")
-    if OURS.fullmatch(name):
+    if RESERVED.fullmatch(name):
         raise ConfigError(f"--env {name}=... is not taken, as fleetrun gives each rank its own; leave it out.")
     return name

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
-from fleetx.config import log
-from fleetx.errors import ConfigError, FleetError
-from fleetx.launch import console, flags, logs, nodes, outcome, preflight, tables, topology
+from ..config import log
+from ..errors import ConfigError, FleetError
+from . import console, flags, logs, nodes, outcome, preflight, tables, topology
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_INPUT, EXIT_CTRL_C = 1, 2, 66, 130
 EARLY_EXITS = {signal.SIGINT: EXIT_CTRL_C, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: 143}
@@ -26,28 +26,28 @@ TAIL_LINES = 8
 
 
 def keep_standard_descriptors() -> None:
-    """Started with stdout closed (`>&-`), the next file we open would be it, and get what is meant for the console."""
+    """Open descriptors 0 to 2 if they are closed (`>&-`): the next opened file would become stdout and receive its output."""
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
-        os.set_inheritable(descriptor, True)  # a worker without them would lose what it prints, in the same way
+        os.set_inheritable(descriptor, True)  # workers need them for the same reason
         descriptor = os.dup(descriptor)
     os.close(descriptor)
 
 
 @contextlib.contextmanager
 def early_signals() -> Iterator[None]:
-    """Until the workers' supervisor takes over: torch takes seconds to import, and a signal then must not look like a crash."""
+    """Handle signals until the supervisor does: importing torch takes seconds, and a signal then must not look like a crash."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         with contextlib.suppress(OSError):
             os.write(2, f"fleetrun: stopped by {name}; no rank is running\n".encode())
-        os._exit(EARLY_EXITS[signal.Signals(signum)])  # an exception is lost in compiled code that imports: torch ate a Ctrl-C so
+        os._exit(EARLY_EXITS[signal.Signals(signum)])  # an exception can be lost while torch is imported
 
     before = {}
-    with contextlib.suppress(ValueError):  # only the main thread may
+    with contextlib.suppress(ValueError):  # only allowed in the main thread
         for signum in EARLY_EXITS:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # set by nohup
                 before[signum] = signal.signal(signum, leave)
     try:
         yield
@@ -83,7 +83,7 @@ def make_plan(options: argparse.Namespace, *, visible_gpus: int, cores: int, whe
 
 
 def find_nodes(options: argparse.Namespace) -> topology.Nodes:
-    asked = nodes.Asked(
+    node_flags = nodes.NodeFlags(
         ips=options.ips,
         nnodes=options.nnodes,
         master=options.master,
@@ -92,21 +92,21 @@ def find_nodes(options: argparse.Namespace) -> topology.Nodes:
         start_port=options.start_port,
         source=flags.split_env(options.env)[1],
     )
-    return nodes.find_nodes(asked, os.environ, nodes.this_machine())
+    return nodes.find_nodes(node_flags, os.environ, nodes.this_machine())
 
 
 class Console:
-    """Tables and logs on stdout, from the moment it is known which ranks are this node's."""
+    """Prints tables and logs on stdout, once it is known which ranks run on this node."""
 
     def __init__(self, plan: topology.Plan, *, is_shared: bool) -> None:
-        """`is_shared`: rank 0 knows the terminal, and may draw on it."""
+        """`is_shared`: rank 0 knows the terminal and may draw on it."""
         self.first_rank = 0
         self.node = plan.nodes.rank or 0
         self._plan = plan
         self._follower = logs.Follower(is_shared=is_shared)
 
     def announce(self, environment: Mapping[str, str]) -> None:
-        """Given the variables of this node's first rank, just before it starts; on a restart all is open already."""
+        """Print the start and follow the logs. `environment`: that of this node's first rank. Does nothing on a restart."""
         if self._follower.is_started:
             return
         self.first_rank = int(environment["RANK"])
@@ -114,27 +114,29 @@ class Console:
         ranks = range(self.first_rank, self.first_rank + self._plan.process_count)
         logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
         if shows_tables():
-            say(tables.environment_table(environment))
-            say(tables.start_line(self._plan, ranks, self.node))
+            print_text(tables.environment_table(environment))
+            print_text(tables.start_line(self._plan, ranks, self.node))
         views = [(topology.log_path(self._plan.log_dir, rank), console.make_view(rank, self.node, self._plan)) for rank in ranks]
         self._follower.start(views)
 
     def close(self, *, limit_seconds: float | None = None) -> None:
         self._follower.stop(limit_seconds)
 
-    def scene(self, ended: outcome.Outcome, *, oom_kills_before: int | None) -> outcome.Scene:
-        """What the box says beside the outcome itself."""
+    def context(self, ended: outcome.Outcome, *, oom_kills_before: int | None) -> outcome.FailureContext:
+        """Collect what the failure box shows besides the outcome: log, device and counters."""
         plan = self._plan
-        scene = outcome.Scene(plan.log_dir, node=self.node, max_restart=plan.max_restart, oom_kills_before=oom_kills_before)
+        context = outcome.FailureContext(
+            plan.log_dir, node=self.node, max_restart=plan.max_restart, oom_kills_before=oom_kills_before
+        )
         if not ended.failures or ended.elsewhere is not None:
-            return scene
+            return context
         blamed = ended.failures[0]
         log = topology.log_path(plan.log_dir, blamed.rank)
         is_on_console = plan.tee == "all" or blamed.rank in plan.tee
         stack = logs.innermost_calls(log, TAIL_LINES) if blamed.hung is not None else []
         tail = [] if is_on_console or blamed.error is not None else logs.last_lines(log, TAIL_LINES)
         return dataclasses.replace(
-            scene,
+            context,
             log=log,
             log_tail=stack or tail,
             is_stack=bool(stack),
@@ -148,32 +150,32 @@ def run(options: argparse.Namespace) -> int:
     log.require_known_level()
     where = find_nodes(options)
     check_target(options)
-    from fleetx.launch import supervise  # late: it imports torch, for which a usage error need not wait
+    from . import supervise  # late: it imports torch, and usage errors should come at once
 
     cores = len(os.sched_getaffinity(0))
     plan = make_plan(options, visible_gpus=supervise.count_gpus(), cores=cores, where=where)
     if plan.devices[0] == "cpu" and plan.process_count > RANKS_PER_CORE * cores:
-        complain(f"fleetrun: warning: {plan.process_count} ranks on {cores} cores will be slow; see --nproc_per_node")
+        print_error(f"fleetrun: warning: {plan.process_count} ranks on {cores} cores will be slow; see --nproc_per_node")
     if options.dry_run:
         shim = supervise.SHIM
-        say(tables.dry_run_text(plan, executable=sys.executable, shim=shim, inherited=os.environ, cores=cores))
+        print_text(tables.dry_run_text(plan, executable=sys.executable, shim=shim, inherited=os.environ, cores=cores))
         return 0
     logs.check_folder(plan.log_dir)
     if shows_tables():
-        say(tables.configuration_table(plan))
+        print_text(tables.configuration_table(plan))
     return supervised(plan)
 
 
 def own_terminal() -> str | None:
-    """It has no name here if it belongs to another namespace, as it may in a container."""
+    """Return the path of the terminal on stdout; None without one, or if it has no path in this container."""
     with contextlib.suppress(OSError):
         return os.ttyname(1) if os.isatty(1) else None
     return None
 
 
 def supervised(plan: topology.Plan) -> int:
-    """Run the ranks with their output on the console, and say how it ended."""
-    from fleetx.launch import supervise
+    """Run the ranks with their output on the console, and print how the run ended."""
+    from . import supervise
 
     terminal = own_terminal() if console.shows_rank_0_bare(plan) else None
     shown = Console(plan, is_shared=terminal is not None)
@@ -186,9 +188,9 @@ def supervised(plan: topology.Plan) -> int:
     finally:
         shown.close(limit_seconds=console_seconds)
     if ended.stopped_by is not None:
-        complain(outcome.stop_line(ended))
+        print_error(outcome.stop_line(ended))
     elif ended.exit_code:
-        complain(outcome.failure_box(ended, shown.scene(ended, oom_kills_before=oom_kills)))
+        print_error(outcome.failure_box(ended, shown.context(ended, oom_kills_before=oom_kills)))
     return ended.exit_code
 
 
@@ -200,15 +202,15 @@ def check_target(options: argparse.Namespace) -> None:
         preflight.check_script(target)
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print, and go on when nobody reads or a name cannot be spelt: a console ends no run."""
+def print_text(text: str, stream: TextIO | None = None) -> None:
+    """Print and flush. A closed console or a character it cannot encode does not end the run."""
     stream = stream or sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # there is no stream at all where Python was started without
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # None if Python was started without the stream
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())  # the interpreter flushes once more at its end, and would exit with 120
+        os.dup2(nowhere, stream.fileno())  # Python flushes at exit, and would exit with code 120
         os.close(nowhere)
 
 
@@ -217,19 +219,19 @@ def shows_tables() -> bool:
     return log.terminal_level() <= logging.INFO
 
 
-def complain(text: str) -> None:
-    say(text, sys.stderr)
+def print_error(text: str) -> None:
+    print_text(text, sys.stderr)
 
 
 def notice(line: str) -> None:
-    complain(f"fleetrun: {line}")
+    print_error(f"fleetrun: {line}")
 
 
-def run_or_tell(argv: Sequence[str] | None) -> int:
+def run_and_report(argv: Sequence[str] | None) -> int:
     try:
         return run(flags.parse(argv))
     except FleetError as error:
-        complain(f"fleetrun: {error}")
+        print_error(f"fleetrun: {error}")
         if isinstance(error, preflight.NoInput):
             return EXIT_NO_INPUT
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
@@ -240,15 +242,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with early_signals():
             keep_standard_descriptors()
-            return run_or_tell(argv)
+            return run_and_report(argv)
     except KeyboardInterrupt:
-        complain("fleetrun: stopped by Ctrl-C")
+        print_error("fleetrun: stopped by Ctrl-C")
         return EXIT_CTRL_C
 
 
 def command() -> NoReturn:
-    """The process of the command line. All is told and cleaned up when `main` returns; tearing torch down takes up to a second,
-    in which a terminal, or a cluster's patience after SIGTERM, would be kept waiting for nothing."""
+    """Run the command line and end the process at once. Everything is printed and cleaned up when `main` returns; the shutdown of
+    torch would take up to a second more, during which a terminal or a cluster manager would wait."""
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -1,10 +1,10 @@
-"""What ends a run whose launcher was killed: a small process that outlives it by a moment.
+"""The guardian: a small process that ends a run whose launcher was killed.
 
-The kernel kills each worker with its launcher (worker.py asks for that), but not what the workers started: data loaders,
-subprocesses. The guardian reads a pipe whose other end only the launcher holds. Lines on it name the workers; its end
-without the word `end` means that the launcher is gone, so everything of the run is killed and its folder removed.
+The kernel kills each worker with its launcher (worker.py requests it), but not the processes that workers started, such as data
+loaders. The guardian reads a pipe from the launcher. Lines on it are process ids of workers; if it closes without a last line
+`end`, the launcher was killed, and the guardian kills all processes of the run and removes its folder.
 
-Started as `python -I -S guardian.py RUN_ID FOLDER`: standard library only, and nothing of the user's site.
+Started as `python -I -S guardian.py RUN_ID FOLDER`: standard library only, without the user's site-packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection
 
 RUN_ID = "FLEETX_RUN_ID"
-"""In the environment of every process of a run, and of no other: a process number may be reused, this is not."""
+"""Variable in the environment of every process of a run, by which they are found: unlike a process id it is never reused."""
 GOODBYE = b"end\n"
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SCAN_SECONDS = 0.05
@@ -26,7 +26,7 @@ EMPTY_SCANS = 3
 
 
 def has_run_id(pid: int, run_id: str) -> bool:
-    """Whether this process was started by the run; False also for one that is gone, dead or another user's."""
+    """Return whether the process was started by the run; False if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return f"\0{RUN_ID}={run_id}\0".encode() in b"\0" + file.read()
@@ -35,7 +35,7 @@ def has_run_id(pid: int, run_id: str) -> bool:
 
 
 def find_run(run_id: str, workers: Collection[int]) -> list[int]:
-    """All processes of the run, also those that cleared their environment but share a worker's session with one that did not."""
+    """Find all processes of the run, including those with a cleared environment in the session of a worker."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
     marked = {pid for pid in pids if has_run_id(pid, run_id)}
     sessions = {_session(pid) for pid in marked} & set(workers)
@@ -50,7 +50,7 @@ def _session(pid: int) -> int:
 
 
 def kill_run(run_id: str, workers: Collection[int], *, limit_seconds: float) -> bool:
-    """Kill until nothing is found several times in a row: a process may fork while it is being looked for."""
+    """Kill until no process is found several times in a row: one may fork during a scan. Return False at the time limit."""
     limit = time.monotonic() + limit_seconds
     empty = 0
     while empty < EMPTY_SCANS:
@@ -67,7 +67,7 @@ def kill_run(run_id: str, workers: Collection[int], *, limit_seconds: float) -> 
 
 
 def _is_dead(pid: int) -> bool:
-    """A zombie needs no further signal; its parent may take its time to notice."""
+    """Return whether the process has ended. A zombie counts as ended: only its parent has yet to collect it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")

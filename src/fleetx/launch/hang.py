@@ -1,7 +1,7 @@
-"""Which rank hangs? Pure functions of what was seen of each: its progress record, and the state of its process.
+"""Find the rank that hangs. Pure functions of what was observed of each: its progress record and the state of its process.
 
-A stopped process hangs for certain, so a few seconds suffice. Silence is a hang only when everybody is silent: a rank that
-waits in a collective is the victim, one that is silent elsewhere is the cause.
+A process that is stopped certainly hangs, so a few seconds suffice. Missing progress is a hang only if no rank makes progress:
+ranks waiting in a collective are victims, a rank that is silent elsewhere is the cause.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from fleetx.dist.heartbeat import Phase, Progress
+from ..dist.heartbeat import Phase, Progress
 
 STOPPED_SECONDS = 3.0
 GAP_SECONDS = 1.0
@@ -29,15 +29,15 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Sighting:
-    """One look at one rank."""
+    """One observation of one rank."""
 
     progress: Progress | None
-    status: str  # in psutil's words
+    status: str  # of the process, as psutil names it
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A rank as it was last seen, and for how long it has been so."""
+    """The last observation of a rank, and how long it has been unchanged."""
 
     sighting: Sighting
     silent_seconds: float = 0.0
@@ -56,12 +56,12 @@ class Watched:
 @dataclass(frozen=True)
 class Hang:
     culprits: Mapping[int, str]  # why each is one: "stopped (SIGSTOP)"
-    waiting: tuple[int, ...] = ()  # for the culprits
+    waiting: tuple[int, ...] = ()  # ranks in a collective, waiting for the culprits
 
 
 def observe(before: Watched | None, seen: Sighting, elapsed_seconds: float) -> Watched:
-    # Seconds that the launcher saw, not those on the clock: after a whole job was suspended and resumed every rank would
-    # seem silent for hours.
+    # Count seconds during which the launcher ran, not those on the clock: after suspending and resuming a whole job every rank
+    # would seem silent for hours.
     elapsed_seconds = min(elapsed_seconds, GAP_SECONDS)
     if before is None or seen.progress != before.sighting.progress:
         return Watched(seen)
@@ -78,7 +78,7 @@ def _lasting(so_far: float, before: Sighting, now: Sighting, status: str, elapse
 
 
 def judge(ranks: Mapping[int, Watched], *, hang_timeout_seconds: float, is_only_node: bool) -> Hang | None:
-    """Who hangs, if any. With other nodes, ranks that all wait are never blamed here: the cause may be there."""
+    """Return the hanging ranks, or None. With other nodes, ranks that all wait are not blamed: the cause may be elsewhere."""
     waiting = tuple(rank for rank, watched in ranks.items() if watched.waits)
     culprits = {
         rank: reason for rank, watched in ranks.items() if (reason := _kernel_reason(watched, hang_timeout_seconds)) is not None
@@ -97,15 +97,15 @@ def _kernel_reason(watched: Watched, hang_timeout_seconds: float) -> str | None:
 
 
 def _all_silent(ranks: Mapping[int, Watched], hang_timeout_seconds: float) -> bool:
-    """Ranks that never spoke cannot be judged, but for one that others wait for."""
-    spoke = [watched for watched in ranks.values() if watched.sighting.progress is not None]
-    if not spoke or any(watched.silent_seconds < hang_timeout_seconds for watched in spoke):
+    """Return whether no rank makes progress. Ranks that never wrote a record count as culprits only if others wait."""
+    reported = [watched for watched in ranks.values() if watched.sighting.progress is not None]
+    if not reported or any(watched.silent_seconds < hang_timeout_seconds for watched in reported):
         return False
-    return any(watched.waits for watched in spoke) or all(watched.step >= 1 for watched in spoke)
+    return any(watched.waits for watched in reported) or all(watched.step >= 1 for watched in reported)
 
 
 def all_wait(ranks: Mapping[int, Watched], *, hang_timeout_seconds: float) -> bool:
-    """Whether every rank here has waited for the limit: said to the other nodes, which may all say the same."""
+    """Return whether every rank here has waited for the timeout; node 0 learns of it, in case all nodes report the same."""
     return bool(ranks) and all(watched.waits and watched.silent_seconds >= hang_timeout_seconds for watched in ranks.values())
 
 
@@ -115,12 +115,12 @@ def blame_all(ranks: Mapping[int, Watched]) -> Hang:
 
 def silence(watched: Watched) -> str:
     if watched.sighting.progress is None:
-        return "nothing was heard of it"
+        return "it never reported progress"
     return f"silent for {watched.silent_seconds:.0f} s in {PLACES[watched.sighting.progress.phase]}"
 
 
-def tell(hang: Hang, ranks: Mapping[int, Watched]) -> list[str]:
-    """A line for each culprit, of the first few."""
+def describe(hang: Hang, ranks: Mapping[int, Watched]) -> list[str]:
+    """Return one line per culprit, for the first few."""
     shown = list(hang.culprits.items())[:SHOWN_CULPRITS]
     lines = [f"rank {rank} hangs: {reason}{_at_step(ranks[rank].step)}{_waiting(hang.waiting)}" for rank, reason in shown]
     hidden = len(hang.culprits) - len(shown)

@@ -1,4 +1,4 @@
-"""The ranks' log files: fresh at the start, copied onto the console while they grow, the last lines of one that failed."""
+"""The ranks' log files: truncate them at the start, copy them to the console, read the last lines of a failure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fleetx.errors import ConfigError
-from fleetx.launch.console import Bare, View, escape
-from fleetx.launch.topology import log_path, stale_logs
+from ..errors import ConfigError
+from .console import Bare, View, escape
+from .topology import log_path, stale_logs
 
 FOLLOW_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 14
 ERASE_LINE, SHOW_CURSOR = b"\r\x1b[K", b"\x1b[?25h"
 STACK_HEADING = "(most recent call first):"
-"""Of each thread's stack, as faulthandler writes it; the main thread's is the last."""
+"""Heading of each thread's stack as faulthandler writes it; the main thread's is the last."""
 
 
 def check_folder(log_dir: Path) -> None:
-    """Make it, and a file in it that vanishes: better told now than by every rank."""
+    """Create the folder and test that it can be written: one error now is better than one from every rank."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=log_dir):
@@ -33,7 +33,7 @@ def check_folder(log_dir: Path) -> None:
 
 
 def start_fresh(log_dir: Path, ranks: range, *, world_size: int) -> None:
-    """Empty the logs of these ranks. In a folder that nodes share, those of another node's ranks may grow already: they stay."""
+    """Truncate the logs of these ranks, and delete those of an earlier, larger run; other nodes' logs may be in use already."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         for rank in ranks:
@@ -46,11 +46,11 @@ def start_fresh(log_dir: Path, ranks: range, *, world_size: int) -> None:
 
 
 class ConsoleGone(Exception):
-    """Nobody reads any more: `fleetrun ... | head`, or a terminal that was closed."""
+    """The console is closed: `fleetrun ... | head`, or a closed terminal."""
 
 
 def write_all(data: bytes, descriptor: int = 1) -> None:
-    """Straight to the descriptor. A thread blocked in sys.stdout would hold its lock, and end the interpreter in a crash."""
+    """Write to the descriptor itself: a thread blocked in sys.stdout would hold its lock and crash the interpreter at exit."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
@@ -61,7 +61,7 @@ def write_all(data: bytes, descriptor: int = 1) -> None:
 
 
 class _Tail:
-    """One log, and how far it was read. It may be emptied, or replaced, when the ranks are restarted."""
+    """One log and the position read so far. A restart may truncate or replace it."""
 
     def __init__(self, path: Path, view: View) -> None:
         self.view = view
@@ -69,12 +69,12 @@ class _Tail:
         self._file = path.open("rb", buffering=0)
 
     def read(self) -> tuple[bytes, bool]:
-        """The next piece, and whether the file starts anew with it."""
+        """Return the next piece, and whether the file was truncated or replaced before it."""
         if data := self._file.read(CHUNK_BYTES):
             return data, False
         try:
             now = self._path.stat()
-        except OSError:  # removed by hand: what is open still grows
+        except OSError:  # removed by hand: the open file still grows
             return b"", False
         if now.st_ino != os.fstat(self._file.fileno()).st_ino:
             self._file.close()
@@ -90,9 +90,9 @@ class _Tail:
 
 
 class _Screen:
-    """Keeps lines whole: a prefixed line begins at the left edge, also when a bare rank stands in the middle of one.
+    """Writes whole lines: a prefixed line starts at the left edge, even if the bare rank's line is incomplete.
 
-    `is_shared`: rank 0 may draw a line of its own there, over and over; what is shown takes its place, and it comes again."""
+    `is_shared`: rank 0 redraws a line of its own on the terminal; it is erased first, and rank 0 draws it again."""
 
     def __init__(self, write: Callable[[bytes], None], *, is_shared: bool = False) -> None:
         self._write, self._is_shared = write, is_shared
@@ -108,11 +108,11 @@ class _Screen:
 
 
 def follow(tails: Sequence[_Tail], finished: threading.Event, write: Callable[[bytes], None], *, is_shared: bool) -> None:
-    """Copy growing files onto the console, to their very end."""
+    """Copy growing files to the console until `finished` is set and their ends are reached."""
     screen = _Screen(write, is_shared=is_shared)
     with contextlib.suppress(ConsoleGone):  # ends the copy, not the run
         while True:
-            is_last_pass = finished.is_set()  # asked before reading: what was written until then is still read
+            is_last_pass = finished.is_set()  # checked before reading, so that everything written until then is read
             has_more = False
             for tail in tails:
                 data, is_new = tail.read()
@@ -126,12 +126,12 @@ def follow(tails: Sequence[_Tail], finished: threading.Event, write: Callable[[b
                 finished.wait(FOLLOW_SECONDS)
         for tail in tails:
             screen.show(tail.view.end(), tail.view)
-        if is_shared:  # a rank that was killed could not
+        if is_shared:  # a killed rank cannot show it again itself
             write(SHOW_CURSOR)
 
 
 class Follower:
-    """One thread for all logs of this node."""
+    """Follows all logs of this node in one thread."""
 
     def __init__(self, write: Callable[[bytes], None] = write_all, *, is_shared: bool = False) -> None:
         self._write, self._is_shared = write, is_shared
@@ -150,7 +150,7 @@ class Follower:
         self._thread.start()
 
     def stop(self, limit_seconds: float | None = None) -> None:
-        """Return when all is copied. With a limit, a console that takes nothing, such as a pager, does not hold us up."""
+        """Return when everything is copied, or after the limit: a console such as a pager may accept nothing."""
         self._finished.set()
         if self._thread is None:
             return
@@ -165,7 +165,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def innermost_calls(path: Path, count: int) -> list[str]:
-    """The top of the main thread's stack, where the log ends with one."""
+    """Return the top of the main thread's stack if the log ends with one."""
     lines = _tail(path)
     headings = [index for index, line in enumerate(lines) if line.endswith(STACK_HEADING)]
     calls = lines[headings[-1] + 1 :] if headings else []
@@ -173,11 +173,11 @@ def innermost_calls(path: Path, count: int) -> list[str]:
 
 
 def _tail(path: Path) -> list[str]:
-    """Lines at the end of a log, but for blank ones."""
+    """Return the lines at the end of a log, without blank ones."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = log.read().decode("utf-8", errors="replace")
-    except OSError:  # removed by hand: the failure is worth telling without it
+    except OSError:  # removed by hand: the failure is reported without it
         return []
     return [escape(line) for line in text.splitlines() if line.strip()]

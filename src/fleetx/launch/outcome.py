@@ -1,4 +1,4 @@
-"""How a run ended: which rank is to blame, the exit code, and the few lines that tell it. Pure functions, without torch."""
+"""The end of a run: the rank to blame, the exit code, and the message about it. Pure functions, without torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from fleetx.launch.console import escape
+from .console import escape
 
-# How many processes the kernel has killed for want of memory, in the control group that this process shares with its workers.
+# --- out-of-memory kills in the control group that this process shares with its workers ---------------------------------
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
 
 def parse_kills(events: str) -> int | None:
-    """The counter of a memory.events file, or of version 1's memory.oom_control."""
+    """Parse the counter in a memory.events file, or in version 1's memory.oom_control; None without one."""
     match = re.search(r"^oom_kill (\d+)$", events, flags=re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def counter_files(membership: str, root: Path = ROOT) -> list[Path]:
-    """Where the counter may be, for a /proc/self/cgroup that reads so; in a container the own group is often at the root."""
+    """List files that may hold the counter, from the text of /proc/self/cgroup; in a container the group is often the root."""
     files = []
     for line in membership.splitlines():
         _, controllers, group = line.split(":", 2)
@@ -38,7 +38,7 @@ def counter_files(membership: str, root: Path = ROOT) -> list[Path]:
 
 
 def count_kills(files: Iterable[Path] | None = None) -> int | None:
-    """None where there is no such counter."""
+    """Return the number of out-of-memory kills so far, or None if there is no counter."""
     try:
         candidates = counter_files(OWN.read_text()) if files is None else files
     except (OSError, ValueError):
@@ -53,7 +53,7 @@ def count_kills(files: Iterable[Path] | None = None) -> int | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- failures and outcomes ----------------------------------------------------------------------------------------------
 
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 HINTS = {
@@ -67,26 +67,26 @@ ERROR_LINES = 4
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended that did not end well."""
+    """How one failed rank ended."""
 
     rank: int
     exit_code: int  # as Popen gives it: -9 is SIGKILL
-    time_ns: int  # the exception's own time, else that of the rank's last words
+    time_ns: int  # time of the exception, else of the rank's last output
     error: str | None = None  # its first few lines
     where: str | None = None
-    step: int | None = None  # the update it was in
+    step: int | None = None  # its current update
     hung: str | None = None  # why it was killed: "stopped (SIGSTOP)", "silent for 12 s in backward"; the exit code is -9 then
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended, as one node's launcher tells it. `elsewhere`, where set, is the cause; failures here followed."""
+    """How the job ended, from one node's view. If `elsewhere` is set, it is the cause, and failures here followed from it."""
 
     failures: tuple[Failure, ...] = ()  # the one to blame is first
     stopped_by: signal.Signals | None = None
-    stopped_at: str | None = None  # where rank 0 stood then
-    ended_before: tuple[int, ...] = ()  # ranks that had ended well, of which the others may not have known
-    restarts: int = 0  # made before this end
+    stopped_at: str | None = None  # where rank 0 was then
+    ended_before: tuple[int, ...] = ()  # ranks that had ended with exit code 0
+    restarts: int = 0  # number of restarts before this end
     elsewhere: str | None = None  # a failure on another node, as one ready sentence
     elsewhere_exit_code: int = 1  # as Popen gives it
 
@@ -100,12 +100,12 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What else is known where the failure happened. The log and the device are those of the rank to blame."""
+class FailureContext:
+    """What else is known about a failure. Log and device are those of the rank to blame."""
 
     log: Path
     log_tail: Sequence[str] = ()
-    is_stack: bool = False  # the tail: of a rank that hung
+    is_stack: bool = False  # whether `log_tail` is the stack of a rank that hung
     node: int = 0
     device: str = "cpu"
     max_restart: int = 0
@@ -118,7 +118,7 @@ def _shell_code(exit_code: int) -> int:
 
 
 def by_blame(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """The root cause first. Its peers fail too, within one poll: asked to stop, or because a connection broke."""
+    """Sort failures, root cause first. Other ranks fail within the same poll, by SIGTERM or by a broken connection."""
 
     def order(failure: Failure) -> tuple[bool, bool, int]:
         return failure.exit_code == -signal.SIGTERM, -failure.exit_code not in CRASHES, failure.time_ns
@@ -137,7 +137,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def explain_signal(exit_code: int, *, oom_kills_before: int | None, oom_kills_after: int | None) -> str | None:
-    """What usually sends this signal; for SIGKILL, what the kernel's own counter says."""
+    """Return a hint about the usual sender of this signal; for SIGKILL, from the kernel's out-of-memory counter."""
     if exit_code != -signal.SIGKILL:
         return next((hint for signum, hint in HINTS.items() if exit_code == -signum), None)
     if oom_kills_before is None or oom_kills_after is None:
@@ -147,11 +147,11 @@ def explain_signal(exit_code: int, *, oom_kills_before: int | None, oom_kills_af
             f"Out of memory: the kernel's count of oom_kill rose from {oom_kills_before} to {oom_kills_after}. "
             "Use a smaller batch, or give the job more memory."
         )
-    return "Somebody sent it: the kernel's count of processes killed for want of memory did not rise."
+    return "Another process sent it: the kernel's count of processes killed for lack of memory did not rise."
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0, 2-7"."""
+    """Format ranks: "rank 3", "ranks 0, 2-7"."""
     ordered = sorted(set(ranks))
     starts = [ordered[0], *(after for before, after in pairwise(ordered) if after != before + 1)]
     ends = [*(before for before, after in pairwise(ordered) if after != before + 1), ordered[-1]]
@@ -159,29 +159,29 @@ def join_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ordered) > 1)} {', '.join(spans)}"
 
 
-def failure_box(outcome: Outcome, scene: Scene) -> str:
-    """At most 15 lines of at most 100 columns: the cause first, the log last."""
-    cause = _elsewhere(outcome.elsewhere) if outcome.elsewhere is not None else _first_failure(outcome, scene)
+def failure_box(outcome: Outcome, context: FailureContext) -> str:
+    """Format the message about a failure: at most 15 lines of at most 100 columns, the cause first, the log last."""
+    cause = _elsewhere(outcome.elsewhere) if outcome.elsewhere is not None else _first_failure(outcome, context)
     ending = []
     if outcome.ended_before:
         ending += _wrap(f"ended before, with exit code 0: {join_ranks(outcome.ended_before)}", most_lines=1)
     victims = outcome.failures if outcome.elsewhere is not None else outcome.failures[1:]
     if victims:
         ending += _wrap(f"then ended: {join_ranks(failure.rank for failure in victims)}", most_lines=1)
-    if scene.max_restart:
-        ending.append(f"restarts made: {outcome.restarts} of {scene.max_restart}")
-    ending += _wrap(f"log: {scene.log}", most_lines=2)
+    if context.max_restart:
+        ending.append(f"restarts made: {outcome.restarts} of {context.max_restart}")
+    ending += _wrap(f"log: {context.log}", most_lines=2)
     space = BOX_LINES - 2 - len(cause) - len(ending) - 1
-    return _frame([*cause, *_excerpt(scene, most_lines=space), *ending])
+    return _frame([*cause, *_excerpt(context, most_lines=space), *ending])
 
 
-def _excerpt(scene: Scene, *, most_lines: int) -> list[str]:
-    """Of the log: the end, or of a stack the beginning."""
-    if not scene.log_tail or most_lines < 1:
+def _excerpt(context: FailureContext, *, most_lines: int) -> list[str]:
+    """Return the end of the log, or the beginning of a stack, with a heading."""
+    if not context.log_tail or most_lines < 1:
         return []
-    heading, lines = "its last lines:", scene.log_tail[-most_lines:]
-    if scene.is_stack:
-        heading, lines = "where it was, the innermost call first:", scene.log_tail[:most_lines]
+    heading, lines = "its last lines:", context.log_tail[-most_lines:]
+    if context.is_stack:
+        heading, lines = "where it was, the innermost call first:", context.log_tail[:most_lines]
     return [heading, *(_cut(f"  | {escape(line)}") for line in lines)]
 
 
@@ -189,16 +189,16 @@ def _elsewhere(sentence: str) -> list[str]:
     return _wrap(f"fleetrun: {sentence}", most_lines=ERROR_LINES)
 
 
-def _first_failure(outcome: Outcome, scene: Scene) -> list[str]:
+def _first_failure(outcome: Outcome, context: FailureContext) -> list[str]:
     first = outcome.failures[0]
     how = f"hung: {first.hung} (killed, exit code {_shell_code(first.exit_code)})"
     if first.hung is None:
         how = f"failed{' first' * (len(outcome.failures) > 1)}: {describe_exit(first.exit_code)}"
-    lines = _wrap(f"fleetrun: rank {first.rank} (node {scene.node}, {scene.device}) {how}", most_lines=2)
+    lines = _wrap(f"fleetrun: rank {first.rank} (node {context.node}, {context.device}) {how}", most_lines=2)
     if first.error is not None:
         lines += _fit([_wrap(line, most_lines=ERROR_LINES) for line in first.error.splitlines() if line.strip()])
     elif first.hung is None:
-        hint = explain_signal(first.exit_code, oom_kills_before=scene.oom_kills_before, oom_kills_after=scene.oom_kills_after)
+        hint = explain_signal(first.exit_code, oom_kills_before=context.oom_kills_before, oom_kills_after=context.oom_kills_after)
         lines += _wrap(hint, most_lines=2) if hint else []
     place = [f"at {first.where}"] if first.where else []
     place += [f"in step {first.step}"] if first.step is not None else []
@@ -206,7 +206,7 @@ def _first_failure(outcome: Outcome, scene: Scene) -> list[str]:
 
 
 def _fit(paragraphs: Sequence[list[str]]) -> list[str]:
-    """The first lines of a long message."""
+    """Return the first lines of a long message."""
     lines = [line for paragraph in paragraphs for line in paragraph]
     return lines if len(lines) <= ERROR_LINES else [*lines[: ERROR_LINES - 1], "..."]
 

@@ -1,4 +1,4 @@
-"""Look at the script once before any rank starts: a mistake in it is then one message, not one for each rank."""
+"""Check the script once before any rank starts, so that a mistake in it is one message instead of one per rank."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from fleetx.errors import LaunchError
-from fleetx.launch.console import escape
+from ..errors import LaunchError
+from .console import escape
 
 WIDTH = 120
 
 
 class NoInput(LaunchError):
-    """There is no such script or module, or it cannot be read."""
+    """The script or module does not exist, or cannot be read."""
 
 
 class DoesNotCompile(LaunchError):
-    """The script is not Python."""
+    """The script cannot be compiled."""
 
 
 def check_working_folder() -> None:
-    """One that was removed leaves relative paths, logs and imports without a place."""
+    """Raise if the working folder was removed: relative paths, logs and imports need it."""
     try:
         os.getcwd()
     except OSError as error:
@@ -47,7 +47,7 @@ def check_script(target: str) -> None:
 
 
 def check_module(name: str, search_path: Iterable[str]) -> None:
-    """Find it as a rank will, whose first place to look is the working folder."""
+    """Find and compile a module as a rank will, with the working folder first on the path."""
     before = sys.path[:]
     sys.path[:] = list(search_path)
     try:
@@ -71,7 +71,7 @@ def _find_main(name: str) -> ModuleSpec:
 
 
 def find_without_import(name: str) -> ModuleSpec | None:
-    """As importlib.util.find_spec, which runs the packages on the way: here that would import torch, and print, once more."""
+    """Find a module like importlib.util.find_spec, but without importing its parent packages, which may import torch or print."""
     spec, places = None, None
     if not all(name.split(".")):
         return None
@@ -87,7 +87,7 @@ def find_without_import(name: str) -> ModuleSpec | None:
 
 
 def _find_by_import(name: str) -> ModuleSpec | None:
-    """For a package that says only when it is run where its modules are."""
+    """Find a module whose package computes its path on import."""
     with contextlib.suppress(Exception, SystemExit):
         return importlib.util.find_spec(name)
     return None
@@ -96,11 +96,11 @@ def _find_by_import(name: str) -> ModuleSpec | None:
 def compile_file(path: Path) -> None:
     try:
         if zipfile.is_zipfile(path) or path.read_bytes()[:4] == importlib.util.MAGIC_NUMBER:
-            return  # Python runs these too, and they were compiled before
+            return  # Python runs these too; they are compiled already
         with tokenize.open(path) as file:
             source = file.read()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks give them
+            warnings.simplefilter("ignore")  # the ranks print them
             compile(source, str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise NoInput(f"{str(path)!r} cannot be read: {error.strerror or error}.") from error
@@ -111,7 +111,7 @@ def compile_file(path: Path) -> None:
 
 
 def describe_syntax_error(error: SyntaxError, path: Path) -> str:
-    """File and line as editors open them, the line, a caret below the place, and what is wrong."""
+    """Format file and line as editors open them, the error, the source line, and a caret below the place."""
     what = f"{type(error).__name__}: {escape(error.msg)}"
     if error.lineno is None:
         return f"{path}: {what}"

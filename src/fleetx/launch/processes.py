@@ -1,4 +1,4 @@
-"""The workers as processes: who still runs, signals to them, and nothing of them left behind."""
+"""Worker processes: their state, signals to them, and killing them with everything they started."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import psutil
 
-from fleetx.errors import LaunchError
-from fleetx.launch.guardian import GOODBYE, RUN_ID, kill_run
-from fleetx.launch.logs import STACK_HEADING
-from fleetx.launch.signals import catches
+from ..errors import LaunchError
+from .guardian import GOODBYE, RUN_ID, kill_run
+from .logs import STACK_HEADING
+from .signals import catches
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 KILL_SECONDS = 15.0
-"""A killed process is gone at once, but for one that holds much GPU or pinned memory: the kernel frees that first."""
+"""Limit of waiting for killed processes: the kernel first frees their GPU and pinned memory."""
 STACK_SECONDS = 1.0
 LOOK_SECONDS = 0.02
 
 
 class Workers:
-    """The processes of one attempt, by local rank. Each leads a session of its own."""
+    """The processes of one attempt by local rank. Each is the leader of its own session."""
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]], run_id: str) -> None:
         self._processes, self._run_id = processes, run_id
@@ -41,7 +41,7 @@ class Workers:
         return self._processes[rank].pid
 
     def status(self, rank: int) -> str:
-        """In psutil's words."""
+        """Return the state of the process, as psutil names it."""
         try:
             return str(psutil.Process(self.pid(rank)).status())
         except psutil.Error:
@@ -51,23 +51,23 @@ class Workers:
         return [rank for rank, code in self.exits().items() if code is None]
 
     def send(self, signum: signal.Signals) -> None:
-        """To the workers themselves. Those that they started are theirs to end: a data loader must not die before its rank."""
+        """Send a signal to the workers only: they end their own children, and a data loader must not die before its rank."""
         for rank in self.running():
             self._processes[rank].send_signal(signum)
 
     def interrupt(self) -> None:
-        """Ctrl-C. A worker that has not come as far as worker.py would print Python's own start-up to the console."""
+        """Pass on Ctrl-C. A worker that is not yet in worker.py gets SIGTERM, since it would print a traceback on the console."""
         for rank in self.running():
             has_begun = catches(self.pid(rank), signal.SIGQUIT)
             self._processes[rank].send_signal(signal.SIGINT if has_begun else signal.SIGTERM)
 
     def write_stacks(self, logs: Mapping[int, Path], *, wake: bool) -> None:
-        """Have each rank write its threads' stacks into its log, and wait for them, though not for long."""
-        asked = [rank for rank in self.running() if catches(self.pid(rank), signal.SIGQUIT)]  # others would die of it
-        sizes = {rank: logs[rank].stat().st_size for rank in asked if logs[rank].exists()}
-        for rank in asked:
+        """Make each rank write its threads' stacks into its log, and wait up to a second for them."""
+        able = [rank for rank in self.running() if catches(self.pid(rank), signal.SIGQUIT)]  # the signal would kill others
+        sizes = {rank: logs[rank].stat().st_size for rank in able if logs[rank].exists()}
+        for rank in able:
             self._processes[rank].send_signal(signal.SIGQUIT)
-            if wake:  # a stopped one takes its signals only then
+            if wake:  # a stopped process handles signals only when continued
                 self._processes[rank].send_signal(signal.SIGCONT)
         limit = time.monotonic() + STACK_SECONDS
         while sizes and time.monotonic() < limit:
@@ -75,9 +75,9 @@ class Workers:
             sizes = {rank: size for rank, size in sizes.items() if not _has_stack(logs[rank], size)}
 
     def kill(self) -> bool:
-        """All of them, and all that they started; False if something cannot be killed (it sleeps in the kernel)."""
+        """Kill the workers and all that they started; return False if a process cannot be killed (it sleeps in the kernel)."""
         pids = [process.pid for process in self._processes.values()]
-        for rank in self.running():  # not yet waited for, so that the group is certainly theirs
+        for rank in self.running():  # not collected yet, so that the process group is theirs
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid(rank), signal.SIGKILL)
         limit = time.monotonic() + KILL_SECONDS
@@ -88,17 +88,17 @@ class Workers:
 
 
 def _has_stack(log: Path, size_before: int) -> bool:
-    """The main thread is written last; what follows its heading takes a moment, in one piece per frame."""
+    """Return whether the main thread's stack, written last and frame by frame, is complete: nothing was written for a moment."""
     with log.open("rb") as file:
         file.seek(size_before)
         return STACK_HEADING.encode() in file.read() and time.time() - log.stat().st_mtime > LOOK_SECONDS
 
 
 class Guardian:
-    """The process that cleans up if this one is killed."""
+    """The guardian process, which cleans up if this process is killed."""
 
     def __init__(self, run_id: str, folder: Path) -> None:
-        mine = {name: value for name, value in os.environ.items() if name != RUN_ID}  # an outer run's: it would be killed with it
+        environment = {name: value for name, value in os.environ.items() if name != RUN_ID}  # an outer run would kill it
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-E", str(GUARDIAN), run_id, str(folder)],
             stdin=subprocess.PIPE,
@@ -106,14 +106,14 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
-            env=mine,
+            env=environment,
         )
 
     def announce(self, pids: Iterable[int]) -> None:
-        self._say("".join(f"{pid}\n" for pid in pids).encode())
+        self._send("".join(f"{pid}\n" for pid in pids).encode())
 
     def dismiss(self) -> None:
-        self._say(GOODBYE)
+        self._send(GOODBYE)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -123,16 +123,16 @@ class Guardian:
             self._process.kill()
             self._process.wait()
 
-    def _say(self, words: bytes) -> None:
+    def _send(self, lines: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # killed by somebody: the run can do without
-            self._process.stdin.write(words)
+        with contextlib.suppress(BrokenPipeError):  # it was killed: the run continues without it
+            self._process.stdin.write(lines)
             self._process.stdin.flush()
 
 
 @contextlib.contextmanager
 def guarded(run_id: str) -> Iterator[tuple[Path, Guardian]]:
-    """A folder for the run, in memory where possible, and a guardian who knows it before it exists."""
+    """Make a folder for the run, in memory if possible, and a guardian that is started before the folder exists."""
     folder = Path(_memory_folder() or tempfile.gettempdir()) / f"fleetrun_{secrets.token_hex(8)}"
     try:
         guardian = Guardian(run_id, folder)

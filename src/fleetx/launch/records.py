@@ -1,4 +1,4 @@
-"""What the ranks of one attempt leave behind: how far they were, what they raised; and the failures made of that."""
+"""Files written by the ranks of an attempt: progress and exceptions; and the failures derived from them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fleetx.dist import heartbeat
-from fleetx.launch.agreement import Cause
-from fleetx.launch.outcome import CRASHES, Failure, by_blame
-from fleetx.launch.topology import log_path
-from fleetx.launch.worker import FAILURE_FILE
+from ..dist import heartbeat
+from .agreement import Cause
+from .outcome import CRASHES, Failure, by_blame
+from .topology import log_path
+from .worker import FAILURE_FILE
 
 USAGE_EXIT_CODE = 2
 CAUSE_LETTERS = 300
 
 
 class Records:
-    """What the ranks of one attempt leave behind in the run's folder: their progress, and what they raised."""
+    """The files of one attempt in the run's folder: each rank's progress record and exception."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         self._folder = folder / str(attempt)
 
     def prepare(self, local_rank: int) -> dict[str, str]:
-        """Variables that name this rank's files."""
+        """Make the rank's files and return the variables that name them."""
         self._folder.mkdir(exist_ok=True)
         heartbeat.make_file(self._progress_file(local_rank))
         return {
@@ -41,7 +41,7 @@ class Records:
             return None
 
     def failure(self, local_rank: int) -> dict[str, Any]:
-        """What worker.py noted when this rank's script raised; nothing if it was killed."""
+        """Return what worker.py recorded when the script raised; empty if the rank was killed."""
         try:
             record = json.loads(self._failure_file(local_rank).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -55,19 +55,19 @@ class Records:
         return self._folder / f"failure.{local_rank}"
 
 
-class Autopsy:
-    """How the ranks of an attempt ended, from their exit codes just before the rest was killed, and their records."""
+class FailureAnalysis:
+    """Derives failures from the ranks' records and their exit codes just before the remaining ranks were killed."""
 
     def __init__(self, records: Records, log_dir: Path, first_rank: int) -> None:
         self._records, self._log_dir, self._first_rank = records, log_dir, first_rank
 
     def failures(self, exits: Mapping[int, int | None], hung: Mapping[int, str]) -> tuple[Failure, ...]:
-        """The one to blame first, the ranks that we killed last. `hung` says why, by rank."""
-        found = [self._failure(local_rank, code, hung) for local_rank, code in exits.items() if code != 0]
-        # A rank that raised may still have been on its way out when another, which met the broken connection, was gone.
-        own = [failure for failure in found if failure.hung is None and not self._was_killed(failure, exits)]
-        culprits = [failure for failure in found if failure.hung is not None]
-        killed = [failure for failure in found if failure not in own and failure not in culprits]
+        """Return all failures, the rank to blame first, ranks killed by the launcher last. `hung`: reason by hanging rank."""
+        failures = [self._failure(local_rank, code, hung) for local_rank, code in exits.items() if code != 0]
+        # A rank that raised may still have been exiting when another rank had already ended by the broken connection.
+        own = [failure for failure in failures if failure.hung is None and not self._was_killed(failure, exits)]
+        culprits = [failure for failure in failures if failure.hung is not None]
+        killed = [failure for failure in failures if failure not in own and failure not in culprits]
         return (*culprits, *by_blame(own), *killed)
 
     def _was_killed(self, failure: Failure, exits: Mapping[int, int | None]) -> bool:
@@ -81,34 +81,34 @@ class Autopsy:
         return Failure(
             rank,
             code,
-            time_ns=record.get("time_ns") or self._last_words_ns(rank),
+            time_ns=record.get("time_ns") or self._last_output_ns(rank),
             error=record.get("error"),
             where=record.get("where"),
             step=(reached.step or None) if reached is not None else None,
             hung=hung.get(rank),
         )
 
-    def _last_words_ns(self, rank: int) -> int:
+    def _last_output_ns(self, rank: int) -> int:
         try:
             return log_path(self._log_dir, rank).stat().st_mtime_ns
         except OSError:
             return time.time_ns()
 
     def cause(self, failure: Failure, *, node: int, address: str, can_restart: bool) -> Cause:
-        is_mendable = self._records.failure(failure.rank - self._first_rank).get("is_mendable", True)
-        doing, what = failure_words(failure)
+        is_retryable = self._records.failure(failure.rank - self._first_rank).get("is_retryable", True)
+        predicate, noun = describe_failure(failure)
         return Cause(
-            here=f"rank {failure.rank} {doing}",
-            elsewhere=f"rank {failure.rank} on node {node} ({address}) failed: {what}",
+            here=f"rank {failure.rank} {predicate}",
+            elsewhere=f"rank {failure.rank} on node {node} ({address}) failed: {noun}",
             exit_code=failure.exit_code,
             time_ns=failure.time_ns,
             is_crash=failure.hung is not None or -failure.exit_code in CRASHES,
-            is_mendable=can_restart and is_mendable and failure.exit_code != USAGE_EXIT_CODE,
+            is_retryable=can_restart and is_retryable and failure.exit_code != USAGE_EXIT_CODE,
         )
 
 
-def failure_words(failure: Failure) -> tuple[str, str]:
-    """What the rank did, and what it was: ("was killed by SIGKILL at step 8", "killed by SIGKILL at step 8")."""
+def describe_failure(failure: Failure) -> tuple[str, str]:
+    """Describe a failure as predicate and as noun: ("was killed by SIGKILL at step 8", "killed by SIGKILL at step 8")."""
     at_step = f" at step {failure.step}" if failure.step else ""
     if failure.hung is not None:
         return f"hung{at_step}: {failure.hung}", f"hung{at_step}, {failure.hung}"
@@ -122,5 +122,5 @@ def failure_words(failure: Failure) -> tuple[str, str]:
 def _signal_name(signum: int) -> str:
     try:
         return signal.Signals(signum).name
-    except ValueError:  # a real-time signal has none
+    except ValueError:  # a real-time signal has no name
         return f"signal {signum}"

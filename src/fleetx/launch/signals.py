@@ -1,4 +1,4 @@
-"""Signals to the launcher are noted here, and acted on where the workers are watched: nothing is cut short at a random place."""
+"""Record signals to the launcher, which the supervisor's loop handles later: no code is interrupted at a random place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WATCHED = (*STOPS, signal.SIGQUIT)
 SAME_REQUEST_SECONDS = 0.05
-"""`timeout` signals its child and then the child's group, `uv run` passes on the Ctrl-C that the terminal sent as well."""
+"""Signals within this time are one request: `timeout` signals its child and then the group, `uv run` repeats a Ctrl-C."""
 
 
 class Signals:
@@ -27,8 +27,8 @@ class Signals:
             self._stops.append((time.monotonic(), signal.Signals(signum)))
 
     def take_stops(self, *, at_once: bool) -> list[signal.Signals]:
-        """Requests since the last time, in order; those that came within a moment are one, known when the moment is over, or
-        at once."""
+        """Return the requests to stop since the last call, in order. Signals within SAME_REQUEST_SECONDS are one request,
+        returned when that time is over, or now if `at_once`."""
         taken = []
         while self._stops and (at_once or time.monotonic() > self._stops[0][0] + SAME_REQUEST_SECONDS):
             came_seconds, signum = self._stops.popleft()
@@ -38,18 +38,18 @@ class Signals:
         return taken
 
     def take_stacks(self) -> bool:
-        """Whether the ranks' stacks were asked for since the last time."""
+        """Return whether the ranks' stacks were requested since the last call."""
         taken, self._wants_stacks = self._wants_stacks, False
         return taken
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """A signal that is ignored stays so: `nohup fleetrun` is to outlive its terminal."""
+        """Record signals inside the block. Ignored signals stay ignored: `nohup fleetrun` must outlive its terminal."""
         before = {signum: signal.getsignal(signum) for signum in WATCHED}
         for signum, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(signum, self._note)
-        # Where a parent ignores SIGCHLD, the kernel forgets how children ended and every crash would look like a success.
+        # If the parent ignores SIGCHLD, the kernel discards exit codes of children, and every crash would look like a success.
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
@@ -59,7 +59,7 @@ class Signals:
 
 
 def catches(pid: int, signum: signal.Signals) -> bool:
-    """Whether a process has a handler for this signal."""
+    """Return whether a process has a handler for this signal."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as status:
             masks = [line.split()[1] for line in status if line.startswith("SigCgt:")]

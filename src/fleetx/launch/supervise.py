@@ -1,7 +1,7 @@
-"""Start the workers on torch elastic, watch them, restart or stop them, and return how it ended. Others print.
+"""Start the workers with torch elastic, watch, restart or stop them, and return how the run ended.
 
-Elastic starts the processes. Its own way to watch them is not used: when a rank dies it asks the others to end and waits up
-to 30 seconds, and a rank blocked in a collective takes them all.
+Elastic starts the processes, but its own monitoring is not used: when a rank dies it sends SIGTERM to the others and waits up to
+30 seconds, and a rank blocked in a collective uses all of them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from fleetx.errors import FleetError, LaunchError
-from fleetx.launch import hang
-from fleetx.launch.agreement import End, Job, Phase, first_rank
-from fleetx.launch.control import Chair, Hello, Member
-from fleetx.launch.elastic import (
+from ..errors import FleetError, LaunchError
+from . import hang
+from .agreement import End, Job, Phase, first_rank
+from .control import Coordinator, Hello, Member
+from .elastic import (
     SIGNALS_DEFAULT,
     SIGNALS_TO_HANDLE,
     LocalEnvironments,
     LogsAndEnvironments,
-    silence,
+    mute_logs,
     without_handlers,
 )
-from fleetx.launch.guardian import RUN_ID, kill_run
-from fleetx.launch.outcome import Failure, Outcome
-from fleetx.launch.processes import Guardian, Workers, guarded
-from fleetx.launch.records import Autopsy, Records
-from fleetx.launch.rendezvous import FreshRendezvous, Standing, listen_on, own_interfaces, socket_variables
-from fleetx.launch.signals import Signals
-from fleetx.launch.topology import Plan, log_path, shim_arguments, worker_environment
-from fleetx.launch.worker import LAUNCHER_PID
+from .guardian import RUN_ID, kill_run
+from .outcome import Failure, Outcome
+from .processes import Guardian, Workers, guarded
+from .records import FailureAnalysis, Records
+from .rendezvous import FreshRendezvous, LocalNode, listen_on, own_interfaces, socket_variables
+from .signals import Signals
+from .topology import Plan, log_path, shim_arguments, worker_environment
+from .worker import LAUNCHER_PID
 
 SHIM = Path(__file__).with_name("worker.py")
 ATTEMPT = "FLEETX_ATTEMPT"
@@ -60,25 +60,25 @@ def count_gpus() -> int:
 
 
 def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) -> None:
-    """Say in a rank's log where an attempt begins; or empty it."""
+    """Write a line into a rank's log where an attempt begins; or truncate the log."""
     marker = f"--- attempt {attempt + 1} of {max_restart + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n"
     with log.open("ab+") as file:
         if overwrite:
             file.truncate(0)
         else:
             file.seek(max(0, file.tell() - 1))
-            is_amid_line = file.read() not in (b"", b"\n")  # of a rank that was killed
+            is_amid_line = file.read() not in (b"", b"\n")  # a killed rank may leave an incomplete line
             file.write(b"\n" * is_amid_line + marker.encode())
 
 
 @dataclass
 class Stopping:
-    """A request to stop that was passed on to the workers. After Ctrl-C they have a few seconds, else all the time.
+    """A request to stop that was passed on to the workers. After Ctrl-C they have a few seconds, otherwise no limit.
 
-    When one has ended of it, the others have a moment more: they may wait for it in a collective, or be about to end too."""
+    Once one has ended, the others have a second more: they may wait for it in a collective, or be about to end too."""
 
     signum: signal.Signals
-    limit_seconds: float = float("inf")  # on the clock
+    limit_seconds: float = float("inf")  # monotonic time at which remaining ranks are killed
 
     def note_end(self) -> None:
         self.limit_seconds = min(self.limit_seconds, time.monotonic() + REST_SECONDS)
@@ -86,24 +86,24 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Run:
-    """What the launcher has at hand while it runs."""
+    """Objects that one run of the launcher shares."""
 
     plan: Plan
     run_id: str
     folder: Path
     guardian: Guardian
-    standing: Standing
+    local_node: LocalNode
     terminal: str | None
     announce: Callable[[dict[str, str]], None]
     notice: Callable[[str], None]
 
     def say(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone: that is what SIGHUP tells
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be closed, as after SIGHUP
             self.notice(line)
 
 
 class Supervisor(LocalElasticAgent):
-    """One node's launcher. A rank counts over all nodes, a local rank on this one."""
+    """The launcher of one node. A rank is numbered over all nodes, a local rank on this one."""
 
     def __init__(self, run: Run, rendezvous: FreshRendezvous) -> None:
         spec = WorkerSpec(
@@ -117,7 +117,7 @@ class Supervisor(LocalElasticAgent):
             local_addr=run.plan.nodes.address,
         )
         super().__init__(spec, LogsAndEnvironments(self._complete))
-        self._run, self._plan, self._standing = run, run.plan, run.standing
+        self._run, self._plan, self._local_node = run, run.plan, run.local_node
         self._workers: Workers | None = None
         self._job = Job()
         self._records = Records(run.folder, 0)
@@ -128,24 +128,24 @@ class Supervisor(LocalElasticAgent):
         self._failures: tuple[Failure, ...] = ()
         self._ended_before: tuple[int, ...] = ()
 
-    # What elastic calls
+    # --- called by elastic ----------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "") -> RunResult:
         with contextlib.suppress(RendezvousClosedError):
             while True:
                 self._initialize_workers(self._worker_group)
                 self._job = self._watch()
-                if self._job.end is not None or self._standing.is_killed:
+                if self._job.end is not None or self._local_node.is_killed:
                     break
                 self._prepare_restart()
-        self._job = self._standing.agree()
+        self._job = self._local_node.agree()
         is_success = self._job.end is End.SUCCEEDED
         values = {worker.global_rank: None for worker in self._worker_group.workers}
         return RunResult(WorkerState.SUCCEEDED if is_success else WorkerState.FAILED, return_values=values)
 
     def _assign_worker_ranks(self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
-        """Without the store: elastic would wait in it for nodes that are gone."""
-        counts = self._standing.party.process_counts
+        """Number the ranks without the store, in which elastic would wait for nodes that have ended."""
+        counts = self._local_node.control.process_counts
         first, size = first_rank(counts, group_rank), sum(counts)
         return [
             Worker(local_rank, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)
@@ -153,7 +153,7 @@ class Supervisor(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._records = Records(self._run.folder, self._standing.attempt)
+        self._records = Records(self._run.folder, self._local_node.attempt)
         with without_handlers():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
@@ -164,15 +164,15 @@ class Supervisor(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
         if self._workers is not None and self._workers.running() and not self._workers.kill():
-            return  # elastic would wait for them half a minute more
+            return  # elastic would wait for them for 30 seconds
         super()._shutdown(signal.SIGKILL)
 
     def _construct_event(self, state: str, source: EventSource, *details: object, **more: object) -> Event:
-        # Elastic's own asks the name server for this machine's full name, for many seconds where there is none.
+        # Elastic's version looks up the machine's full name, which takes many seconds without a name server.
         return Event(f"fleetrun.{state}", source=source)
 
     def _complete(self, envs: LocalEnvironments) -> None:
-        plan, attempt = self._plan, self._standing.attempt
+        plan, attempt = self._plan, self._local_node.attempt
         inherited = {**os.environ, **plan.variables}
         sockets = socket_variables(
             plan.nodes.address, is_only_node=plan.nodes.count == 1, interfaces=own_interfaces(), inherited=inherited
@@ -193,46 +193,46 @@ class Supervisor(LocalElasticAgent):
         for env in envs.values() if attempt else ():
             mark_attempt(log_path(plan.log_dir, int(env["RANK"])), attempt, plan.max_restart, overwrite=plan.log_overwrite)
 
-    # The watch
+    # --- watch ----------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> Job:
-        """Until the job ends, or goes on to the next attempt."""
-        self._standing.phase = Phase.RUNNING
+        """Watch the workers until the job ends or moves on to the next attempt; return the job."""
+        self._local_node.phase = Phase.RUNNING
         self._looked_seconds = time.monotonic()
         while True:
-            job = self._standing.agree()
-            # Before the end is looked at: on a busy machine both may be learnt in one exchange, and a stop is always told.
+            job = self._local_node.agree()
+            # Checked before the end: one exchange may bring both, and the request to stop must always be printed.
             if job.stop_signal is not None and self._stopping is None and self._is_running():
                 self._pass_on_stop(signal.Signals(job.stop_signal), job.stop_node)
-            if job.end is not None or self._standing.is_killed or job.attempt != self._standing.attempt:
+            if job.end is not None or self._local_node.is_killed or job.attempt != self._local_node.attempt:
                 return job
             if not self._look(job):
                 time.sleep(POLL_SECONDS)
 
     def _is_running(self) -> bool:
-        return self._standing.phase is Phase.RUNNING and not self._standing.is_killed
+        return self._local_node.phase is Phase.RUNNING and not self._local_node.is_killed
 
     def _look(self, job: Job) -> bool:
-        """Whether there is something to tell the others at once."""
-        if self._standing.wants_stacks():
+        """Check the workers once; return whether the node's state changed and should be sent at once."""
+        if self._local_node.wants_stacks():
             self._started.write_stacks(self._logs(), wake=False)
             self._run.say("the stacks of all ranks are in their logs")
-        if self._standing.phase is not Phase.RUNNING:
+        if self._local_node.phase is not Phase.RUNNING:
             return False
         exits = self._started.exits()
-        if self._is_to_be_ended(exits):
+        if self._must_end(exits):
             self._end_attempt({})
             return True
         if all(code == 0 for code in exits.values()):
-            self._standing.phase = Phase.DONE
+            self._local_node.phase = Phase.DONE
             return True
         return self._look_for_hang([rank for rank, code in exits.items() if code is None], job)
 
-    def _is_to_be_ended(self, exits: Mapping[int, int | None]) -> bool:
+    def _must_end(self, exits: Mapping[int, int | None]) -> bool:
         has_failed = any(code not in (None, 0) for code in exits.values())
         if self._stopping is None:
             return has_failed
-        # Ended well after a polite request, a rank has left its loop with all the others, and may be ahead in what follows.
+        # After SIGTERM a rank that ended with code 0 left its loop with all others, which may only be slower to end.
         if has_failed or (self._stopping.signum is signal.SIGINT and any(code is not None for code in exits.values())):
             self._stopping.note_end()
         return time.monotonic() > self._stopping.limit_seconds or (has_failed and None not in exits.values())
@@ -243,7 +243,7 @@ class Supervisor(LocalElasticAgent):
             self._stopping.limit_seconds = time.monotonic() + CTRL_C_SECONDS
             return self._started.interrupt()
         self._started.send(signal.SIGTERM)
-        where = f" on node {node}" if node != self._standing.node else ""
+        where = f" on node {node}" if node != self._local_node.node else ""
         self._run.say(f"stopping ({signum.name}{where}); send it again to end at once")
 
     def _look_for_hang(self, running: list[int], job: Job) -> bool:
@@ -253,7 +253,7 @@ class Supervisor(LocalElasticAgent):
         self._looked_seconds = time.monotonic()
         self._watched = {rank: self._observe(rank, elapsed_seconds) for rank in self._ranks(running)}
         limit_seconds, is_only_node = self._plan.hang_timeout_seconds, self._plan.nodes.count == 1
-        self._standing.all_wait = not is_only_node and hang.all_wait(self._watched, hang_timeout_seconds=limit_seconds)
+        self._local_node.all_wait = not is_only_node and hang.all_wait(self._watched, hang_timeout_seconds=limit_seconds)
         if job.all_hang:
             verdict: hang.Hang | None = hang.blame_all(self._watched)
         else:
@@ -269,61 +269,61 @@ class Supervisor(LocalElasticAgent):
         return hang.observe(self._watched.get(rank), seen, elapsed_seconds)
 
     def _end_hung(self, verdict: hang.Hang) -> None:
-        for line in hang.tell(verdict, self._watched):
+        for line in hang.describe(verdict, self._watched):
             self._run.say(line)
         self._started.write_stacks(self._logs(), wake=True)
         self._end_attempt(verdict.culprits)
 
     def _end_attempt(self, hung: Mapping[int, str]) -> None:
-        """Kill what is left: it has nothing to save, and may be blocked in a collective for good."""
+        """Kill the remaining ranks, which may be blocked in a collective for ever, and derive the cause of the failure."""
         exits = self._started.exits()
         is_gone = self._started.kill()
-        autopsy = Autopsy(self._records, self._plan.log_dir, self._first_rank)
-        self._failures = autopsy.failures(exits, hung)
+        analysis = FailureAnalysis(self._records, self._plan.log_dir, self._first_rank)
+        self._failures = analysis.failures(exits, hung)
         self._ended_before = tuple(self._ranks([local_rank for local_rank, code in exits.items() if code == 0]))
-        if not self._failures:  # all ended well, in the very last moment
-            self._standing.phase = Phase.DONE
+        if not self._failures:  # all ended with code 0 meanwhile
+            self._local_node.phase = Phase.DONE
             return
         address = self._plan.nodes.address
-        cause = autopsy.cause(self._failures[0], node=self._standing.node, address=address, can_restart=is_gone)
-        if self._stopping is None and self._standing.attempt < self._plan.max_restart and not cause.is_mendable:
+        cause = analysis.cause(self._failures[0], node=self._local_node.node, address=address, can_restart=is_gone)
+        if self._stopping is None and self._local_node.attempt < self._plan.max_restart and not cause.is_retryable:
             why = "another attempt would end the same way" if is_gone else "what it left behind cannot be killed"
             self._run.say(f"not restarting: {cause.here}; {why}")
-        self._standing.phase, self._standing.cause = Phase.FAILED, cause
+        self._local_node.phase, self._local_node.cause = Phase.FAILED, cause
 
     def _prepare_restart(self) -> None:
         self._run.say(f"restarting ({self._job.attempt} of {self._plan.max_restart}): {self._job.reason}")
         if not self._started.kill():
             raise LaunchError("the ranks of the last attempt cannot be killed: they sleep in the kernel. Restart this machine.")
-        self._standing.attempt = self._job.attempt
+        self._local_node.attempt = self._job.attempt
         self._remaining_restarts = self._plan.max_restart - self._job.attempt
-        self._worker_group.store = self._store = None  # with the handler's own reference, the old store closes
+        self._worker_group.store = self._store = None  # drops the last reference: the old store closes
         self._watched, self._failures = {}, ()
 
-    # The end
+    # --- end ------------------------------------------------------------------------------------------------------------
 
     def outcome(self) -> Outcome:
-        job, standing = self._job, self._standing
-        stop_signal = standing.stop_signal or job.stop_signal
-        if stop_signal is not None and (standing.is_killed or job.end is End.STOPPED):
-            where = self._records.failure(0).get("where") if standing.node == 0 else None
-            return Outcome(stopped_by=signal.Signals(stop_signal), stopped_at=where, restarts=standing.attempt)
+        job, local_node = self._job, self._local_node
+        stop_signal = local_node.stop_signal or job.stop_signal
+        if stop_signal is not None and (local_node.is_killed or job.end is End.STOPPED):
+            where = self._records.failure(0).get("where") if local_node.node == 0 else None
+            return Outcome(stopped_by=signal.Signals(stop_signal), stopped_at=where, restarts=local_node.attempt)
         if job.end is End.SUCCEEDED:
-            return Outcome(restarts=standing.attempt)
+            return Outcome(restarts=local_node.attempt)
         if self._workers is None:
             raise LaunchError(job.sentence)
-        if job.blamed_node == standing.node and self._failures:
-            return Outcome(self._failures, ended_before=self._ended_before, restarts=standing.attempt)
-        return Outcome(self._failures, restarts=standing.attempt, elsewhere=job.sentence, elsewhere_exit_code=job.exit_code)
+        if job.blamed_node == local_node.node and self._failures:
+            return Outcome(self._failures, ended_before=self._ended_before, restarts=local_node.attempt)
+        return Outcome(self._failures, restarts=local_node.attempt, elsewhere=job.sentence, elsewhere_exit_code=job.exit_code)
 
     def close(self, outcome: Outcome | None) -> None:
-        """Nothing of the run is left but, after a success, what its script left running on purpose."""
+        """Kill what is left of the run; after a success, processes that the script left running stay."""
         if self._workers is not None and (outcome is None or outcome.exit_code):
             self._workers.kill()
         elif outcome is None:
             kill_run(self._run.run_id, (), limit_seconds=KILL_SECONDS)
         is_stopped = outcome is None or outcome.stopped_by is not None
-        self._standing.leave(limit_seconds=STOPPED_EXIT_SECONDS if is_stopped else EXIT_SECONDS)
+        self._local_node.leave(limit_seconds=STOPPED_EXIT_SECONDS if is_stopped else EXIT_SECONDS)
         self._worker_group.store = self._store = None
         self._worker_group.spec.rdzv_handler.shutdown()
 
@@ -334,24 +334,24 @@ class Supervisor(LocalElasticAgent):
 
     @property
     def _first_rank(self) -> int:
-        return first_rank(self._standing.party.process_counts, self._standing.node)
+        return first_rank(self._local_node.control.process_counts, self._local_node.node)
 
     def _ranks(self, local_ranks: list[int]) -> list[int]:
         return [self._first_rank + local_rank for local_rank in local_ranks]
 
     def _logs(self) -> dict[int, Path]:
-        """By local rank."""
+        """Return the path of each log by local rank."""
         count = self._plan.process_count
         return {local_rank: log_path(self._plan.log_dir, self._first_rank + local_rank) for local_rank in range(count)}
 
 
-def join_job(run: Run, rendezvous: FreshRendezvous) -> Chair | Member:
+def join_job(run: Run, rendezvous: FreshRendezvous) -> Coordinator | Member:
     plan, nodes = run.plan, run.plan.nodes
     hello = Hello(plan.job_id, nodes.count, plan.max_restart, plan.process_count, nodes.address, nodes.rank)
     if nodes.count == 1:
-        return Chair(hello, run.run_id, rendezvous.open_store, run.say)
+        return Coordinator(hello, run.run_id, rendezvous.open_store, run.say)
     if nodes.rank == 0:
-        return Chair(hello, run.run_id, rendezvous.open_store, run.say, listen_on(nodes.master, nodes.port or 0))
+        return Coordinator(hello, run.run_id, rendezvous.open_store, run.say, listen_on(nodes.master, nodes.port or 0))
     return Member(hello, nodes.master, nodes.port or 0, run.say)
 
 
@@ -362,14 +362,14 @@ def run_workers(
     announce: Callable[[dict[str, str]], None],
     notice: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Run the plan to its end. `announce` gets the first local rank's environment just before the workers start."""
-    silence()
+    """Run the plan to its end. `announce` is called with the first local rank's environment just before the workers start."""
+    mute_logs()
     signals, run_id = Signals(), secrets.token_hex(16)
     with signals.noted(), guarded(run_id) as (folder, guardian):
-        standing = Standing(signals)
-        run = Run(plan, run_id, folder, guardian, standing, terminal, announce, notice)
-        rendezvous = FreshRendezvous(plan.nodes, standing, run_id)
-        standing.party = join_job(run, rendezvous)
+        local_node = LocalNode(signals)
+        run = Run(plan, run_id, folder, guardian, local_node, terminal, announce, notice)
+        rendezvous = FreshRendezvous(plan.nodes, local_node, run_id)
+        local_node.control = join_job(run, rendezvous)
         supervisor, outcome = Supervisor(run, rendezvous), None
         try:
             supervisor.run()

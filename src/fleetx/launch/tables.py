@@ -1,4 +1,4 @@
-"""What is printed before the ranks start: the settings, rank 0's variables, and the whole plan of a dry run. Pure functions."""
+"""Format what is printed before the ranks start: settings, rank 0's variables, the plan of a dry run. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from fleetx.config.text import framed
-from fleetx.launch.console import escape
-from fleetx.launch.outcome import join_ranks
-from fleetx.launch.topology import Plan, expected_assignment, log_path, worker_arguments, worker_environment
+from ..config.text import framed
+from .console import escape
+from .outcome import join_ranks
+from .topology import Plan, expected_assignment, log_path, worker_arguments, worker_environment
 
 SHOWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
 SHOWN_IF_SET = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -50,7 +50,7 @@ def configuration_table(plan: Plan) -> str:
 
 
 def environment_table(environment: Mapping[str, str], names: Iterable[str] | None = None) -> str:
-    """A rank's variables, framed as fleetrun's users know it; of a long value the end is shown."""
+    """Format a rank's variables in fleetrun's usual frame; a long value is cut to its end."""
     if names is None:
         names = [*SHOWN, *(name for name in SHOWN_IF_SET if name in environment)]
     values = {name: escape(hide_secret(name, environment[name])) for name in names}
@@ -87,7 +87,7 @@ def dry_run_text(plan: Plan, *, executable: str, shim: Path, inherited: Mapping[
             f"nodes: {where}; node 0 listens on {_master(plan)}",
             f"  rank  {'device':<8}  log",
             *rows,
-            f"variables of rank {local[0]['RANK']}, beside those it inherits:",
+            f"variables of rank {local[0]['RANK']}, besides those it inherits:",
             environment_table(environment, environment),
             "command of a rank:",
             f"  {escape(shlex.join((executable, *worker_arguments(shim, plan))))}",

@@ -1,4 +1,4 @@
-"""From what was asked to who runs where: processes, devices, log files, environments. Pure functions, without torch."""
+"""Derive processes, devices, log files and environments from the flags. Pure functions, without torch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fleetx.errors import ConfigError
+from ..errors import ConfigError
 
 CPU_PROCESSES = 2  # without a GPU: the fewest ranks that make a script meet a collective
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of the job, as this one sees them."""
+    """The nodes of the job, from this node's view."""
 
     count: int = 1
     rank: int | None = 0  # None: given in order of arrival at the master
     address: str = "127.0.0.1"  # this node's own, on which its store and its ranks listen
     master: str = "127.0.0.1"  # node 0's
-    port: int | None = None  # of node 0's control store; None: any free one, as there is one node only
+    port: int | None = None  # of node 0's control socket; None: there is only one node
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided before a process is started."""
+    """All settings of a run, decided before a process is started."""
 
     target: str  # a script's path, or a module's name
     is_module: bool
@@ -45,7 +45,7 @@ class Plan:
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """ "0,1" -> (0, 1)."""
+    """Parse "0,1" into (0, 1)."""
     entries = [entry.strip() for entry in text.split(",")]
     if not all(entry.isascii() and entry.isdigit() for entry in entries):
         raise ConfigError(f"--gpus takes GPU numbers with commas between them, such as 0,1; got {text!r}.")
@@ -56,7 +56,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def check_gpus(gpus: tuple[int, ...], *, visible_gpus: int, visible_devices: str | None) -> None:
-    """Refuse GPUs that are not there. `visible_devices` is CUDA_VISIBLE_DEVICES as set around us: it bounds the choice."""
+    """Raise if a GPU does not exist. `visible_devices`: the inherited CUDA_VISIBLE_DEVICES, which limits the choice."""
     if gpus and not visible_gpus:
         raise ConfigError("--gpus was given, but torch sees no GPU here. Leave it out to run on the CPU.")
     if visible_devices:
@@ -73,7 +73,7 @@ def check_gpus(gpus: tuple[int, ...], *, visible_gpus: int, visible_devices: str
 def count_processes(
     requested: int | Literal["auto", "gpu", "cpu"], *, gpus: tuple[int, ...], visible_gpus: int, cores: int
 ) -> int:
-    """One rank for each GPU unless told otherwise; on a machine without GPUs, two."""
+    """Return the number of ranks to start: by default one per GPU, or two without GPUs."""
     usable_gpus = len(gpus) or visible_gpus
     if requested == "auto":
         return usable_gpus or CPU_PROCESSES
@@ -89,7 +89,7 @@ def count_processes(
 
 
 def assign_devices(process_count: int, *, gpus: tuple[int, ...], visible_gpus: int) -> tuple[str, ...]:
-    """The device of each local rank; ranks beyond the number of GPUs share them in turn. `visible_gpus` 0: all on the CPU."""
+    """Return the device of each local rank. Surplus ranks share GPUs in turn. `visible_gpus` 0: all on the CPU."""
     usable = gpus or tuple(range(visible_gpus))
     if not usable:
         return ("cpu",) * process_count
@@ -102,28 +102,28 @@ def check_tee(tee: Literal["all"] | frozenset[int], *, world_size: int) -> None:
 
 
 def log_path(log_dir: Path, rank: int) -> Path:
-    """The one file that holds what this (global) rank writes to stdout and stderr."""
+    """Return the log of a global rank, which holds its stdout and stderr."""
     return log_dir / f"workerlog.{rank}"
 
 
 def stale_logs(present: Iterable[Path], *, world_size: int) -> list[Path]:
-    """Logs of an earlier, larger run: beside fresh ones they would be read as part of this run."""
+    """Return logs of an earlier, larger run, which would look like part of this run."""
     numbers = {path: path.name.removeprefix("workerlog.") for path in present}
     return [path for path, number in numbers.items() if number.isascii() and number.isdigit() and int(number) >= world_size]
 
 
 def worker_arguments(shim: Path, plan: Plan) -> tuple[str, ...]:
-    """Arguments of the Python that each worker starts as; `worker.py` reads them back."""
+    """Return the arguments of each worker's Python, which `worker.py` parses."""
     return (str(shim), "module" if plan.is_module else "script", plan.target, *plan.arguments)
 
 
 def shim_arguments(shim: Path, plan: Plan) -> tuple[str, ...]:
-    """The same for elastic, which expands ${local_rank} in them, and eats one of $$."""
+    """Return the same arguments escaped for elastic, which expands ${local_rank} in them and turns $$ into $."""
     return tuple(word.replace("$", "$$") for word in worker_arguments(shim, plan))
 
 
 def expected_assignment(plan: Plan, local_rank: int) -> dict[str, str]:
-    """The variables elastic will give, if all nodes start as many ranks. One numbered on arrival is taken for node 1."""
+    """Return the variables that elastic will set, if all nodes start equally many ranks. A node without a number counts as 1."""
     node = 1 if plan.nodes.rank is None else plan.nodes.rank
     return {
         "RANK": str(node * plan.process_count + local_rank),
@@ -139,7 +139,7 @@ def expected_assignment(plan: Plan, local_rank: int) -> dict[str, str]:
 def worker_environment(
     assigned: Mapping[str, str], plan: Plan, *, inherited: Mapping[str, str], cores: int, terminal: str | None
 ) -> dict[str, str]:
-    """What a worker's environment holds beyond `assigned`, the variables elastic gives it (RANK, MASTER_ADDR, ...)."""
+    """Return a worker's variables besides `assigned`, those that elastic sets (RANK, MASTER_ADDR, ...)."""
     rank = int(assigned["RANK"])
     added = {
         "PADDLE_TRAINER_ID": assigned["RANK"],
@@ -149,7 +149,7 @@ def worker_environment(
     }
     if "OMP_NUM_THREADS" not in inherited:
         added["OMP_NUM_THREADS"] = str(max(1, cores // plan.process_count))
-    if plan.gpus:  # all of them for every rank: LOCAL_RANK is the index among them
+    if plan.gpus:  # every rank sees all of them: LOCAL_RANK is the index
         added["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in plan.gpus)
     if plan.hides_gpus:
         added["CUDA_VISIBLE_DEVICES"] = ""

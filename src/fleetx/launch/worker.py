@@ -1,8 +1,8 @@
-"""What each worker runs first: tie its life to the launcher's, point stdout and stderr at this rank's log, become the script.
+"""First code of each worker: die with the launcher, redirect stdout and stderr to this rank's log, run the script.
 
-Elastic would open stdout and stderr as two files, each with its own offset, so that neither tells in which order lines were
-written. Here both are one file, opened with O_APPEND. This file is started by its path and imports only the standard
-library: the log is open, and Ctrl-C is handled, before the seconds that importing torch takes.
+Elastic would open stdout and stderr as two files with separate offsets, which loses the order of lines. Here both are one file,
+opened with O_APPEND. This file is started by its path and imports only the standard library: the log is open and Ctrl-C is
+handled before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ FAILURE_FILE = "FLEETX_FAILURE_FILE"
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 LAUNCHER_GONE = 1
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-LASTING_ERROR = "fleetx.errors.ConfigError"
+NOT_RETRYABLE = "fleetx.errors.ConfigError"
 MESSAGE_LINES, LINE_LETTERS = 4, 400
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher ends, even by SIGKILL: nobody would watch it any more."""
+    """Make the kernel kill this process when its launcher ends, even by SIGKILL, so that it does not run unwatched."""
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it ended before the kernel was asked
+    if os.getppid() != int(launcher):  # the launcher ended before the request
         os._exit(LAUNCHER_GONE)
 
 
 def redirect_streams(path: str) -> None:
-    """Output to this rank's log. Input is rank 0's alone: all would read from one place, each a part of it."""
+    """Redirect output to this rank's log. Only rank 0 keeps stdin: several ranks would each read a part of it."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -55,12 +55,12 @@ def redirect_streams(path: str) -> None:
 
 
 def run_target(kind: str, target: str, arguments: list[str]) -> None:
-    """Run as `python target` or `python -m target` would: the same __main__, sys.argv and sys.path."""
+    """Run the target like `python target` or `python -m target`: with the same __main__, sys.argv and sys.path."""
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(target))
-    # It stays after the last line has run: threads and exit handlers that pickle look for the script's classes there.
-    # The public functions of runpy would put this file back in its place.
+    # The module stays after the script's last line: threads and exit handlers that pickle look for its classes there. The public
+    # functions of runpy would restore this file instead.
     sys.modules["__main__"] = ModuleType("__main__")
     if kind == "module":
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what `python -m` calls
@@ -75,11 +75,11 @@ def run_script(path: str, main: ModuleType) -> None:
         runpy.run_path(path, run_name="__main__")  # compiled already, or an archive
         return
     main.__file__ = path
-    exec(compile(source, path, "exec", dont_inherit=True), vars(main))  # noqa: S102  # it is what we were asked to run
+    exec(compile(source, path, "exec", dont_inherit=True), vars(main))  # noqa: S102  # runs the user's script
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's first frame on."""
+    """Return the traceback from the user's first frame on."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         frames = frames.tb_next
@@ -87,61 +87,61 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def innermost_user_frame(error: BaseException) -> str | None:
-    """ "train.py:12, in main": the deepest frame outside Python's, pip's and our own folders, where the mistake usually is."""
+    """Return the deepest frame outside Python's, pip's and FleetX's folders, as "train.py:12, in main"."""
     import sysconfig
 
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # in none of pip's, installed with `-e`
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # outside pip's folders if installed with `-e`
     libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), ours)
     frames = traceback.extract_tb(user_traceback(error))
     own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))] or frames
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}" if own else None
 
 
-def is_mendable(error: BaseException) -> bool:
-    """Whether another attempt could end otherwise. The library's class is known by its name: it may never be imported here."""
+def is_retryable(error: BaseException) -> bool:
+    """Return whether a restart could succeed. ConfigError is compared by name: FleetX may not be imported in this process."""
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
-    return not isinstance(error, SyntaxError | ImportError) and LASTING_ERROR not in names
+    return not isinstance(error, SyntaxError | ImportError) and NOT_RETRYABLE not in names
 
 
 def record_failure(error: BaseException) -> None:
-    """Tell the launcher what ended this rank, and when: of several failing ranks the first one matters."""
-    said = "\n".join(line[:LINE_LETTERS] for line in str(error).strip().splitlines()[:MESSAGE_LINES])
+    """Record for the launcher what ended this rank and when: of several failing ranks the first is the cause."""
+    message = "\n".join(line[:LINE_LETTERS] for line in str(error).strip().splitlines()[:MESSAGE_LINES])
     name = type(error).__qualname__
     record = {
         "time_ns": time.time_ns(),
-        "error": f"{name}: {said}" if said else name,
+        "error": f"{name}: {message}" if message else name,
         "where": innermost_user_frame(error),
-        "is_mendable": is_mendable(error),
+        "is_retryable": is_retryable(error),
     }
     with contextlib.suppress(OSError, KeyError), open(os.environ[FAILURE_FILE], "w", encoding="utf-8") as file:
         json.dump(record, file)
 
 
 def leave_quickly(pid: int) -> None:
-    """The last exit handler. Python would now look for garbage in all that torch has loaded, for up to a second and more.
+    """Skip the garbage collection at exit, which takes up to a second in everything that torch loaded. The last exit handler.
 
-    What is left in files that nobody closed is written here; Python promises no more of objects alive at the end."""
+    Files left open are flushed here; Python guarantees no more for objects alive at exit."""
     if os.getpid() != pid:
-        return  # a forked child: what it has inherited is not its own to write
+        return  # a forked child must not flush inherited files
     kinds: dict[type, bool] = {}
     for thing in gc.get_objects():
         kind = type(thing)
         if kind not in kinds:
             kinds[kind] = issubclass(kind, io.IOBase)
         if kinds[kind]:
-            with contextlib.suppress(Exception):  # closed, or broken: Python's own end would not tell either
+            with contextlib.suppress(Exception):  # closed or broken: Python would not report it at exit either
                 thing.flush()
     gc.freeze()
 
 
 def main(kind: str, target: str, *arguments: str) -> int:
-    atexit.register(leave_quickly, os.getpid())  # first, and so called last
+    atexit.register(leave_quickly, os.getpid())  # registered first, so called last
     try:
         die_with_launcher()
         redirect_streams(os.environ["FLEETX_WORKER_LOG"])
-        faulthandler.register(signal.SIGQUIT, file=2)  # all threads' stacks; works also while blocked in a collective
+        faulthandler.register(signal.SIGQUIT, file=2)  # writes all threads' stacks, even while blocked in a collective
         run_target(kind, target, list(arguments))
-    except KeyboardInterrupt as error:  # rank 0's log is on the console: the launcher's one line says where it stood
+    except KeyboardInterrupt as error:  # no traceback: the launcher prints one line that says where rank 0 was
         record_failure(error)
         return 130
     except SystemExit as error:

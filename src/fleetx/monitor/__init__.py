@@ -1,4 +1,4 @@
-"""A running job, seen from outside: one live line, and a folder that tells of the run afterwards."""
+"""Show a running job in one live line, and record it in a run folder."""
 
 from .monitor import Monitor
 from .sinks import Sink

@@ -1,4 +1,4 @@
-"""Numbers on their way from the device: asked for now, read when they are here. Nobody waits for them while training."""
+"""Copy numbers from the device without waiting: requested now, read once the copy is complete."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 
-class Awaited(Protocol):
+class AsyncValue(Protocol):
     @property
-    def is_here(self) -> bool: ...
+    def is_ready(self) -> bool: ...
 
     def value(self) -> Any:
-        """Waits, where it is not here."""
+        """Return the value; wait for the device if it is not ready."""
 
 
 @final
-class Here:
-    """Known already."""
+class ReadyValue:
+    """A value that is known already."""
 
-    is_here = True
+    is_ready = True
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -32,8 +32,9 @@ class Here:
 
 
 def event_now(device: torch.device, *, enable_timing: bool = False) -> torch.Event:
-    """In the stream in which a GPU is given its work. torch.Event finds that by itself, in a fraction of the time that
-    torch.cuda.current_stream takes; but it asks the device that is current."""
+    """Record an event in the device's current stream.
+
+    torch.Event finds the stream itself, much faster than torch.cuda.current_stream, but only on the current device."""
     event = torch.Event(device, enable_timing=enable_timing)
     if device.index is None or device.index == torch.cuda.current_device():
         event.record()
@@ -43,8 +44,8 @@ def event_now(device: torch.device, *, enable_timing: bool = False) -> torch.Eve
 
 
 @final
-class OnItsWay:
-    """A tensor on a GPU. It is copied in the order of the stream, into memory that the copy need not wait for."""
+class DeviceValue:
+    """A tensor on a GPU, copied in stream order into pinned host memory, so that the host does not wait."""
 
     def __init__(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> None:
         self._read = read
@@ -53,7 +54,7 @@ class OnItsWay:
         self._copied = event_now(tensor.device)
 
     @property
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         return bool(self._copied.query())
 
     def value(self) -> Any:
@@ -61,18 +62,18 @@ class OnItsWay:
         return self._read(self._host)
 
 
-def number(value: Any) -> Awaited:
-    """Of a tensor with one entry, or of whatever float() takes."""
+def number(value: Any) -> AsyncValue:
+    """Return a tensor with one entry, or anything that float() accepts, as a float; None if it is None or not finite."""
     if isinstance(value, Tensor):
-        return told_of(value, lambda tensor: finite(float(tensor)))
-    return Here(None if value is None else finite(float(value)))
+        return read_async(value, lambda tensor: finite(float(tensor)))
+    return ReadyValue(None if value is None else finite(float(value)))
 
 
-def told_of(tensor: Tensor, read: Callable[[Tensor], Any]) -> Awaited:
-    """What a function makes of a tensor, on the host."""
-    return OnItsWay(tensor, read) if tensor.device.type == "cuda" else Here(read(tensor.detach()))
+def read_async(tensor: Tensor, read: Callable[[Tensor], Any]) -> AsyncValue:
+    """Apply a function on the host to a copy of the tensor."""
+    return DeviceValue(tensor, read) if tensor.device.type == "cuda" else ReadyValue(read(tensor.detach()))
 
 
 def finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """Return None for NaN and infinity, which JSON cannot hold."""
     return value if math.isfinite(value) else None

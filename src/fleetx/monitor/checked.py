@@ -1,4 +1,4 @@
-"""What a script may give to a monitor; the rest is refused with the line to write."""
+"""Check the arguments of a monitor; an error shows the line to write instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.report import Report
 from ..errors import ConfigError
-from .async_values import Awaited, number
+from .async_values import AsyncValue, number
 from .sinks import Sink
 
 
@@ -23,15 +23,15 @@ def path_of(dir: object) -> Path:
 def total_of(total_steps: object) -> int | None:
     if total_steps is None or (isinstance(total_steps, int) and not isinstance(total_steps, bool) and total_steps >= 1):
         return total_steps
-    raise ConfigError(f"total_steps is {total_steps!r}; it must be the number of updates, from 1 on, or left out.")
+    raise ConfigError(f"total_steps is {total_steps!r}; it must be the number of updates, at least 1, or be omitted.")
 
 
 def sinks_of(sinks: Iterable[Sink]) -> list[Sink]:
-    found = list(sinks)
-    for sink in found:
+    checked = list(sinks)
+    for sink in checked:
         if not isinstance(sink, Sink):
             raise ConfigError(f"the sink {sink!r} lacks write(record) or close(summary); see fleetx.monitor.Sink.")
-    return found
+    return checked
 
 
 def require_report(report: object) -> None:
@@ -50,7 +50,7 @@ def samples_of(samples: object) -> int:
     raise ConfigError(f"samples is {samples!r}; it must be the number of samples in this rank's batch, such as len(x).")
 
 
-def number_of(name: str, value: object) -> Awaited:
+def number_of(name: str, value: object) -> AsyncValue:
     if (isinstance(value, Tensor) and value.numel() == 1) or (
         not isinstance(value, Tensor | str) and hasattr(value, "__float__")
     ):

@@ -1,14 +1,14 @@
-"""The folder of a run. Worker 0 writes it; each rank adds its own log.
+"""Write the run folder. Worker 0 writes its files; each rank adds its own log.
 
-strategy.yaml      what was asked for (strategy.2.yaml of a second pair)
-environment.json   versions, devices, ranks, command: once for each time the run was started
-metrics.jsonl      a line for each update
+strategy.yaml      the strategy (strategy.2.yaml: of a second pair of model and optimizer)
+environment.json   versions, devices, ranks and command of each start of the run
+metrics.jsonl      one line per update
 memory.json        memory over one step
-summary.json       how it ended
-workerlog.N        what rank N wrote: a link into fleetrun's folder, and a copy at the end (.previous: of the start before)
+summary.json       result and totals of the run
+workerlog.N        output of rank N: a link into fleetrun's folder, replaced by a copy at the end (.previous: of the last start)
 
-A run that is resumed goes on in the same folder: a start that begins at step s takes the place of earlier lines from s on. One
-that begins at step 1 is a new run: the lines before are kept as metrics.jsonl.previous.
+A resumed run continues in the same folder: a start that begins at step s replaces earlier lines from s on. A start that begins
+at step 1 is a new run: the earlier lines are moved to metrics.jsonl.previous.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ TAIL_BYTES = 1 << 16
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all: somebody may be reading."""
+    """Write a file and rename it into place, so that a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.part")
     partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
 def read_json(path: Path, default: Any) -> Any:
-    """What an earlier start has left; a file that was cut off is as good as none."""
+    """Read a file of an earlier start; return the default if it is missing or truncated."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def read_json(path: Path, default: Any) -> Any:
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of records."""
+    """Return the last complete record of a JSONL file, or None."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -64,9 +64,9 @@ def last_record(path: Path) -> dict[str, Any] | None:
         return None
     for line in reversed(lines):
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return found
+            record = json.loads(line)
+            if isinstance(record, dict):
+                return record
     return None
 
 
@@ -76,7 +76,7 @@ def strategy_file(number: int) -> str:
 
 @final
 class Folder:
-    """As worker 0 writes it. A disk that fails later ends the record and not the training: once warned of."""
+    """The run folder that worker 0 writes. If the disk fails later, it warns once and training continues without records."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,11 +90,11 @@ class Folder:
             ) from error
         self._starts = _known_starts(path)
         self.seconds_before = self._seconds_before()
-        """Of earlier starts."""
+        """Training time of all earlier starts of this run, in seconds."""
 
     @property
     def start(self) -> int:
-        """How many times the run was started, this one included."""
+        """Number of this start, counted from 1."""
         return len(self._starts) + 1
 
     def _seconds_before(self) -> float:
@@ -104,38 +104,38 @@ class Folder:
         seconds = record.get("seconds", 0.0) if record.get("start") == last.get("start") else 0.0
         return float(last.get("seconds_before", 0.0)) + float(seconds)
 
-    def begin_anew(self) -> None:
-        """The first update of this start is the first of all: an earlier run in this folder is over, and laid aside."""
+    def start_over(self) -> None:
+        """Begin a new run: this start begins at step 1, so that earlier records in the folder belong to another run."""
         self._starts, self.seconds_before = [], 0.0
         self._metrics.close()
-        self._bear(lambda: os.replace(self.path / "metrics.jsonl", self.path / "metrics.jsonl.previous"))
-        self._bear(self._reopen)
+        self._try(lambda: os.replace(self.path / "metrics.jsonl", self.path / "metrics.jsonl.previous"))
+        self._try(self._reopen)
 
     def _reopen(self) -> None:
         self._metrics = _opened(self.path / "metrics.jsonl")
 
     def begin(self, start: Mapping[str, Any]) -> None:
-        for old in self.path.glob("strategy*.yaml"):  # of an earlier start that had more pairs
+        for old in self.path.glob("strategy*.yaml"):  # left by an earlier start that had more pairs
             if old.name not in {strategy_file(place) for place in range(1, len(start.get("pairs", ())) + 1)}:
-                self._bear(functools.partial(old.unlink, missing_ok=True))
+                self._try(functools.partial(old.unlink, missing_ok=True))
         starts = [*self._starts, {**start, "seconds_before": self.seconds_before}]
-        self.note("environment.json", {"starts": starts})
+        self.put_json("environment.json", {"starts": starts})
 
-    def note_strategy(self, place: int, strategy: DistributedStrategy) -> None:
-        self._bear(lambda: strategy.save(self.path / strategy_file(place)))
+    def put_strategy(self, place: int, strategy: DistributedStrategy) -> None:
+        self._try(lambda: strategy.save(self.path / strategy_file(place)))
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        self._bear(lambda: self._metrics.write(line))
+        self._try(lambda: self._metrics.write(line))
 
-    def note(self, name: str, value: Any) -> None:
-        self._bear(lambda: write_json(self.path / name, value))
+    def put_json(self, name: str, value: Any) -> None:
+        self._try(lambda: write_json(self.path / name, value))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._metrics.close()
 
-    def _bear(self, write: Callable[[], object]) -> None:
+    def _try(self, write: Callable[[], object]) -> None:
         if self._is_broken:
             return
         try:
@@ -148,7 +148,7 @@ class Folder:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """To append, line by line and not through a buffer; a line that a kill has cut off stays a line of its own."""
+    """Open for unbuffered appending. Terminate a last line that a kill truncated, so that new records start on a new one."""
     file = path.open("a+b", buffering=0)
     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
     if file.read() not in (b"", b"\n"):
@@ -157,36 +157,36 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _known_starts(path: Path) -> list[dict[str, Any]]:
-    found = read_json(path / "environment.json", {})
-    starts = found.get("starts", []) if isinstance(found, dict) else []
+    environment = read_json(path / "environment.json", {})
+    starts = environment.get("starts", []) if isinstance(environment, dict) else []
     return [start for start in starts if isinstance(start, dict)]
 
 
 @final
 class OwnLog:
-    """This rank's log under fleetrun, in the folder of the run."""
+    """Puts this rank's log under fleetrun into the run folder: a link first, a copy at the end."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         log = os.environ.get(WORKER_LOG)
         self._log = Path(log) if log else None
         self._place = folder / f"workerlog.{rank}"
-        if self._log is not None and not self._is_there():
-            with contextlib.suppress(OSError):  # a courtesy: the log itself is where fleetrun keeps it
+        if self._log is not None and not self._lies_in_folder():
+            with contextlib.suppress(OSError):  # optional: fleetrun has the log itself
                 folder.mkdir(parents=True, exist_ok=True)
-                if self._place.is_file() and not self._place.is_symlink():  # of an earlier start, perhaps with its traceback
+                if self._place.is_file() and not self._place.is_symlink():  # of an earlier start
                     os.replace(self._place, self._place.with_name(f"{self._place.name}.previous"))
                 self._place.unlink(missing_ok=True)
                 self._place.symlink_to(self._log)
-            atexit.register(self.keep)  # once more: the traceback of what ended the run comes after its monitor is closed
+            atexit.register(self.copy)  # again: a traceback that ends the run is printed after its monitor is closed
 
-    def _is_there(self) -> bool:
-        """fleetrun --log_dir names the folder of the run."""
+    def _lies_in_folder(self) -> bool:
+        """Return whether fleetrun --log_dir is the run folder itself."""
         assert self._log is not None
         return self._log.parent.resolve() == self._place.parent.resolve()
 
-    def keep(self) -> None:
-        """The next run empties the log where it lies."""
-        if self._log is None or self._is_there():
+    def copy(self) -> None:
+        """Replace the link by a copy: the next run truncates the log in fleetrun's folder."""
+        if self._log is None or self._lies_in_folder():
             return
         with contextlib.suppress(OSError):
             partial = self._place.with_name(f".{self._place.name}.part")
@@ -194,7 +194,7 @@ class OwnLog:
             os.replace(partial, self._place)
 
 
-# Where and of what a run is made: versions, devices, ranks, the command. No variable of the environment is written down.
+# --- environment.json: versions, devices, ranks, the command. No environment variable is recorded. ----------------------
 
 SECRET_WORDS = frozenset(
     "token password passwd pwd pass passphrase secret secrets key apikey auth authorization access credential credentials".split()
@@ -203,7 +203,7 @@ HIDDEN = "(hidden)"
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """The command line, but for values that sound like secrets: `--api-key X`, `hub.token=X`, `https://user:X@host`."""
+    """Return the command line without values that look secret: `--api-key X`, `hub.token=X`, `https://user:X@host`."""
     shown, hides_next = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -214,7 +214,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 def without_password(text: str) -> str:
-    """Of an address with a user in it."""
+    """Hide the password in URLs of the form scheme://user:password@host."""
     return re.sub(r"(://[^/@:\s]*):[^/@\s]+@", rf"\1:{HIDDEN}@", text)
 
 
@@ -237,10 +237,10 @@ def start_of_run(number: int, world: World, pairs: Sequence[Pair], *, total_step
         "hosts": list(dict.fromkeys(endpoint.rpartition(":")[0] for endpoint in world.endpoints)),
         "command": command_of(sys.argv),
         "total_steps": total_steps,
-        "pairs": [told(pair) for pair in pairs],
+        "pairs": [describe_pair(pair) for pair in pairs],
     }
 
 
-def told(pair: Pair) -> dict[str, Any]:
-    found = {"model": pair.model_name, "parameters": pair.parameters, "optimizer": pair.optimizer_name}
-    return found | ({"wrapped_in": "DistributedDataParallel"} if pair.is_wrapped else {})
+def describe_pair(pair: Pair) -> dict[str, Any]:
+    names = {"model": pair.model_name, "parameters": pair.parameters, "optimizer": pair.optimizer_name}
+    return names | ({"wrapped_in": "DistributedDataParallel"} if pair.is_wrapped else {})

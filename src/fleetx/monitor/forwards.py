@@ -1,7 +1,7 @@
-"""When a model computes: hooks that tell forward from the data before it, while a monitor looks.
+"""Hooks that record when a model's forward begins and ends, to separate it from data loading while a monitor is open.
 
-From a forward in training until backward the rank is at the loss; after one for evaluation it is back in the script. Inside a
-model that was compiled in place (`model.compile()`) nothing is told: its forward counts as data.
+From a training forward until backward the phase is FORWARD, which includes the loss; after an evaluation forward it is SCRIPT.
+A model compiled in place (`model.compile()`) runs no hooks: its forward counts as data loading.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..dist.heartbeat import Phase
 from ..engine.plain_copy import keep_copies_plain, left_out
 
 OUTSIDE = (Phase.SCRIPT, Phase.FORWARD, Phase.EVALUATE)
-"""Inside backward a forward may run too: what recompute had dropped."""
+"""Phases in which a hook may change the phase. Recompute runs forwards inside BACKWARD, which are part of it."""
 _evaluating: nn.Module | None = None
-"""The outermost module of an evaluation under way."""
+"""Outermost module of the current evaluation forward; None outside one."""
 
 
 @left_out
-def begins(module: nn.Module, *_: Any) -> None:
+def before_forward(module: nn.Module, *_: Any) -> None:
     global _evaluating
     if torch.compiler.is_compiling():
         return
@@ -39,7 +39,7 @@ def begins(module: nn.Module, *_: Any) -> None:
 
 
 @left_out
-def ends(module: nn.Module, *_: Any) -> None:
+def after_forward(module: nn.Module, *_: Any) -> None:
     global _evaluating
     if torch.compiler.is_compiling():
         return
@@ -49,6 +49,7 @@ def ends(module: nn.Module, *_: Any) -> None:
 
 
 def unwatch(handles: Iterable[RemovableHandle]) -> None:
+    """Remove the hooks."""
     global _evaluating
     for handle in handles:
         handle.remove()
@@ -56,11 +57,14 @@ def unwatch(handles: Iterable[RemovableHandle]) -> None:
 
 
 def watch(model: nn.Module) -> list[RemovableHandle]:
-    """The model and its children: a method such as `model.loss(batch)` may call only those."""
+    """Hook the model and its children: a method such as `model.loss(batch)` may call only the children."""
     handles = []
     for module in unique([model, *model.children()]):
         keep_copies_plain(module)
-        handles += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, always_call=True)]
+        handles += [
+            module.register_forward_pre_hook(before_forward),
+            module.register_forward_hook(after_forward, always_call=True),
+        ]
     return handles
 
 

@@ -1,4 +1,4 @@
-"""The one line about a running job, and the one at its end. Pure functions of what is known."""
+"""Format and show the live line about a running job, and the line at its end. Formatting is done by pure functions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ VALUES_SHOWN = 4
 
 
 @dataclass
-class Standing:
-    """Of the run, as far as it is known."""
+class RunState:
+    """What is known of the run so far; None: not known."""
 
     step: int = 0
     total_steps: int | None = None
@@ -29,20 +29,20 @@ class Standing:
     samples_per_second: float | None = None
     memory_bytes: int = 0
     bytes_sent: int = 0
-    """Of one update, a mean over the last ones."""
+    """Bytes per update, averaged over the last updates; so is `bytes_dense`, the bytes of a dense all-reduce."""
     bytes_dense: int = 0
     period: int | None = None
     loss_scale: float | None = None
     slowest: tuple[int, float] | None = None
-    """The rank that the others wait for, and the seconds of an update that they do."""
+    """Rank for which the others wait, and their waiting time in seconds per update."""
 
-    def learn(self, loss: float | None, values: Mapping[str, float]) -> None:
+    def set_values(self, loss: float | None, values: Mapping[str, float]) -> None:
         self.loss = self.loss if loss is None else loss
         self.values |= values
 
 
 def number_text(value: float) -> str:
-    """Four digits, as short as they go."""
+    """Format with four significant digits, or in full below 100,000."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:.3g}"
@@ -62,7 +62,7 @@ def bar(share: float) -> str:
 
 
 def wire_text(sent: float, dense: float) -> str | None:
-    """What an update sends against a dense all-reduce; None where nothing would be sent."""
+    """Compare the bytes of an update with a dense all-reduce; None on a single rank, where nothing is sent."""
     if dense <= 0:
         return None
     return f"wire {decimal(sent)} ({percent(sent / dense)} of dense)"
@@ -72,16 +72,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.2g} %"
 
 
-def eta_seconds(now: Standing) -> float | None:
+def eta_seconds(now: RunState) -> float | None:
     if now.total_steps is None or not now.steps_per_second:
         return None
     return max(now.total_steps - now.step, 0) / now.steps_per_second
 
 
-def pieces(now: Standing) -> list[str]:
-    """What is known, in an order that a narrow terminal may cut."""
+def pieces(now: RunState) -> list[str]:
+    """List the known values, most important first: a narrow terminal cuts the end."""
     share = now.step / now.total_steps if now.total_steps else None
-    found: list[str | None] = [
+    parts: list[str | None] = [
         f"step {now.step:,}" if share is None else f"{bar(share)} {now.step:,}/{now.total_steps:,}",
         None if now.loss is None else f"loss {number_text(now.loss)}",
         *(f"{name} {number_text(value)}" for name, value in list(now.values.items())[:VALUES_SHOWN]),
@@ -93,7 +93,7 @@ def pieces(now: Standing) -> list[str]:
         None if now.loss_scale in (None, 1.0) else f"scale {number_text(now.loss_scale or 1.0)}",
         waits_text(now.slowest, now.steps_per_second),
     ]
-    return [piece for piece in found if piece]
+    return [piece for piece in parts if piece]
 
 
 def speed_text(steps_per_second: float | None, samples_per_second: float | None) -> str | None:
@@ -105,18 +105,18 @@ def speed_text(steps_per_second: float | None, samples_per_second: float | None)
 
 
 def waits_text(slowest: tuple[int, float] | None, steps_per_second: float | None) -> str | None:
-    """Only where it is worth telling: a tenth of an update."""
+    """Name the slowest rank if the others wait for it for at least a tenth of an update."""
     if slowest is None or not steps_per_second or slowest[1] * steps_per_second < 0.1:
         return None
     return f"worker {slowest[0]} is waited for {1e3 * slowest[1]:,.3g} ms a step"
 
 
-def line(now: Standing) -> str:
+def line(now: RunState) -> str:
     return " · ".join(pieces(now))
 
 
 def split_text(split: Mapping[str, float], *, is_wrapped: bool = False) -> str | None:
-    """`is_wrapped`: gradients are reduced inside backward, and nobody knows how long that took."""
+    """Format the shares of time. `is_wrapped`: DDP reduces gradients inside backward, where the two cannot be separated."""
     total = sum(split[part] for part in PARTS)
     if total <= 0:
         return None
@@ -131,7 +131,7 @@ def split_text(split: Mapping[str, float], *, is_wrapped: bool = False) -> str |
 
 def last_line(
     state: str,
-    now: Standing,
+    now: RunState,
     seconds: float,
     split: Split,
     wire: tuple[int, int],
@@ -141,7 +141,7 @@ def last_line(
     is_wrapped: bool = False,
 ) -> str:
     sent, dense = wire
-    found = [
+    parts = [
         f"{state} after {duration_text(seconds)}",
         f"{now.step:,} steps",
         None if now.loss is None else f"loss {number_text(now.loss)}",
@@ -151,13 +151,13 @@ def last_line(
         None if slowest is None or slowest[1] < 0.02 * seconds else f"worker {slowest[0]} was waited for {slowest[1]:,.3g} s",
         folder,
     ]
-    return " · ".join(piece for piece in found if piece)
+    return " · ".join(piece for piece in parts if piece)
 
 
-# Where the line is shown: drawn over itself on a terminal, a plain line now and then elsewhere, nothing on other ranks.
+# --- output: redrawn in place on a terminal, a plain line every 10 seconds elsewhere, nothing on other ranks ------------
 
 TERMINAL = "FLEETX_TTY"
-"""fleetrun names its terminal to worker 0, whose own output goes to a log."""
+"""Variable by which fleetrun gives worker 0 the path of its terminal: the worker's own output goes to a log."""
 DRAW_SECONDS = 0.2
 LINE_SECONDS = 10.0
 COLUMNS = 80
@@ -166,12 +166,12 @@ COLUMNS = 80
 class Screen(Protocol):
     @property
     def is_due(self) -> bool:
-        """Whether the line may be shown again."""
+        """Whether it is time to show the line again."""
 
     def show(self, line: str) -> None: ...
 
     def end(self, line: str) -> None:
-        """The last line, which stays."""
+        """Show the last line, which stays."""
 
 
 @final
@@ -203,7 +203,7 @@ class Lines:
 
 @final
 class Live:
-    """One line, drawn by rich. What the script prints meanwhile appears above it."""
+    """One line redrawn by rich. The script's own output appears above it."""
 
     def __init__(self, file: IO[str] | None) -> None:
         from rich.console import Console
@@ -226,17 +226,17 @@ class Live:
 
     def end(self, line: str) -> None:
         self._live.transient = True
-        with contextlib.suppress(OSError):  # a terminal that was closed meanwhile
+        with contextlib.suppress(OSError):  # the terminal may be closed by now
             self._live.stop()
-            self._live.console.print(styled(line, cuts=False))  # whole, over several rows if need be: it is what the user keeps
+            self._live.console.print(styled(line, cuts=False))  # in full, wrapped: it stays on the screen
             if self._file is not None:
                 self._file.close()
 
 
 def columns_of(file: IO[str]) -> int:
-    """A terminal may not know its own width."""
-    told = os.environ.get("COLUMNS", "")
-    return os.get_terminal_size(file.fileno()).columns or (int(told) if told.isdecimal() and int(told) else COLUMNS)
+    """Return the terminal's width; some terminals report 0, and COLUMNS or a default is used."""
+    wanted = os.environ.get("COLUMNS", "")
+    return os.get_terminal_size(file.fileno()).columns or (int(wanted) if wanted.isdecimal() and int(wanted) else COLUMNS)
 
 
 def styled(line: str, *, cuts: bool = True) -> Any:
@@ -256,10 +256,11 @@ def is_terminal(file: IO[str]) -> bool:
 
 
 def screen(*, rank: int) -> Screen:
+    """Choose the output for this rank: a terminal, plain lines, or nothing."""
     if rank != 0:
         return Silent()
     terminal = os.environ.get(TERMINAL)
     if terminal is not None and os.environ.get("TERM") != "dumb":
-        with contextlib.suppress(OSError):  # a terminal that is gone, or another container's
+        with contextlib.suppress(OSError):  # the terminal is closed, or belongs to another container
             return Live(open(os.open(terminal, os.O_RDWR | os.O_NOCTTY), "w", encoding="utf-8"))
     return Live(None) if terminal is None and is_terminal(sys.stdout) else Lines()

@@ -1,13 +1,13 @@
-"""`fleet.Monitor`: the only logging call of a script. All ranks make one and log to it; worker 0 shows and writes.
+"""`fleet.Monitor`: logging of a run. All ranks open one and log to it; worker 0 shows the line and writes the run folder.
 
 with fleet.Monitor("runs/first", total_steps=1000) as monitor:
     for x, y in loader:
         report = optimizer.minimize(criterion(model(x), y))
         monitor.log(report, samples=len(x))
-    monitor.log(acc=accuracy)               # joins the last update
+    monitor.log(acc=accuracy)               # added to the last update
 
-No collective is made here, so a rank that logs less, or not at all, holds nobody up; and nothing waits for a GPU. Of several
-pairs of model and optimizer, the one that is logged first is the one that is shown.
+It runs no collective, so that a rank which logs less, or not at all, does not block the others; and it never waits for a GPU.
+With several pairs of model and optimizer, the line shows the pair that was logged first.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ..engine import registry
 from ..engine.report import Report
 from ..errors import ConfigError
 from . import checked, forwards
-from .async_values import Awaited
+from .async_values import AsyncValue
 from .folder import Folder, OwnLog, start_of_run
-from .line import Standing, last_line, line, screen
+from .line import RunState, last_line, line, screen
 from .memory_curve import AT_UPDATE, MemoryCurve, memory_peak
 from .ranks import ByRank, Ranks, slowest
 from .record import Record, Tally, Window, joined
@@ -41,7 +41,7 @@ from .sinks import Sink, Sinks, TensorBoard, has_tensorboard
 from .split import Split, added, no_time, stopwatch
 
 FULL_SECONDS = 2.0
-"""Between two records with what is long: trust ratios."""
+"""Seconds between two records that hold the trust ratios, which are long."""
 RANKS_SECONDS = 5.0
 _open: Monitor | None = None
 
@@ -49,7 +49,7 @@ _open: Monitor | None = None
 @final
 class Monitor:
     path: Path
-    """The folder of the run."""
+    """The run folder."""
 
     def __init__(
         self,
@@ -60,14 +60,16 @@ class Monitor:
         tensorboard: bool | None = None,
         show: bool = True,
     ) -> None:
-        """`dir` is the folder of the run, made where it is not there; a run that is resumed goes on in it. `total_steps` is the
-        number of updates, for the time left. `tensorboard`: None is "where it is installed". `show=False` prints nothing."""
+        """Open a monitor on the run folder `dir`, which is created if missing; a resumed run continues in it.
+
+        `total_steps`: number of updates, to show the time left; None: unknown. `tensorboard`: whether to write event files;
+        None: if it is installed. `show=False` prints nothing."""
         global _open
         if _open is not None:
             raise ConfigError(f"a fleet.Monitor is open already, on {_open.path}. Close it first, or log to it.")
         self.path = checked.path_of(dir)
         self._sinks = Sinks(checked.sinks_of(sinks))
-        self._now = Standing(total_steps=checked.total_of(total_steps))
+        self._state = RunState(total_steps=checked.total_of(total_steps))
         here = world.current()
         self._comm, self._device = here.comm, here.device
         self._folder = self._open_folder(tensorboard)
@@ -76,14 +78,14 @@ class Monitor:
         self._began = time.monotonic()
         self._split, self._ranks = no_time(), Ranks(self._comm)
         self._tallies: dict[int, Tally] = {}
-        """By the place of a pair; the first is the one that is shown."""
+        """Totals by number of the pair in this run; the line shows the first."""
         self._pending: collections.deque[Record] = collections.deque()
-        self._held: dict[str, Awaited] = {}
-        """Values logged inside a merge window."""
+        self._held: dict[str, AsyncValue] = {}
+        """Values logged inside a merge window, until its update."""
         self._next_full = self._next_ranks = 0.0
         self._pairs_seen = 0
         self._places: dict[int, int] = {}
-        """Of pairs in this run, from 1, by their number in this process."""
+        """Number of each pair in this run, counted from 1, by its number in this process."""
         self._handles: list[RemovableHandle] = []
         self._curve: MemoryCurve | None = None
         self._is_closed = self._is_wrapped = False
@@ -92,7 +94,7 @@ class Monitor:
         heartbeat.listen(self._phase_changed)
         _open = self
 
-    # --- the beginning --------------------------------------------------------------------------------------------
+    # --- start --------------------------------------------------------------------------------------------
 
     def _open_folder(self, tensorboard: bool | None) -> Folder | None:
         if self._comm.rank != 0:
@@ -102,12 +104,12 @@ class Monitor:
             if tensorboard or (tensorboard is None and has_tensorboard()):
                 self._sinks.add(TensorBoard(self.path))
         except ConfigError as error:
-            self._comm.leave_word(f"worker 0 has stopped: {error}")  # the others would only see a broken connection
+            self._comm.post_error(f"worker 0 has stopped: {error}")  # otherwise the others only see a broken connection
             raise
         return folder
 
     def _watch_pairs(self) -> None:
-        """Those that were distributed since the last look; as a rule all of them, before the first step."""
+        """Watch the pairs distributed since the last call: usually all of them, before the first step."""
         pairs, self._pairs_seen = registry.pairs(), registry.count()
         for pair in pairs:
             model = pair.model()
@@ -117,12 +119,12 @@ class Monitor:
             self._handles += forwards.watch(model)
             self._is_wrapped |= pair.is_wrapped
             if self._folder is not None:
-                self._folder.note_strategy(self._places[pair.number], pair.strategy)
+                self._folder.put_strategy(self._places[pair.number], pair.strategy)
         if self._folder is not None:
             self._note_start(self._folder)
 
     def _note_start(self, folder: Folder) -> None:
-        total = self._now.total_steps
+        total = self._state.total_steps
         folder.begin(start_of_run(folder.start, world.current(), registry.pairs(), total_steps=total))
 
     def _phase_changed(self, phase: Phase) -> None:
@@ -130,11 +132,11 @@ class Monitor:
         if self._curve is not None:
             self._curve.changed(phase)
 
-    # --- the run --------------------------------------------------------------------------------------------------
+    # --- logging --------------------------------------------------------------------------------------------------
 
     def log(self, report: Report | None = None, *, samples: int | None = None, **values: float | Tensor) -> None:
-        """Note what a micro-step did. `samples`: in its batch, on this rank. Other numbers are kept by name with the update;
-        without a report they join the last one."""
+        """Record a micro-step. `samples`: number in this rank's batch. Other numbers are recorded by name with the update;
+        without a report they are added to the last update."""
         if self._is_closed:
             raise ConfigError("this fleet.Monitor is closed. Log inside its `with` block.")
         checked.require_report(report)
@@ -149,9 +151,9 @@ class Monitor:
         if self._screen.is_due and self._pending:
             self._refresh()
 
-    def _join_last(self, awaited: Mapping[str, Awaited]) -> None:
+    def _join_last(self, awaited: Mapping[str, AsyncValue]) -> None:
         if not self._pending:
-            raise ConfigError(f"{', '.join(awaited)} came before any update was logged. Log a report of a due micro-step first.")
+            raise ConfigError(f"{', '.join(awaited)} was logged before any update. Log a report of a due micro-step first.")
         self._pending[-1].add(awaited)
 
     def _micro_step(self, report: Report, samples: int) -> None:
@@ -163,14 +165,14 @@ class Monitor:
             return
         is_first = all(one.updates == 0 for one in self._tallies.values())
         if self._folder is not None and self._folder.start > 1 and is_first and report.step == 1:
-            self._folder.begin_anew()
+            self._folder.start_over()
             self._note_start(self._folder)
         split = self._watch.take()
         window = tally.update(report, ranks=self._comm.size, ended_seconds=time.monotonic() - self._began)
         is_shown = tally is self._shown
         if is_shown:
-            self._now.step, self._now.period, self._now.loss_scale = report.step, report.period, report.loss_scale
-        self._now.memory_bytes = memory_peak(self._device)
+            self._state.step, self._state.period, self._state.loss_scale = report.step, report.period, report.loss_scale
+        self._state.memory_bytes = memory_peak(self._device)
         is_full = self._folder is not None and time.monotonic() >= self._next_full
         if is_full:
             self._next_full = time.monotonic() + FULL_SECONDS
@@ -186,27 +188,27 @@ class Monitor:
         return next(iter(self._tallies.values()))
 
     def _plain(self, report: Report, window: Window) -> dict[str, Any]:
-        """Of a record: what is known at once."""
-        found: dict[str, Any] = {"start": self._folder.start} if self._folder is not None else {}
-        found |= {"step": report.step, "seconds": round(window.ended_seconds, 6)}
-        found |= {"updated": report.updated, "skipped": report.skipped, "loss_scale": report.loss_scale}
-        found |= {"bytes_sent": window.bytes_sent, "bytes_dense": window.bytes_dense}
-        found |= {"period": report.period, "averaged": report.averaged, "micro_steps": report.micro_steps}
-        found |= {"samples": window.samples} if window.samples else {}
-        return found | {"memory_bytes": self._now.memory_bytes, "pair": self._places.get(report.pair, 1)}
+        """Return the entries of a record that need no device."""
+        entries: dict[str, Any] = {"start": self._folder.start} if self._folder is not None else {}
+        entries |= {"step": report.step, "seconds": round(window.ended_seconds, 6)}
+        entries |= {"updated": report.updated, "skipped": report.skipped, "loss_scale": report.loss_scale}
+        entries |= {"bytes_sent": window.bytes_sent, "bytes_dense": window.bytes_dense}
+        entries |= {"period": report.period, "averaged": report.averaged, "micro_steps": report.micro_steps}
+        entries |= {"samples": window.samples} if window.samples else {}
+        return entries | {"memory_bytes": self._state.memory_bytes, "pair": self._places.get(report.pair, 1)}
 
     def _draw_curve(self, folder: Folder, report: Report) -> None:
-        """Memory over one of the first steps."""
+        """Record memory over one of the first steps."""
         if self._curve is not None:
             curve, self._curve = self._curve.take(), None
             kind = "allocated" if self._device.type == "cuda" else "resident"
-            folder.note("memory.json", {"kind": kind, "curves": [{"start": folder.start, "step": report.step, **curve}]})
+            folder.put_json("memory.json", {"kind": kind, "curves": [{"start": folder.start, "step": report.step, **curve}]})
         elif self._shown.updates == AT_UPDATE - 1:
             self._curve = MemoryCurve(self._device, expected_seconds=self._shown.step_seconds() or 0.1)
 
     def _write_ready(self, *, is_last: bool = False) -> None:
-        """The newest one waits for the next, or for the end: values may join it."""
-        while len(self._pending) > (0 if is_last else 1) and (is_last or self._pending[0].is_here):
+        """Write the records that are ready, except the newest: values may still be added to it."""
+        while len(self._pending) > (0 if is_last else 1) and (is_last or self._pending[0].is_ready):
             self._write(self._pending.popleft())
 
     def _write(self, record: Record) -> None:
@@ -215,12 +217,12 @@ class Monitor:
         self._ranks.add(split)
         if self._folder is None:
             return
-        self._now.learn(record.loss.value() if record.is_shown else None, record.values())
+        self._state.set_values(record.loss.value() if record.is_shown else None, record.values())
         if self._comm.size > 1 and not self._is_wrapped and time.monotonic() >= self._next_ranks:
             self._note_ranks(record)
-        told = record.told()
-        self._folder.write(told)
-        self._sinks.write(told)
+        entries = record.as_dict()
+        self._folder.write(entries)
+        self._sinks.write(entries)
 
     def _note_ranks(self, record: Record) -> None:
         self._next_ranks = time.monotonic() + RANKS_SECONDS
@@ -231,20 +233,20 @@ class Monitor:
         found, step_seconds = slowest(taken), self._shown.step_seconds()
         mean_seconds = sum(one["seconds"] for one in taken.values()) / len(taken)
         if found is not None and step_seconds and mean_seconds > 0:
-            self._now.slowest = found[0], found[1] / mean_seconds * step_seconds
+            self._state.slowest = found[0], found[1] / mean_seconds * step_seconds
 
     def _refresh(self) -> None:
-        now, newest = self._now, self._pending[-1]
-        if newest.is_here:
-            now.learn(newest.loss.value() if newest.is_shown else None, newest.values())
-        now.steps_per_second, now.samples_per_second = self._shown.steps_per_second(), self._shown.samples_per_second()
-        now.bytes_sent, now.bytes_dense = self._shown.wire()
-        self._screen.show(line(now))
+        state, newest = self._state, self._pending[-1]
+        if newest.is_ready:
+            state.set_values(newest.loss.value() if newest.is_shown else None, newest.values())
+        state.steps_per_second, state.samples_per_second = self._shown.steps_per_second(), self._shown.samples_per_second()
+        state.bytes_sent, state.bytes_dense = self._shown.wire()
+        self._screen.show(line(state))
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- close --------------------------------------------------------------------------------------------------
 
     def close(self, *, state: str = "finished", error: str | None = None) -> None:
-        """What `with` calls; calling it again does nothing."""
+        """Write what is left and end the line. The `with` block calls it; calling it again does nothing."""
         global _open
         if self._is_closed:
             return
@@ -254,43 +256,43 @@ class Monitor:
         if self._curve is not None:
             self._curve.take()
         ranks = None
-        try:  # a device that has failed may raise here: how the run ended is told all the same
+        try:  # a failed device may raise here: the summary is written all the same
             self._write_ready(is_last=True)
             ranks = self._ranks.close(waits=state == "finished")
         finally:
-            self._own_log.keep()
+            self._own_log.copy()
             if self._folder is not None:
                 self._end(self._folder, state, error, None if self._is_wrapped else ranks)
 
     def _end(self, folder: Folder, state: str, error: str | None, ranks: ByRank | None) -> None:
-        """Sums and rates are those of this start; seconds and steps those of the run."""
-        now, seconds = self._now, time.monotonic() - self._began
+        """Write the summary: sums and rates of this start, seconds and steps of the whole run."""
+        known, seconds = self._state, time.monotonic() - self._began
         whole_seconds, tally = folder.seconds_before + seconds, joined(self._tallies.values())
         summary = {
             "state": state,
             "error": error,
             "start": folder.start,
-            "steps": now.step,
+            "steps": known.step,
             "skipped": tally.skipped,
             "seconds": round(whole_seconds, 3),
-            "loss": now.loss,
-            "values": now.values,
+            "loss": known.loss,
+            "values": known.values,
             "samples": tally.samples or None,
             "samples_per_second": tally.samples / seconds if tally.samples else None,
             "steps_per_second": self._shown.updates / seconds if self._tallies else 0.0,
             "bytes_sent": tally.bytes_sent,
             "bytes_dense": tally.bytes_dense,
-            "memory_bytes": now.memory_bytes,
+            "memory_bytes": known.memory_bytes,
             "split": self._split,
             "ranks": None if ranks is None else _rounded(ranks),
         }
-        folder.note("summary.json", summary)
+        folder.put_json("summary.json", summary)
         folder.close()
         self._sinks.close(summary)
         found = None if ranks is None else slowest(ranks)
         wire = (tally.bytes_sent, tally.bytes_dense)
-        told = last_line(state, now, whole_seconds, self._split, wire, found, str(self.path), is_wrapped=self._is_wrapped)
-        self._screen.end(told)
+        text = last_line(state, known, whole_seconds, self._split, wire, found, str(self.path), is_wrapped=self._is_wrapped)
+        self._screen.end(text)
 
     def __enter__(self) -> Monitor:
         return self

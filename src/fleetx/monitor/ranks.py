@@ -1,6 +1,6 @@
-"""Every rank's time split, brought to worker 0 without a collective: a monitor on one rank alone must not hang the others.
+"""Send every rank's time split to worker 0 without a collective, which would hang if only one rank has a monitor.
 
-Each rank now and then leaves its sums in the store of the process group; worker 0 takes what lies there. The figures of
+Each rank posts its sums to the store of the process group about once a second, and worker 0 reads what is there. The sums of
 two ranks may be a second apart.
 """
 
@@ -17,14 +17,14 @@ from .split import PARTS, Split, added, compute_of, no_time
 
 POST_SECONDS = 1.0
 LAST_SECONDS = 1.0
-"""How long worker 0 waits at the end for what the others leave last."""
+"""How long worker 0 waits at the end for the last sums of the others."""
 _numbers = itertools.count(1)
 
 ByRank = dict[int, dict[str, float]]
 
 
-def told(split: Mapping[str, float]) -> dict[str, float]:
-    """In the words of a record."""
+def summarize(split: Mapping[str, float]) -> dict[str, float]:
+    """Add the parts of a split up to the entries of a record."""
     return {
         "seconds": sum(split[part] for part in PARTS),
         "compute": compute_of(split),
@@ -34,7 +34,7 @@ def told(split: Mapping[str, float]) -> dict[str, float]:
 
 
 def slowest(ranks: Mapping[int, Mapping[str, float]]) -> tuple[int, float] | None:
-    """The rank that the others waited for, and the seconds by which it waited less than the one that waited most."""
+    """Return the rank that waited least, for which the others waited, and by how many seconds less than the longest wait."""
     if len(ranks) < 2:
         return None
     waits = {rank: seconds["communication"] for rank, seconds in ranks.items()}
@@ -58,28 +58,28 @@ class Ranks:
             self._post()
 
     def _post(self, *, is_last: bool = False) -> None:
-        self._comm.leave_note(f"{self._key}/{self._comm.rank}", json.dumps([is_last, self._sums]))
+        self._comm.post_note(f"{self._key}/{self._comm.rank}", json.dumps([is_last, self._sums]))
 
     def take(self) -> ByRank | None:
-        """Since the last time; None where not all ranks have left anything new."""
-        sums = self._lying_there()
+        """Return the time since the last call; None unless all ranks have posted new sums."""
+        sums = self._latest_sums()
         if sums is None or any(sums[rank] == self._taken.get(rank) for rank in sums):
             return None
         before = {rank: self._taken.get(rank) or no_time() for rank in sums}
         self._taken = sums
-        return {rank: told({part: split[part] - before[rank][part] for part in PARTS}) for rank, split in sums.items()}
+        return {rank: summarize({part: split[part] - before[rank][part] for part in PARTS}) for rank, split in sums.items()}
 
     def close(self, *, waits: bool) -> ByRank | None:
-        """Sums over the whole start, as far as they are known; None where another rank has left nothing."""
+        """Return the latest sums of this start; None if a rank has posted nothing. `waits`: give the others a second to post."""
         if self._comm.size > 1:
             self._post(is_last=True)
         until = time.monotonic() + (LAST_SECONDS if waits and self._comm.rank == 0 else 0.0)
         while not self._all_have_ended() and time.monotonic() < until:
             time.sleep(0.01)
-        sums = self._lying_there()
-        return None if sums is None else {rank: told(split) for rank, split in sums.items()}
+        sums = self._latest_sums()
+        return None if sums is None else {rank: summarize(split) for rank, split in sums.items()}
 
-    def _lying_there(self) -> dict[int, Split] | None:
+    def _latest_sums(self) -> dict[int, Split] | None:
         notes = self._notes()
         if notes is None:
             return None
@@ -93,7 +93,7 @@ class Ranks:
     def _notes(self) -> dict[int, tuple[bool, Split]] | None:
         if self._comm.size == 1:
             return {0: (True, self._sums)}
-        texts = self._comm.notes_left([f"{self._key}/{rank}" for rank in range(self._comm.size)])
+        texts = self._comm.read_notes([f"{self._key}/{rank}" for rank in range(self._comm.size)])
         if texts is None:
             return None
         return {rank: (bool(is_last), sums) for rank, (is_last, sums) in enumerate(map(json.loads, texts))}

@@ -1,4 +1,4 @@
-"""One update as it is written down: asked for when it is logged, complete when the device has come so far."""
+"""Collect the record of one update: requested when it is logged, complete when the device has computed its values."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from torch import Tensor
 
 from ..engine.noise_scale import noise_scale_of
 from ..engine.report import Report
-from .async_values import Awaited, Here, finite, number, told_of
+from .async_values import AsyncValue, ReadyValue, finite, number, read_async
 
 DIGITS = 6
 
 
 @final
 class Record:
-    """Of one update. Values may still be added to it until the next one comes."""
+    """The record of one update. Values may be added until the next update."""
 
-    def __init__(self, report: Report, plain: Mapping[str, Any], split: Awaited, *, is_full: bool, is_shown: bool) -> None:
-        """`is_full`: with what is long, such as trust ratios. `is_shown`: of the pair whose loss is shown."""
+    def __init__(self, report: Report, plain: Mapping[str, Any], split: AsyncValue, *, is_full: bool, is_shown: bool) -> None:
+        """Request the values. `is_full`: include trust ratios. `is_shown`: the record is of the pair whose loss is shown."""
         self._plain, self.is_shown = dict(plain), is_shown
         self.split = split
         self.loss = number(report.loss_on_device())
-        self._awaited: dict[str, Awaited] = {"grad_norm": number(report.grad_norm_on_device()), "lr": _lr(report)}
-        self._values: dict[str, Awaited] = {}
+        self._awaited: dict[str, AsyncValue] = {"grad_norm": number(report.grad_norm_on_device()), "lr": _lr(report)}
+        self._values: dict[str, AsyncValue] = {}
         noise, ratios = report.noise_on_device(), report.trust_ratios
-        self._awaited["noise_scale"] = Here(None) if noise is None else told_of(noise, _noise_scale)
-        self._awaited["density"] = Here(report.density)
+        self._awaited["noise_scale"] = ReadyValue(None) if noise is None else read_async(noise, _noise_scale)
+        self._awaited["density"] = ReadyValue(report.density)
         if is_full and ratios is not None and len(ratios):
-            self._awaited["trust_ratios"] = told_of(ratios.on_device(), lambda tensor: _rounded(ratios.named(tensor)))
+            self._awaited["trust_ratios"] = read_async(ratios.on_device(), lambda tensor: _rounded(ratios.named(tensor)))
 
-    def add(self, values: Mapping[str, Awaited]) -> None:
+    def add(self, values: Mapping[str, AsyncValue]) -> None:
         self._values.update(values)
 
     def note(self, name: str, value: Any) -> None:
         self._plain[name] = value
 
     @property
-    def is_here(self) -> bool:
-        return all(one.is_here for one in (self.loss, self.split, *self._awaited.values(), *self._values.values()))
+    def is_ready(self) -> bool:
+        return all(one.is_ready for one in (self.loss, self.split, *self._awaited.values(), *self._values.values()))
 
     def values(self) -> dict[str, float]:
-        found = {name: one.value() for name, one in self._values.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: one.value() for name, one in self._values.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def told(self) -> dict[str, Any]:
-        """As a line of metrics.jsonl. Waits for what is not here."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as in metrics.jsonl. Waits for values that are not ready."""
         split = {part: round(seconds, 9) for part, seconds in self.split.value().items()}
         awaited = {name: one.value() for name, one in self._awaited.items()}
         values = {name: one.value() for name, one in self._values.items()}
         return {**self._plain, "loss": self.loss.value(), **awaited, "split": split, "values": values}
 
 
-def _lr(report: Report) -> Awaited:
+def _lr(report: Report) -> AsyncValue:
     lr = report._lr
-    return Here(finite(lr)) if isinstance(lr, float | int) else number(lr)
+    return ReadyValue(finite(lr)) if isinstance(lr, float | int) else number(lr)
 
 
 def _noise_scale(means: Tensor) -> float | None:
@@ -69,15 +69,15 @@ def _rounded(ratios: Mapping[str, float]) -> dict[str, float | None]:
     return {name: finite(float(f"{ratio:.{DIGITS}g}")) for name, ratio in ratios.items()}
 
 
-# --- What one pair has done so far in this start of the run, and how fast it goes -------------------------------------
+# --- totals and speed of one pair in this start of the run --------------------------------------------------------------
 
 RECENT = 50
-"""Updates over which speed and traffic are averaged."""
+"""Number of last updates over which speed and traffic are averaged."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """One update, with the micro-steps that led to it."""
+    """Totals of one update and its micro-steps."""
 
     ended_seconds: float
     bytes_sent: int
@@ -90,7 +90,7 @@ class Tally:
     updates: int = 0
     skipped: int = 0
     samples: int = 0
-    """Of all ranks."""
+    """Samples of all ranks together."""
     bytes_sent: int = 0
     bytes_dense: int = 0
     _recent: collections.deque[Window] = field(default_factory=lambda: collections.deque(maxlen=RECENT))
@@ -113,7 +113,7 @@ class Tally:
         return window
 
     def step_seconds(self) -> float | None:
-        """Of an update, over the last ones."""
+        """Return the mean seconds of the last updates; None before the second."""
         if len(self._recent) < 2:
             return None
         return (self._recent[-1].ended_seconds - self._recent[0].ended_seconds) / (len(self._recent) - 1)
@@ -128,14 +128,14 @@ class Tally:
         return samples / (seconds * (len(self._recent) - 1)) if seconds and samples else None
 
     def wire(self) -> tuple[int, int]:
-        """Bytes of an update over the last ones: sent, and those of a dense all-reduce."""
+        """Return mean bytes of the last updates: sent, and of a dense all-reduce."""
         count = max(len(self._recent), 1)
         sent, dense = sum(one.bytes_sent for one in self._recent), sum(one.bytes_dense for one in self._recent)
         return round(sent / count), round(dense / count)
 
 
 def joined(tallies: Iterable[Tally]) -> Tally:
-    """What all pairs have done."""
+    """Add up the totals of all pairs."""
     whole = Tally()
     for one in tallies:
         whole.updates += one.updates

@@ -1,7 +1,7 @@
-"""Where an update's time went: what the rank did from one log call to the next, by phase.
+"""Split the time of an update by phase, from one log call to the next.
 
-On a CPU by the clock. On a GPU the host runs ahead, so each change of phase leaves an event in the stream, and the times
-between events are those of the device: a phase in which the device had nothing to do counts as long as it waited.
+On a CPU by the host's clock. On a GPU the host runs ahead, so each change of phase records an event in the stream, and times are
+taken between events on the device: a phase in which the device is idle counts with its idle time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, final
 import torch
 
 from ..dist.heartbeat import Phase
-from .async_values import Awaited, Here, event_now
+from .async_values import AsyncValue, ReadyValue, event_now
 
 NAMES = {
     Phase.SCRIPT: "data",
@@ -26,7 +26,7 @@ NAMES = {
 }
 PARTS = ("data", "forward", "backward", "communication", "update", "other")
 MOST_EVENTS = 4096
-"""Of changes of phase that are kept as they are, between two log calls."""
+"""Maximum number of events kept between two log calls; beyond it the older half is summed up."""
 COMPUTE = ("forward", "backward", "update")
 
 Split = dict[str, float]
@@ -47,8 +47,8 @@ def compute_of(split: Mapping[str, float]) -> float:
 class Stopwatch(Protocol):
     def changed(self, phase: Phase) -> None: ...
 
-    def take(self) -> Awaited:
-        """The split since the last time."""
+    def take(self) -> AsyncValue:
+        """Return the split since the last call."""
 
 
 @final
@@ -62,22 +62,22 @@ class HostStopwatch:
         self._split[NAMES[self._phase]] += now - self._since
         self._phase, self._since = phase, now
 
-    def take(self) -> Awaited:
+    def take(self) -> AsyncValue:
         self.changed(self._phase)
         taken, self._split = self._split, no_time()
-        return Here(taken)
+        return ReadyValue(taken)
 
 
 @final
 class _Marks:
-    """Events of one update, read once all of them have passed: they may lie in several streams."""
+    """Events of one update, read when all have completed: they may be in several streams."""
 
     def __init__(self, marks: list[tuple[Phase, torch.Event]], end: torch.Event, before: Split) -> None:
         self._marks, self._end, self._before = marks, end, before
         self._split: Split | None = None
 
     @property
-    def is_here(self) -> bool:
+    def is_ready(self) -> bool:
         return self._split is not None or (bool(self._end.query()) and all(event.query() for _, event in self._marks))
 
     def value(self) -> Split:
@@ -107,13 +107,13 @@ class DeviceStopwatch:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Of a worker that does not log: half of the events become seconds, once they have passed."""
+        """Sum up the older half of the events once they have completed, on a worker that does not log."""
         half = len(self._marks) // 2
         first = _Marks(self._marks[:half], self._marks[half][1], self._before)
-        if first.is_here:
+        if first.is_ready:
             self._before, self._marks = first.value(), self._marks[half:]
 
-    def take(self) -> Awaited:
+    def take(self) -> AsyncValue:
         phase, now = self._marks[-1][0], event_now(self._device, enable_timing=True)
         taken = _Marks(self._marks, now, self._before)
         self._marks, self._before = [(phase, now)], no_time()

@@ -192,7 +192,7 @@ class Checks:
 
     def heed_round(self, rows: Sequence[Row]) -> None:
         """The ranks have met: everybody knows what each had to tell, and does the same."""
-        stop_signal.heed(agreed=any(row.stops for row in rows))
+        stop_signal.set_agreed(agreed=any(row.stops for row in rows))
         self.unheard.heed(rows, self.comm)
 
     def after_round(self, index: int, *, equal: bool) -> None:
@@ -238,7 +238,7 @@ class Checks:
     def _heed(self, alarms: Alarms, *, defer: bool = False) -> None:
         """Every rank has the same sums, and does the same."""
         self._require_one_place(alarms)
-        stop_signal.heed(agreed=bool(alarms.stops > 0))
+        stop_signal.set_agreed(agreed=bool(alarms.stops > 0))
         if defer:
             self.deferred = alarms
         else:

@@ -34,7 +34,7 @@ class HalfSent:
         self._count += 1
         rank, note = self._comm.rank, f"{sent} of {total} buckets in {place}"
         key = f"fleetx/half_sent/{pair}/{self._count}"
-        self._comm.leave_note(f"{key}/{rank}", note)
+        self._comm.post_note(f"{key}/{rank}", note)
         self._open = (
             key,
             note,
@@ -51,8 +51,8 @@ class HalfSent:
         (key, note, text), self._open = self._open, None
         keys = [f"{key}/{rank}" for rank in range(self._comm.size)]
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
-        while (notes := self._comm.notes_left(keys)) is None and time.monotonic() < deadline:
+        while (notes := self._comm.read_notes(keys)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if notes is None or any(theirs != note for theirs in notes):
-            self._comm.leave_word(text)
+            self._comm.post_error(text)
             raise FleetError(text)

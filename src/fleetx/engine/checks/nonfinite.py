@@ -47,7 +47,7 @@ class NonFiniteGuard:
         return all(ranks)
 
     def _word(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return self._comm.word_during(
+        return self._comm.error_during(
             f"rank {self._comm.rank}: update {step} is not made, since its loss or gradients are not finite: "
             f"{self.bad_gradients()}. The other ranks are in optimizer.step(); skip a batch on all ranks or on none."
         )
