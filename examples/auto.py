@@ -1,4 +1,4 @@
-"""The strategy chooses itself, from measurements, and says why (seed: several strategies, and automatic ones).
+"""Let `auto` choose the strategies from measurements, and explain the choice (seed: several strategies, and automatic ones).
 
 fleetrun examples/auto.py --steps 20
 fleetrun examples/auto.py --steps 20 --auto.risk schedule

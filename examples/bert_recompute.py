@@ -1,4 +1,4 @@
-"""Recompute: drop what the forward made, and make it again in the backward (seed: training with very large batches).
+"""Recompute: drop activations of the forward, and compute them again in the backward (seed: training with very large batches).
 
 fleetrun examples/bert_recompute.py --batch_size 53 --steps 20                                # Bert_large, on large GPUs
 fleetrun examples/bert_recompute.py --small --max_seq_len 128 --batch_size 8 --steps 20       # on any machine

@@ -29,7 +29,7 @@ RUNS = (
     Run(
         "merged",
         "merged: batch 256, bfloat16 on the wire",
-        lr=0.2,  # four times the batch, four times the rate; clip_norm keeps the first large steps in hand
+        lr=0.2,  # four times the batch, four times the rate; clip_norm limits the first large steps
         strategy={
             "gradient_merge": True,
             "gradient_merge_configs": {"k_steps": 4},
@@ -42,7 +42,7 @@ Curve = list[dict[str, Any]]  # one entry per epoch
 
 
 def launch(run: Run, folder: Path, epochs: int) -> int:
-    """One fleetrun; its exit code."""
+    """Run one fleetrun; return its exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asked.json").write_text(json.dumps(run.strategy), encoding="utf-8")
     fleetrun = [sys.executable, "-m", "fleetx.launch", "--nproc_per_node", str(WORKERS), "--log_dir", str(folder / "log")]
@@ -51,12 +51,12 @@ def launch(run: Run, folder: Path, epochs: int) -> int:
     while True:
         try:
             return process.wait()
-        except KeyboardInterrupt:  # fleetrun has got it too: it ends its workers, and then this wait
+        except KeyboardInterrupt:  # fleetrun receives it too and ends its workers, which ends this wait
             continue
 
 
 def read_curve(folder: Path) -> Curve:
-    """What the last start had done whenever it evaluated: sums over the updates that fleet.Monitor has written down."""
+    """Read the last start's accuracy at each evaluation, with sums over the updates that fleet.Monitor has logged."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     curve, samples, bytes_sent = [], 0, 0
     for line in lines:
@@ -70,7 +70,7 @@ def read_curve(folder: Path) -> Curve:
 
 
 def make_page(folders: list[Path], page: Path) -> int:
-    """All that was written down, on one page; the exit code of `fleetx report`."""
+    """Make one page of all runs; return the exit code of `fleetx report`."""
     report = [sys.executable, "-m", "fleetx.cli", "report", *map(str, folders), "--out", str(page)]
     return subprocess.run(report, check=False, stdout=subprocess.DEVNULL).returncode
 

@@ -1,4 +1,4 @@
-"""One rank of the demo: train on the digits under a strategy, with a monitor that shows how it goes and writes it down."""
+"""Run one rank of the demo: train on the digits under a strategy, with a monitor that shows and logs the progress."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from fleetx import fleet
 from plain_torch import build_model, evaluate, load_data
 
-BATCH = 32  # of one micro-step on one rank
+BATCH = 32  # samples of one micro-step on one rank
 
 
 def train(strategy: fleet.DistributedStrategy, lr: float, epochs: int, run: Path) -> None:

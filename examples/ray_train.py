@@ -40,7 +40,7 @@ def train_loop_per_worker(config):
     model, optimizer = fleet.distribute(model, optimizer, strategy)  # fleetx
     everything = {"model": model, "optimizer": optimizer, "sampler": loader.sampler}
 
-    found = ray.train.get_checkpoint()  # after a failure, what was reported last
+    found = ray.train.get_checkpoint()  # after a failure, the last checkpoint reported
     if found is not None:
         with found.as_directory() as path:
             fleet.load_checkpoint(path, **everything)  # fleetx
@@ -49,7 +49,7 @@ def train_loop_per_worker(config):
             optimizer.minimize(nn.functional.cross_entropy(model(x), y))  # fleetx
         with torch.no_grad(), optimizer.averaged():
             accuracy = (model(images).argmax(1) == labels).float().mean().item()
-        fleet.save_checkpoint(config["folder"], step=epoch + 1, **everything)  # fleetx: every rank, into a folder all see
+        fleet.save_checkpoint(config["folder"], step=epoch + 1, **everything)  # fleetx: every rank, into a shared folder
         mine = Checkpoint.from_directory(config["folder"]) if fleet.is_first_worker() else None
         ray.train.report({"accuracy": accuracy, "epoch": epoch + 1}, checkpoint=mine)
 

@@ -1,4 +1,4 @@
-"""Deep gradient compression for slow links: a thousandth of each gradient travels (seed: several strategies, combination 2).
+"""Deep gradient compression for slow links: a thousandth of each gradient is sent (seed: several strategies, combination 2).
 
 fleetrun examples/resnet50_dgc.py --steps 20
 fleetrun examples/resnet50_dgc.py --steps 20 --dgc false --powersgd --powersgd.begin_step 2      # low-rank factors instead

@@ -18,12 +18,12 @@ strategy.lars_configs = {
     "exclude_from_weight_decay": ["batch_norm", ".b_0"],
 }
 
-# LARS moves a layer by lr * lars_coeff of its norm, before momentum: with 0.001 it wants a far larger rate than the others.
+# LARS moves a layer by lr * lars_coeff of its norm, before momentum: with 0.001 it needs a far larger rate than the others.
 LR = {"lars": 3.0, "lamb": 0.01, "sgd": 0.1}
 
 parser = own_flags()
 configs = X.parse_train_configs(defaults={"lr": LR["lars"], "data": "digits", "strategy": strategy}, parser=parser)
-if configs.strategy.lamb or not configs.strategy.lars:  # LARS was this script's wish and not the user's: read again without it
+if configs.strategy.lamb or not configs.strategy.lars:  # the user switched the script's LARS off: read again without it
     lr = LR["lamb" if configs.strategy.lamb else "sgd"]
     configs = X.parse_train_configs(defaults={"lr": lr, "data": "digits"}, parser=parser)
 steps = parser.parse_args(configs.rest).steps

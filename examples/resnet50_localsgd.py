@@ -1,4 +1,4 @@
-"""Local SGD with an adaptive period: workers meet only now and then (seed: Local SGD for very large batches).
+"""Local SGD with an adaptive period: workers average only every few updates (seed: Local SGD for very large batches).
 
 fleetrun examples/resnet50_localsgd.py --steps 20
 fleetrun examples/resnet50_localsgd.py --steps 20 --auto false --localsgd.k_steps 4       # a fixed period

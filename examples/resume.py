@@ -1,4 +1,4 @@
-"""Train on the digits so that nothing is lost: kill a rank, or the whole job, and start again; it ends with the same bits.
+"""Train on the digits with exact resume: kill a rank, or the whole job, and start again; it ends with the same bits.
 
 fleetrun --max_restart 3 examples/resume.py      # a rank that dies is restarted with the others, from the last checkpoint
 fleetrun examples/resume.py                      # Ctrl-C it, or send it SIGTERM, and run the same line again
@@ -16,7 +16,7 @@ from plain_torch import build_model, evaluate, load_data
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the weights' bits: equal for a run that was killed and one that was not."""
+    """Hash the weights' bits: equal for a run that was killed and one that was not."""
     hasher = hashlib.sha256()
     for tensor in model.state_dict().values():
         hasher.update(tensor.cpu().numpy().tobytes())
@@ -46,7 +46,7 @@ def main() -> None:
     found = fleet.load_checkpoint(args.checkpoints, **everything)
     step = found.step if found else 0
     if fleet.is_first_worker():
-        print(f"continuing after {step} of {args.epochs * len(loader)} batches" if found else "starting anew", flush=True)
+        print(f"continuing after {step} of {args.epochs * len(loader)} batches" if found else "starting from scratch", flush=True)
     for epoch in range(sampler.epoch, args.epochs):
         model.train()
         for images, labels in loader:

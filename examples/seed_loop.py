@@ -1,4 +1,4 @@
-"""What the scripts of the seed documents share: the flags of their own, and a loop that shows each step as the seeds do."""
+"""Shared by the scripts of the seed documents: their common flags, and a loop that prints each step as the seeds do."""
 
 import argparse
 import itertools
@@ -8,9 +8,9 @@ from fleetx import fleet
 
 
 def own_flags():
-    """For `configs.rest`; a script may add to it."""
+    """Make the parser of `configs.rest`; a script may add flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=None, help="stop after so many micro-batches")
+    parser.add_argument("--steps", type=int, default=None, help="stop after this many micro-batches")
     return parser
 
 
@@ -20,7 +20,7 @@ def batches(loader, epochs):
 
 
 def train(model, optimizer, loader, configs, steps=None):
-    """All epochs, or so many steps. With --resume it continues from that folder, and leaves a checkpoint in it."""
+    """Train all epochs, or `steps` micro-batches. With --resume continue from that folder, and save a checkpoint in it."""
     everything = {"model": model, "optimizer": optimizer, "sampler": loader.sampler}
     found = fleet.load_checkpoint(configs.resume, **everything) if configs.resume else None
     step = found.step if found else 0
@@ -33,6 +33,6 @@ def train(model, optimizer, loader, configs, steps=None):
         print(f"worker_index: {fleet.worker_index()}, step{step} cost = {cost:.6f}, speed: {speed:.6f}", flush=True)
         step += 1
     if configs.resume:
-        fleet.save_checkpoint(configs.resume, step=step, **everything)  # with a window that is half full, if it is
+        fleet.save_checkpoint(configs.resume, step=step, **everything)  # includes a half-full merge window
     else:
-        optimizer.flush()  # or those gradients would be lost
+        optimizer.flush()  # else the gradients of a half-full window would be lost

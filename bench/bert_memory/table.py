@@ -104,7 +104,7 @@ dropout 0.1, torch's attention, `{allocator}`. One {device}, torch {torch}.
 MEANING = """## What makes the difference
 
 - **Head on masked tokens alone.** The logits of all words exist for one token in seven, in chunks, and never whole.
-- **A lean layer** (`applications/bert_lean.py`): a 16-bit residual stream under amp, a GELU that is worked out twice.
+- **A lean layer** (`applications/bert_lean.py`): a 16-bit residual stream under amp, a GELU that is computed twice.
 - **Recompute leaves the last product out.** A layer that is computed again hands its norm to the next one; nothing in it then
   needs the second wide product, a third of its work: about 0.81 of the speed of storing, where computing all again has 0.75.
 - **A plan between the two.** With `recompute_configs["budget"]` only as many layers are computed again as the budget asks for.

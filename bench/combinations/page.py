@@ -17,7 +17,7 @@ works if
 - `recompute` changes no bit of the set without it, and 16 bits (`amp`, 16-bit all-reduce) end near the set without them;
 - strategies that are set to do nothing leave the set without them as it is;
 - a run that is stopped in the middle of a merge window and of a Local SGD period, and resumed, has the bits of one that was not;
-- an overflow on one worker costs nobody its weights.
+- an overflow on one worker damages no weights.
 
 A set is refused, on all workers and before anything is touched, where two of its strategies claim the same place in a step. The
 error says which and what to do. A larger set is refused only because of a pair in it.

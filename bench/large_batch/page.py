@@ -156,7 +156,7 @@ def options(recipe: Mapping[str, Any]) -> list[str]:
 
 def explanation(recipe: Mapping[str, Any], cells: Cells, note: str | None) -> str:
     average = f"a moving average of the weights that forgets over {recipe['ema_images']} images"
-    renewed = f"BatchNorm's statistics taken anew from {recipe['bn_images']} training images"
+    renewed = f"BatchNorm's statistics recomputed from {recipe['bn_images']} training images"
     return EXPLANATION.format(
         network=NETWORKS[recipe["model"]],
         width=recipe["width"],

@@ -364,7 +364,7 @@ def test_a_model_can_be_prepared_again_and_whoever_trained_it_before_says_so() -
         assert "released by accelerator.free_memory()" in told["step"] and "a new torch optimizer" in told["prepare"]
         assert told["newer"] == "torch.bfloat16" and "this pair has ended" in told["older"]
         assert told["another"] == "torch.float32"
-        assert all("prepared once more, by another Accelerator" in text for text in told["taken"])
+        assert all("prepared again, by another Accelerator" in text for text in told["taken"])
 
 
 def _in_a_window(rank: int) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def test_a_training_stopped_inside_a_window_ends_with_the_average_and_can_go_on(
 def test_another_trainer_takes_the_model_and_release_leaves_nothing_of_the_strategy_in_it(cases: Any) -> None:
     for case in cases:
         told = case["again"]
-        assert "prepared once more, by another Accelerator or FleetTrainer" in told["refused"]
+        assert "prepared again, by another Accelerator or FleetTrainer" in told["refused"]
         assert told["patched"] == [] and told["dtypes"] == ["torch.bfloat16", "torch.float32"]
         assert told["state"] == ["param_groups", "state"]
 

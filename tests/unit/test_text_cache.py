@@ -168,7 +168,7 @@ def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeyp
     (tmp_path / f"fleetx-{os.getuid()}").symlink_to(tmp_path / "theirs")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(ConfigError, match="belongs to somebody else"):
+    with pytest.raises(ConfigError, match="belongs to another user"):
         cache_folder(None)
     assert list((tmp_path / "theirs").iterdir()) == []
 
@@ -179,7 +179,7 @@ def test_arrays_that_somebody_else_put_into_a_folder_like_tmp_are_not_read(tmp_p
     os.chown(tmp_path / KEY, 12345, -1)
     check(cached(tmp_path, KEY, refuse, what="arrays"))  # a folder of ours: whoever may write there is a friend
     tmp_path.chmod(0o1777)
-    with pytest.warns(FleetWarning, match="put by somebody else"):
+    with pytest.warns(FleetWarning, match="another user put them"):
         check(cached(tmp_path, KEY, build, what="arrays"))
     check(cached(tmp_path, KEY, refuse, what="arrays"))
 

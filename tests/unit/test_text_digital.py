@@ -205,7 +205,7 @@ def test_truncated_and_damaged_gzip_names_the_line_it_came_to(folder: Path) -> N
     with pytest.raises(DataError, match=r"part.gz, line 1001: the gzip data is damaged"):
         load(folder)
     write(folder, GOOD, "part.gz")
-    with pytest.raises(DataError, match=r"part.gz: named like a gzip file, but it is none"):
+    with pytest.raises(DataError, match=r"part.gz: named like a gzip file, but it is not one"):
         load(folder)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetx.data.draws import random_words, uniforms
-from fleetx.data.text.text_source import choose, how_many, mask_tokens
+from fleetx.data.text.text_source import choose_masked, mask_counts, mask_tokens
 
 MASK_ID = 4
 ORDINARY = np.arange(5, 105)
@@ -56,24 +56,24 @@ def test_a_batch_is_masked_as_the_slow_reference_masks_each_sequence(seed: int, 
 
 def test_the_number_of_masked_tokens_is_the_rounded_share_and_at_least_one() -> None:
     candidates = np.array([0, 1, 3, 4, 10, 20, 30, 100, 509])
-    assert how_many(candidates, 0.15).tolist() == [0, 1, 1, 1, 2, 3, 4, 15, 76]  # 1.5 and 4.5 go to the even neighbour
-    assert how_many(candidates, 0.15).tolist()[1:] == [max(1, round(0.15 * int(count))) for count in candidates[1:]]
+    assert mask_counts(candidates, 0.15).tolist() == [0, 1, 1, 1, 2, 3, 4, 15, 76]  # 1.5 and 4.5 go to the even neighbour
+    assert mask_counts(candidates, 0.15).tolist()[1:] == [max(1, round(0.15 * int(count))) for count in candidates[1:]]
 
 
 def test_a_sequence_is_masked_alike_in_any_company_and_at_any_padding() -> None:
     free = np.zeros((4, 64), dtype=bool)
     free[:, 1:40] = True
     indices = np.array([3, 1, 4, 15])
-    together = choose(free, seed=5, epoch=2, indices=indices, share=0.15)
+    together = choose_masked(free, seed=5, epoch=2, indices=indices, share=0.15)
     for row, index in enumerate(indices):
-        alone = choose(free[row : row + 1, :48], seed=5, epoch=2, indices=np.array([index]), share=0.15)
+        alone = choose_masked(free[row : row + 1, :48], seed=5, epoch=2, indices=np.array([index]), share=0.15)
         np.testing.assert_array_equal(alone[0], together[row, :48])
 
 
 def test_seed_epoch_and_sample_each_change_what_is_masked() -> None:
     free = np.ones((1, 128), dtype=bool)
     draws = {
-        (s, e, i): choose(free, seed=s, epoch=e, indices=np.array([i]), share=0.15)
+        (s, e, i): choose_masked(free, seed=s, epoch=e, indices=np.array([i]), share=0.15)
         for s in (0, 1)
         for e in (0, 1)
         for i in (0, 1)

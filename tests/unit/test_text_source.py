@@ -176,7 +176,7 @@ def test_planned_batches_stay_within_the_tokens_and_give_every_sample_once(corpu
         assert ids.numel() <= 640
         rows += len(ids)
     assert rows == len(single)
-    with pytest.raises(ConfigError, match="ask for one"):
+    with pytest.raises(ConfigError, match="request one"):
         source.batch(0, np.array([0, 1]))
 
 
@@ -244,7 +244,7 @@ def bad_folder(folder: Path, name: str, content: bytes) -> Path:
 
 def test_a_binary_file_is_refused_by_name_and_line_and_endings_leave_it_out(tmp_path: Path) -> None:
     bad_folder(tmp_path, "b.bin", b"text\nmore\n\0\1\2\n")
-    with pytest.raises(DataError, match=r"data/b.bin, line 3: a NUL byte, so no text. .*suffixes="):
+    with pytest.raises(DataError, match=r"data/b.bin, line 3: a NUL byte, so it is not text. .*suffixes="):
         load(tmp_path)
     assert len(load(tmp_path, suffixes=(".txt",))) > 1
     (tmp_path / "data" / "b.bin").write_bytes(b"text\n\xff\xfe\n")

@@ -34,7 +34,7 @@ def test_the_line_number_is_the_id(tmp_path: Path) -> None:
 BAD = {
     "duplicate": ([*SPECIAL, "a", "b", "a"], "line 8: 'a' is on line 6 already"),
     "no mask": ([*SPECIAL[:4], "a"], r"line 5: the vocabulary ends without \[MASK\]"),
-    "empty line": ([*SPECIAL, "", "a"], "line 6: b'' is no token"),
+    "empty line": ([*SPECIAL, "", "a"], "line 6: b'' is not a token"),
     "windows": (("\r\n".join([*SPECIAL, "a"]) + "\r\n").encode(), "line 1: has a Windows line end"),
     "byte order mark": (b"\xef\xbb\xbf" + "\n".join([*SPECIAL, "a"]).encode(), "line 1: begins with a byte order mark"),
     "not utf-8": ("\n".join(SPECIAL).encode() + b"\n\xff\n", "line 6: byte 0xff in column 1"),

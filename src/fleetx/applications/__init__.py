@@ -1,4 +1,4 @@
-"""Models to try a strategy on before touching one's own code: plain modules that know nothing of strategies, and their data.
+"""Provide models and their data, to try a strategy before changing your own code: plain modules, independent of strategies.
 
 model = X.applications.Resnet50(num_classes=10, image_size=32)
 for batch in model.get_train_dataloader("digits", batch_size=64):

@@ -1,4 +1,4 @@
-"""BERT for pre-training. Weights, names and results are those of transformers' `BertForPreTraining`; the way there is shorter.
+"""Define BERT for pre-training, with the weights, names and results of transformers' `BertForPreTraining` at lower cost.
 
 hidden = layers(embeddings(tokens))
 masked = hidden[masked positions]                        about one token in seven: the head sees only these
@@ -26,7 +26,7 @@ from .text_loading import LoadsText
 
 
 class BertOutput(NamedTuple):
-    """Without any labels the logits of all tokens; with labels the loss, and sums over the batch to measure it by."""
+    """Result of a forward: with labels the loss and the sums it is made of; without labels the logits of all tokens."""
 
     loss: Tensor | None
     prediction_logits: Tensor | None
@@ -34,21 +34,21 @@ class BertOutput(NamedTuple):
     tally: dict[str, Tensor]
 
 
-def wanted_rows(input_ids: Tensor, positions: Tensor) -> Tensor:
-    """The first token of each sample, then the masked ones: all that the heads read of the last layer."""
+def rows_for_heads(input_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the first token of each sample, then the masked ones: all that the heads read of the last layer."""
     samples, tokens = input_ids.shape
     first = torch.arange(0, samples * tokens, tokens, device=input_ids.device)
     return torch.cat([first, positions])
 
 
 def labelled_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """From one label per token, -100 for those left out. On a GPU this waits: how many there are decides a shape."""
+    """Convert one label per token (-100: ignored) to positions and labels. Waits for a GPU: the count decides a shape."""
     positions = (labels.flatten() != IGNORED).nonzero().squeeze(1)
     return positions, labels.flatten().index_select(0, positions)
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:
-    """Zero, and not NaN, of nothing."""
+    """Divide; zero, not NaN, where `count` is 0."""
     return total / count.clamp(min=1)
 
 
@@ -65,10 +65,10 @@ class PredictionTransform(nn.Module):
 
 @final
 class WordDecoder(nn.Linear):
-    """The loss is taken in its forward too, and not from its weight: hooks, and a strategy that keeps it in float32, see it."""
+    """Compute logits or the loss, both in `forward`, so that hooks and a strategy that keeps this layer in float32 apply."""
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | Tensor:  # type: ignore[override]
-        """Logits; or, given labels, their summed cross-entropy and how many are predicted."""
+        """Return logits; or, given labels, their summed cross-entropy and the number predicted right."""
         if labels is None:
             return super().forward(hidden)
         return chunked_cross_entropy(hidden, self.weight, self.bias, labels)
@@ -76,7 +76,7 @@ class WordDecoder(nn.Linear):
 
 @final
 class PredictionHead(nn.Module):
-    """From hidden states to words. `decoder` shares the embedding's weight, and this module's bias."""
+    """Predict words from hidden states. `decoder` shares the embedding's weight, and this module's bias."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PredictionHead(nn.Module):
 
 @final
 class PretrainingHeads(nn.Module):
-    """`cls.` in the state dict; its two parts are called one by one."""
+    """Hold the two heads, `cls.` in the state dict; they are called separately."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class PretrainingHeads(nn.Module):
 
 @final
 class Bert(LoadsText, nn.Module):
-    """A BERT with its two pre-training heads. `.loss(batch)` is what a step minimises; `.checkpoints` names the layers."""
+    """A BERT with its two pre-training heads. `.loss(batch)` is the loss to minimise; `.checkpoints` names the layers."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Bert(LoadsText, nn.Module):
         self.register_load_state_dict_post_hook(tie)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Bert:
-        """Below `.to()`, `.to_empty()` and their kin: from the meta device on, they give each name a tensor of its own."""
+        """Tie shared weights again after `.to()`, `.to_empty()` and others, which may give each name its own tensor."""
         tied = is_tied(self)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if tied:
@@ -139,13 +139,13 @@ class Bert(LoadsText, nn.Module):
     ) -> BertOutput:
         """Labels of masked tokens are `mlm_labels` at `mlm_positions` (row * tokens + column), or one in `labels` for each token.
 
-        Everything happens in here, the losses too, so that one autocast around this call covers it.
+        The losses are computed in here too, so that one autocast around this call covers everything.
         """
         given = (input_ids, attention_mask, token_type_ids, position_ids, labels, next_sentence_label, mlm_positions, mlm_labels)
         check_inputs(self.config, dict(zip(KEYS, given, strict=True)))
         if labels is not None:
             mlm_positions, mlm_labels = labelled_positions(labels)
-        rows = None if mlm_positions is None else wanted_rows(input_ids, mlm_positions)
+        rows = None if mlm_positions is None else rows_for_heads(input_ids, mlm_positions)
         hidden = self.bert(input_ids, attention_mask, token_type_ids, position_ids, rows)
         first = hidden[:, 0] if rows is None else hidden[: len(input_ids)]
         sentence_logits = self.cls.seq_relationship(self.bert.pooler(first))
@@ -168,7 +168,7 @@ class Bert(LoadsText, nn.Module):
         return mean(total, count), {"count": count, "loss": total.detach(), "mlm_acc": correct}
 
     def loss(self, batch: Any) -> Tensor:
-        """The mean loss of masked tokens, plus the mean loss of the sentence pairs where `next_sentence_label` is given.
+        """Return the mean loss of masked tokens, plus the mean loss of sentence pairs where `next_sentence_label` is given.
 
         Without it the pooler gets no gradient: then set strategy.find_unused_parameters = True.
         """
@@ -177,14 +177,14 @@ class Bert(LoadsText, nn.Module):
 
     @torch.no_grad()
     def tally(self, batch: Any) -> dict[str, Tensor]:
-        """Sums over a batch, to be added up: `loss` and `mlm_acc` of `count` tokens, `nsp_loss` and `nsp_acc` of `pairs`."""
-        found = self(**require_batch(batch)).tally
+        """Return sums over a batch: `loss` and `mlm_acc` of `count` tokens, `nsp_loss` and `nsp_acc` of `pairs`."""
+        sums = self(**require_batch(batch)).tally
         zero = torch.zeros((), dtype=torch.float64, device=batch["input_ids"].device)
         names = ("count", "loss", "mlm_acc", "pairs", "nsp_loss", "nsp_acc")
-        return {name: found[name].double() if name in found else zero for name in names}
+        return {name: sums[name].double() if name in sums else zero for name in names}
 
     def accuracy(self, batch: Any) -> dict[str, Tensor]:
-        """Shares of masked tokens and of sentence pairs predicted right; only of what the batch has labels for."""
+        """Return the shares of masked tokens and of sentence pairs predicted right, for the labels that the batch has."""
         tally, batch = self.tally(batch), require_batch(batch)
         shares = {}
         if batch.get("labels") is not None or batch.get("mlm_labels") is not None:
@@ -195,7 +195,7 @@ class Bert(LoadsText, nn.Module):
 
 
 def sentence_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Does the second sentence follow the first? The mean over the pairs, and the sums it is made of."""
+    """Compute the next-sentence loss: the mean over the pairs, and the sums it is made of."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     pairs = (labels != IGNORED).sum()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -204,12 +204,12 @@ def sentence_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Ten
 
 
 def Bert_base(**options: Any) -> Bert:  # noqa: N802
-    """12 layers, 768 wide: 110 million parameters. Options are those of `BertConfig`."""
+    """Make a BERT of 12 layers, 768 wide: 110 million parameters. Options are those of `BertConfig`."""
     return Bert(_config("Bert_base", {"layers": 12, "hidden": 768, "heads": 12} | options))
 
 
 def Bert_large(**options: Any) -> Bert:  # noqa: N802
-    """24 layers, 1024 wide: 336 million parameters. Options are those of `BertConfig`."""
+    """Make a BERT of 24 layers, 1024 wide: 336 million parameters. Options are those of `BertConfig`."""
     return Bert(_config("Bert_large", {"layers": 24, "hidden": 1024, "heads": 16} | options))
 
 

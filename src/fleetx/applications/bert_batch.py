@@ -1,4 +1,4 @@
-"""What a BERT batch may hold, checked before it is used. Values are looked at on the CPU only: elsewhere that would wait."""
+"""Check a BERT batch before it is used. Values are checked on the CPU only: on a GPU the check would wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = (
 
 
 def require_batch(batch: Any) -> Mapping[str, Tensor | None]:
-    """A mapping with the names that `forward` knows."""
+    """Check that the batch is a mapping with inputs and labels that `forward` knows."""
     if not isinstance(batch, Mapping):
         raise DataError(f"a BERT batch must be a dict with `input_ids` and labels; this is a {type(batch).__name__}.")
     unknown = [name for name in batch if name not in KEYS]
@@ -34,7 +34,7 @@ def require_batch(batch: Any) -> Mapping[str, Tensor | None]:
 
 
 def check_inputs(config: BertConfig, batch: Mapping[str, Tensor | None]) -> None:
-    """Shapes, number types and, on the CPU, ranges; `batch` holds every name in KEYS."""
+    """Check shapes, number types and, on the CPU, ranges; `batch` holds every name in KEYS."""
     ids = batch["input_ids"]
     if ids is None or ids.dim() != 2 or ids.shape[1] == 0:
         shape = None if ids is None else tuple(ids.shape)
@@ -60,7 +60,7 @@ def _check_padding(mask: Tensor | None) -> None:
     if mask is None or mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bad = (mask != 0) & (mask != 1)
-    if bad.any():  # such as -10000, to be added to the scores: read as 0 and 1 it would say the opposite
+    if bad.any():  # for example -10000, meant to be added to the scores: read as true it would mean the opposite
         raise DataError(f"attention_mask holds {mask[bad][0].item()}; it must be 1 for a token and 0 for padding.")
 
 

@@ -1,4 +1,4 @@
-"""BERT's encoder: embeddings, layers, pooler. Parameters are named as in transformers, so that public weights load."""
+"""Define BERT's encoder: embeddings, layers, pooler. Parameters are named as in transformers, so that public weights load."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BertConfig:
 
 
 def initialise(module: nn.Module) -> None:
-    """As BERT does: weights normal, biases zero. LayerNorm is made so; padding has no vector of its own."""
+    """Initialise as BERT does: normal weights, zero biases, a zero vector for padding. LayerNorm keeps torch's values."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
     if isinstance(module, nn.Linear):
@@ -91,27 +91,27 @@ class BertEmbeddings(nn.Module):
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Nobody hooked it or patched its forward (a strategy): what it computes may be computed in its stead.
+    """Check that the module has no hooks and no patched forward, so that its result may be computed without calling it.
 
-    A patch that says `only_outermost` does nothing on a call from inside the model, which is what this is.
+    A patch with `only_outermost` does nothing on a call from inside the model, such as this one.
     """
     patch = vars(module).get("forward")
     return (patch is None or getattr(patch, "only_outermost", False)) and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Of its own, or of all modules."""
+    """Check for hooks of this module or hooks of all modules."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(own) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """A linear layer as torch made it, and nobody replaced it either (adapters)."""
+    """Check for an unchanged torch.nn.Linear with a bias: not replaced (adapters), hooked or patched."""
     return type(layer) is nn.Linear and layer.bias is not None and is_untouched(layer)
 
 
 def projections(hidden: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """What each layer makes of `hidden`; plain ones in one product, a third of the kernels, forward and backward."""
+    """Apply each layer to `hidden`; plain layers in one product, with a third of the kernels in forward and backward."""
     if not all(is_plain(layer) for layer in layers):
         return [layer(hidden) for layer in layers]
     weight = torch.cat([cast(Tensor, layer.weight) for layer in layers])
@@ -140,7 +140,7 @@ class BertSelfAttention(nn.Module):
 
 @final
 class BertResidual(nn.Module):
-    """Post-norm: LayerNorm(before + dropout(linear(hidden)))."""
+    """Compute the post-norm residual LayerNorm(before + dropout(linear(hidden)))."""
 
     def __init__(self, inputs: int, config: BertConfig) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class BertAttention(nn.Module):
 
 @final
 class GeluLinear(nn.Module):
-    """The exact GELU of a linear layer."""
+    """Apply a linear layer, then the exact GELU."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -202,9 +202,10 @@ class BertLayer(nn.Module):
         norm: nn.Module | None = None,
         leaves_norm: bool = False,
     ) -> Tensor:
-        """`rows`: of the flattened tokens, the only ones whose result is wanted; attention still reads all.
+        """Run the layer; with `rows` only those flattened tokens get a result, while attention still reads all.
 
-        `norm`: that of the layer before, which left it to this one; `leaves_norm`: this one leaves its own to the next."""
+        `norm`: the last norm of the layer before, if that layer left it out; `leaves_norm`: leave this layer's own to the next.
+        """
         hidden = hidden if norm is None else norm(hidden)
         attended = self.attention(hidden, mask, rows)
         if not self._is_plain():
@@ -216,8 +217,8 @@ class BertLayer(nn.Module):
         return self.output.added(update, attended)
 
     def can_leave_norm(self) -> bool:
-        """Whether the next layer may apply it: nobody looks at what this one returns, or wants all of it in another type, and
-        what comes after the last product saves nothing of its result."""
+        """Check whether the next layer may apply this layer's last norm: no hook or patch reads or converts the whole result,
+        and the operations after the last product do not save it."""
         patch = vars(self).get("forward")
         if has_hooks(self) or not (patch is None or (isinstance(patch, PatchedForward) and not patch.is_of_the_whole)):
             return False
@@ -226,7 +227,7 @@ class BertLayer(nn.Module):
         return ours and self._is_plain()
 
     def _is_plain(self) -> bool:
-        """Whether GELU and the layer after it may be computed at once: their modules are then not called."""
+        """Check whether GELU and the linear layer after it may be fused: their modules are then not called."""
         ours = type(self.intermediate) is GeluLinear and type(self.output) is BertResidual
         return ours and is_untouched(self.intermediate) and is_untouched(self.output) and is_plain(self.output.dense)
 
@@ -238,7 +239,7 @@ class BertEncoder(nn.Module):
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
 
     def forward(self, hidden: Tensor, mask: Tensor | None, rows: Tensor | None = None) -> Tensor:
-        """All tokens [B, S, hidden], or of the last layer only some rows [R, hidden]: the rest of it is not computed."""
+        """Return all tokens [B, S, hidden], or only some `rows` of the last layer [R, hidden]: the rest is not computed."""
         last, norm = len(self.layer) - 1, None
         for number, layer in enumerate(self.layer):
             leaves_norm = isinstance(layer, BertLayer) and layer.can_leave_norm()
@@ -257,13 +258,13 @@ class BertPooler(nn.Module):
         self.dense = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, first: Tensor) -> Tensor:
-        """Of the first token of each sample, [B, hidden]."""
+        """Pool the first token of each sample, [B, hidden]."""
         return torch.tanh(self.dense(first))
 
 
 @final
 class BertBody(nn.Module):
-    """Everything below the heads: `bert.` in the state dict."""
+    """Hold everything below the heads: `bert.` in the state dict."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -280,9 +281,9 @@ class BertBody(nn.Module):
         position_ids: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """The last layer's hidden states, of all tokens or of `rows` of them.
+        """Return the last layer's hidden states, for all tokens or for `rows` of them.
 
-        `attention_mask` None says that no token is padding: then flash attention runs.
+        `attention_mask` None means that no token is padding: then flash attention runs.
         """
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         return self.encoder(self.embeddings(input_ids, token_type_ids, position_ids), mask, rows)  # type: ignore[no-any-return]

@@ -1,13 +1,13 @@
-"""What BERT's layers keep for the backward, made small: 16-bit norms under autocast, and a GELU that is worked out twice.
+"""Reduce what BERT's layers keep for the backward: 16-bit norms under autocast, and a GELU that is computed twice.
 
-Of one layer and sentence, 512 tokens 1024 wide, in 16 bits; a mask of dropout is bytes, statistics and scores are small:
+Kept for one layer and one sentence, 512 tokens 1024 wide, in 16 bits (dropout masks are bytes; statistics and scores are small):
 
     input 1 + query, key, value 3 + attended 1 + mask 0.5 + sum 1 + normed 1 + GELU's input 4 + mask 0.5 + sum 1  =  13 MiB
 
 Torch alone keeps the GELU's result too, 4 MiB. Under autocast it also keeps both sums in float32, 2 MiB more.
 
-Inside the encoder a layer leaves its last norm to the layer after it, where nobody could tell. One that is computed again
-(recompute) then keeps as much, the sum in the place of the normed, and needs its last product, a third of its work, only once.
+Inside the encoder a layer leaves its last norm to the next layer where no hook could observe it. A recomputed layer then keeps
+the same amount, the sum in place of the normed result, and computes its last product, a third of its work, only once.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.nn import functional as F
 
 
 def is_autocast(tensor: Tensor) -> bool:
-    """Whether autocast would change its type for a matrix product; it leaves float64 as it is."""
+    """Check whether autocast would change the tensor's type for a matrix product; float64 stays."""
     return torch.is_autocast_enabled(tensor.device.type) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def in_matmul_dtype(hidden: Tensor) -> Tensor:
-    """What autocast would turn it into for a linear layer. Said once where several layers read it: autocast casts for each."""
+    """Cast as autocast does for a linear layer, once for several layers that read it: autocast would cast for each."""
     return hidden.to(torch.get_autocast_dtype(hidden.device.type)) if is_autocast(hidden) else hidden
 
 
 @final
 class LayerNorm(nn.LayerNorm):
-    """Torch's, but under autocast its input and result are of autocast's type, where torch makes both float32.
+    """torch.nn.LayerNorm, except that under autocast input and result have autocast's type, where torch makes both float32.
 
-    Mean and deviation are float32 all the same. float16 is safe too: a post-norm layer adds what was normed to the result of
+    Mean and deviation stay float32. float16 is safe too: a post-norm layer adds a normed tensor to the result of
     one product, far below 65504, and a gradient that overflows skips the update as any other does. The class has torch's
-    name since users give that to amp's black list: then it gets, and returns, float32.
+    name because users put that on amp's black list: then it receives, and returns, float32.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class _LinearOfGelu(torch.autograd.Function):
-    """linear(gelu(inputs)). The backward works the GELU out again, the same bits, instead of keeping it."""
+    """Compute linear(gelu(inputs)). The backward computes the GELU again, to the same bits, instead of keeping it."""
 
     generate_vmap_rule = True
 
@@ -82,16 +82,17 @@ class _LinearOfGelu(torch.autograd.Function):
 
 
 def _gelu_backward(grad: Tensor, inputs: Tensor) -> Tensor:
-    """In the place of `grad`, which nobody else has; not where this backward is itself to be differentiated."""
+    """Write into `grad`, which has no other user; a new tensor where this backward is itself differentiated."""
     if torch.is_grad_enabled():
         return torch.ops.aten.gelu_backward(grad, inputs)  # type: ignore[no-any-return]
     return torch.ops.aten.gelu_backward.grad_input(grad, inputs, grad_input=grad)  # type: ignore[no-any-return]
 
 
 def linear_of_gelu(inputs: Tensor, layer: nn.Linear, *, is_unwanted: bool = False) -> Tensor:
-    """`layer(gelu(inputs))`, keeping `inputs` alone. Compiled, the compiler chooses what to keep.
+    """Compute `layer(gelu(inputs))`, keeping `inputs` alone. Compiled, the compiler chooses what to keep.
 
-    `is_unwanted`: only what it keeps is, and its result may be anything."""
+    `is_unwanted`: the result is not used, only what is kept for the backward, so it may hold any values.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_matmul_dtype(inputs).dtype != inputs.dtype:
         return F.linear(F.gelu(inputs), layer.weight, layer.bias)
     with torch.autocast(inputs.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""Weights of a BERT from elsewhere: spellings that older public files use, and the two pairs of tensors that are one."""
+"""Load public BERT weights: rename the spellings of older files, and tie the two pairs of shared tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def modern_names(state: dict[str, Tensor], prefix: str = "") -> None:
 
 
 def fill_tied(state: dict[str, Tensor], prefix: str = "") -> list[str]:
-    """Both names of each shared tensor, in place; a sentence for each pair that the file holds different."""
+    """Fill in both names of each shared tensor, in place; return a sentence for each pair whose two tensors differ."""
     problems = []
     for copy, original in TIED.items():
         # A safetensors file holds a shared tensor once, under either name.
@@ -41,20 +41,20 @@ def fill_tied(state: dict[str, Tensor], prefix: str = "") -> list[str]:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     if one is other or one.is_meta or other.is_meta or one.shape != other.shape:
-        return False  # unequal shapes are reported by torch, with both of them
+        return False  # torch reports unequal shapes itself
     wide = torch.promote_types(one.dtype, other.dtype)
-    # The weights of a run that diverged are equal too: NaN in one place of both.
+    # NaN in the same place of both counts as equal: weights of a run that diverged.
     return not torch.allclose(one.to(wide), other.to(one.device, wide), rtol=0, atol=0, equal_nan=True)
 
 
 def before_loading(module: Any, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-    """A hook of `load_state_dict`; the last argument collects what torch then raises."""
+    """Hook of `load_state_dict`; its last argument collects the errors that torch then raises."""
     modern_names(state, prefix)
     rest[-1].extend(fill_tied(state, prefix))
 
 
 def before_loading_body(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """The same of the body, also for a file of it alone, as transformers' `BertModel` writes it."""
+    """Rename the body's weights, also in a file of the body alone, as transformers' `BertModel` writes it."""
     modern_names(state, prefix)
     state.pop(prefix + _DERIVED, None)
 
@@ -62,13 +62,13 @@ def before_loading_body(module: Any, state: dict[str, Tensor], prefix: str, *_: 
 def is_tied(model: Any) -> bool:
     try:
         shared = model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
-    except AttributeError:  # the user has put heads or embeddings of another kind in their place
+    except AttributeError:  # the user has replaced heads or embeddings by other modules
         return False
     return bool(shared)
 
 
 def tie(model: Any, *_: Any) -> None:
-    """The decoder's tensors are those of the embedding and the head. After loading too: `assign=True` gives each name its own."""
+    """Tie the decoder to the embedding and the head. Also after loading: `assign=True` gives each name its own tensor."""
     predictions = model.cls.predictions
     predictions.decoder.weight = model.bert.embeddings.word_embeddings.weight
     predictions.decoder.bias = predictions.bias

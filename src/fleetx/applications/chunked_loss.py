@@ -1,8 +1,8 @@
-"""Cross-entropy of a large vocabulary, a few rows at a time: the [rows, vocabulary] logits never exist whole.
+"""Compute the cross-entropy of a large vocabulary a few rows at a time: the [rows, vocabulary] logits never exist whole.
 
 Once the logits of some rows are known, so is their gradient (softmax minus the one-hot label). It is used at once, for the
-gradients of hidden, weight and bias, and dropped; the backward has only to scale those. In 16 bits the products are summed
-and kept in float32, so that a loss scale that is not known yet in the forward has nothing to rescue.
+gradients of hidden, weight and bias, and dropped; the backward only scales those. In 16 bits the products are summed
+and kept in float32, so that nothing underflows before the loss scale, unknown in the forward, is applied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 IGNORED = -100
-LOGITS_BYTES = 2**28  # of one chunk in float32; more rows at once are hardly faster on a GPU, and cost memory
+LOGITS_BYTES = 2**28  # bytes of one chunk in float32; more rows at once are hardly faster on a GPU, and cost memory
 _COLUMNS_MULTIPLE = 64  # matrix products in 16 bits are much slower when rows are not aligned, and 30522 is not
 _HALF_SCALE = 256.0  # a probability of 1/30522 is below float16's normal numbers
 
@@ -23,14 +23,14 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def rows_per_chunk(rows: int, columns: int) -> int:
-    """Chunks of equal size, as few as the bytes of their logits allow."""
+    """Return the rows of one chunk: chunks of equal size, as few as the bytes of their logits allow."""
     most = max(1, LOGITS_BYTES // (4 * columns))
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // chunks))
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right. Of 16-bit factors the result is float32, never rounded to 16 bits in between."""
+    """Multiply matrices. For 16-bit factors the result is float32, never rounded to 16 bits in between."""
     if left.dtype not in _HALF_TYPES:
         return left @ right
     if left.is_cuda and left.numel():
@@ -39,7 +39,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def padded(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both as the products need them. In 16 bits, where a copy is made anyway, with columns added that have probability 0."""
+    """Convert both for the products. In 16 bits, where a copy is made anyway, add columns of probability 0 for alignment."""
     if dtype not in _HALF_TYPES:
         return weight.to(dtype), bias.to(dtype)
     extra = -weight.shape[0] % _COLUMNS_MULTIPLE
@@ -47,10 +47,10 @@ def padded(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax, each row's loss, and which rows have their label on top."""
+    """Return the softmax, each row's loss, and which rows have their label on top."""
     best, winner = logits.max(dim=1)
     probability = logits.softmax(dim=1)
-    # From the largest probability, at least 1/columns, and not from the label's, which may be 0 in floating point.
+    # From the largest probability, which is at least 1/columns, not from the label's, which may be 0 in floating point.
     normaliser = best - probability.gather(1, winner[:, None]).squeeze(1).log()
     return probability, normaliser - logits.gather(1, labels[:, None]).squeeze(1), winner == labels
 
@@ -58,7 +58,7 @@ def probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tenso
 def chunk_gradients(
     probability: Tensor, counted: Tensor, targets: Tensor, inputs: Tensor, weights: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the summed loss, times `scale`: for the inputs, the weights and the biases. Overwrites `probability`."""
+    """Return the gradients of the summed loss, times `scale`, for inputs, weights and biases. Overwrites `probability`."""
     probability.scatter_add_(1, targets[:, None], probability.new_full((len(targets), 1), -1.0))
     factors = (counted.to(probability.dtype) * scale)[:, None]
     slope = torch.mul(probability, factors, out=torch.empty_like(probability, dtype=inputs.dtype))
@@ -99,13 +99,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         factor = grad_loss / ctx.scale
-        # Not in place: a graph that is kept may come this way again.
+        # Not in place: a retained graph may run this backward again.
         grads = [(grad * factor).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return *grads, None, None, None, None
 
 
 def whole_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by torch's own operations, all rows at once.
+    """Compute the same by torch's own operations, all rows at once.
 
     For the compiler: torch 2.11 compiles the function above into wrong gradients, and fuses these by itself.
     """
@@ -117,10 +117,10 @@ def whole_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Te
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of `hidden @ weight.T + bias`, and how many labels are on top; labels of -100 are left out.
+    """Return the summed cross-entropy of `hidden @ weight.T + bias`, and the number of labels on top; -100 is ignored.
 
-    Under autocast the products are in its type, all else in float32. `rows` (at a time) is chosen by size unless given. Compiled,
-    the rows are not cut.
+    Under autocast the products are in its type, all else in float32. `rows` at a time; None chooses by size. When compiled, all
+    rows are computed at once.
     """
     if torch.compiler.is_compiling():
         return whole_cross_entropy(hidden, weight, bias, labels)

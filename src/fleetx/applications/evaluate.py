@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: the sums are added up, so that shards of unequal length count by their samples."""
+"""Evaluate over all ranks: sums are added up, so that shards of unequal length count by their samples."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..engine.trees import map_tensors
 from ..errors import ConfigError, DataError
 
 COUNTS = ("count", "pairs")
-"""Entries of a tally that count; every other entry is a sum over what the nearest one before it counted."""
+"""Entries of a tally that are counts; every other entry is a sum over what the nearest count before it counted."""
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:
-    """Each sum over its count, NaN where nothing was counted; the counts themselves stay."""
+    """Divide each sum by its count, NaN where the count is 0; the counts themselves stay."""
     found: dict[str, float] = {}
     count = math.nan
     for name, value in sums.items():
@@ -32,7 +32,7 @@ def means(sums: dict[str, float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each module is as it was (a frozen BatchNorm stays in evaluation)."""
+    """Switch to evaluation mode inside; afterwards restore each module's mode (a frozen BatchNorm stays in evaluation)."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -43,9 +43,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(model: Any, loader: Iterable[Any]) -> dict[str, float]:
-    """What `model.tally` sums, as means over the whole of the data. Every rank calls it, with its own shard, empty or not.
+    """Return the means of what `model.tally` sums, over all data. Every rank must call it, with its own shard, empty or not.
 
-    Any module will do whose `tally(batch)` returns sums, the count first: {"count": samples, "loss": summed loss, ...}.
+    The model needs a method `tally(batch)` that returns sums, the count first: {"count": samples, "loss": summed loss, ...}.
     """
     sums, ranks = run_and_share(
         world.current().comm,
@@ -62,7 +62,7 @@ def evaluate(model: Any, loader: Iterable[Any]) -> dict[str, float]:
 
 
 def _local_sums(model: Any, loader: Iterable[Any]) -> dict[str, Tensor]:
-    """Added up on the device, which is waited for once, at the end."""
+    """Add up the sums on the device, which is waited for once, at the end."""
     if not callable(getattr(model, "tally", None)):
         raise ConfigError(
             f"{type(model).__name__} has no `tally`. Give it a method tally(batch) that returns sums over the batch, the count "
@@ -80,7 +80,7 @@ def _local_sums(model: Any, loader: Iterable[Any]) -> dict[str, Tensor]:
 
 
 def require_sums(tally: Any, *, like: list[str]) -> None:
-    """A count first, then numbers, under the same names in every batch. Looked at before ranks meet: one would fail alone."""
+    """Check a tally: a count first, then numbers, with the same names in every batch. Done before any collective."""
     if not isinstance(tally, Mapping) or next(iter(tally), None) not in COUNTS:
         shown = list(tally) if isinstance(tally, Mapping) else type(tally).__name__
         raise DataError(

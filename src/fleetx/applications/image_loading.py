@@ -1,4 +1,4 @@
-"""The loaders of an image model: from a list, from a folder or a .tar with lists, or from built-in data by its name."""
+"""Make the loaders of an image model: from a list, a folder or a .tar with lists, or built-in data by its name."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from ..data.images.from_paths import image_folder_source, image_list_source
 from ..data.loader import Loader
 from ..data.source import Source
 from ..errors import ConfigError, DataError
-from .loader_options import OF_LOADER, of_loader, refuse_unknown, require_place, taken
+from .loader_options import OF_LOADER, of_loader, pick, refuse_unknown, require_place
 
 Path: TypeAlias = str | os.PathLike[str]
 OnBadSample: TypeAlias = Literal["raise", "skip"] | float
 
 SKIP_SHARE = 0.01
-"""Of the samples of a pass: what `on_bad_sample="skip"` allows."""
+"""Share of a pass's samples that `on_bad_sample="skip"` allows to be unreadable."""
 
 
 class ImageOptions(TypedDict, total=False):
-    """What every loader of images takes by keyword."""
+    """Keywords of every image loader."""
 
     seed: int
-    """Of order and augmentation."""
+    """Seed of order and augmentation."""
     workers: int
-    """Reading processes of this rank. By default its part of the cores; the data are the same with any number."""
+    """Processes that read for this rank; by default its part of the cores. The data are the same with any number."""
     drop_last: bool
-    """Leave out the last, smaller batch: by default in training."""
+    """Leave out the last, smaller batch; True by default in training."""
     on_bad_sample: OnBadSample
-    """An image that cannot be read: "raise", or "skip" up to 1 % of a pass, or up to another share, such as 0.05."""
+    """Reaction to an unreadable image: "raise", or "skip" up to 1 % of a pass, or up to another share, such as 0.05."""
     flip: bool
-    """Mirror every second image, in training."""
+    """Mirror half of the images in training."""
     mean: Sequence[float]
+    """Means of red, green and blue, on a scale of 0 to 1; by default ImageNet's."""
     std: Sequence[float]
-    """Of red, green and blue, on a scale of 0 to 1; by default ImageNet's."""
+    """Standard deviations of red, green and blue, on a scale of 0 to 1; by default ImageNet's."""
     max_pixels: int
-    """Larger images are refused before they are decoded."""
+    """Limit on width x height; larger images are refused before they are decoded."""
 
 
 OF_FILES = ("seed", "flip", "mean", "std", "max_pixels")
@@ -46,7 +47,7 @@ OF_BUILTIN = ("seed",)
 
 
 class LoadsImages:
-    """Mixed into every image model: batches are (images, labels) on `fleet.device()`, at the model's own image size."""
+    """Mixin of image models: loaders of batches (images, labels) on `fleet.device()`, at the model's own image size."""
 
     num_classes: int
     image_size: int
@@ -62,7 +63,7 @@ class LoadsImages:
         root: Path | None = None,
         **options: Unpack[ImageOptions],
     ) -> Loader:
-        """Lines `relative/path label`; images beside the list, under `train/` beside it, or in `root`, a folder or a .tar."""
+        """Load a list of `relative/path label`; images beside it, under `train/` beside it, or in `root`, a folder or .tar."""
         train = choice("train", "val", "test").check("phase", phase) == "train"
         source = image_list_source(filelist, root, train=train, **self._about_files(options))
         return _loader(source, batch_size, train, shuffle, options)
@@ -70,13 +71,13 @@ class LoadsImages:
     def get_train_dataloader(
         self, data: Path, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
     ) -> Loader:
-        """`data`: a folder or a .tar with `train.txt` in it; or "digits", "fashion_mnist" (a folder of that name: "./digits")."""
+        """Load training data: a folder or .tar with `train.txt`, or "digits", "fashion_mnist" (a folder: "./digits")."""
         return _loader(self._source(data, "train", options), batch_size, True, shuffle, options)
 
     def get_val_dataloader(
         self, data: Path, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
     ) -> Loader:
-        """The same with `val.txt`, or `test.txt` where there is none: every sample once, not augmented."""
+        """Load evaluation data, by `val.txt`, or `test.txt` where there is none: every sample once, not augmented."""
         return _loader(self._source(data, "val", options), batch_size, False, shuffle, options)
 
     def _source(self, data: Path, split: Literal["train", "val"], options: Mapping[str, Any]) -> Source:
@@ -90,7 +91,7 @@ class LoadsImages:
             "train" if split == "train" else "test",
             image_size=self.image_size,
             channels_last=self.channels_last,
-            **taken(options, OF_BUILTIN),
+            **pick(options, OF_BUILTIN),
         )
         if source.num_classes > self.num_classes:
             raise ConfigError(
@@ -102,7 +103,7 @@ class LoadsImages:
     def _about_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
         share = bad_share(options.get("on_bad_sample", "raise"))
         refuse_unknown(options, (*OF_FILES, *OF_LOADER, "on_bad_sample"), "a loader of images")
-        return taken(options, OF_FILES) | {
+        return pick(options, OF_FILES) | {
             "num_classes": self.num_classes,
             "image_size": self.image_size,
             "channels_last": self.channels_last,
@@ -111,7 +112,7 @@ class LoadsImages:
 
 
 def bad_share(on_bad_sample: OnBadSample) -> float:
-    """The share of unreadable samples that is allowed: none, the usual one, or the one given."""
+    """Return the allowed share of unreadable samples: 0, the default of "skip", or the one given."""
     if on_bad_sample == "raise":
         return 0.0
     if on_bad_sample == "skip":

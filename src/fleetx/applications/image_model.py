@@ -1,4 +1,4 @@
-"""What every image classifier shares: its loss, top-1 and top-5 accuracy, and the sums an evaluation adds up."""
+"""Base class of image classifiers: loss, top-1 and top-5 accuracy, and the sums of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .image_loading import LoadsImages
 
 COLOURS = 3
 LARGE_IMAGE = 64
-"""From this size on a network may halve the image five times; below, its first layers keep the resolution."""
+"""Smallest image size at which the first layers reduce the resolution; below, they keep it."""
 
-# torch skips samples labelled -100 unless told otherwise: on a GPU, where labels are not looked at, a stray one would be lost.
+# torch ignores label -100 by default: on a GPU, where labels are not checked, a wrong label of -100 would go unnoticed.
 _IGNORE_NOTHING = torch.iinfo(torch.int32).min
 
 
 def topk_correct(logits: Tensor, labels: Tensor, ks: Sequence[int]) -> tuple[Tensor, ...]:
-    """For each k, how many rows have their label among the k largest logits (k classes at most).
+    """Count for each k the rows that have their label among the k largest logits.
 
-    The rank of the label is counted, instead of calling `topk`: equal logits go to the lower class on every device, so that
-    a network that says the same of all classes is right once in C and not always, and NaN is never right.
+    The rank of the label is counted instead of calling `topk`: ties go to the lower class on every device, so a network with
+    equal logits for all C classes is right once in C, not always, and NaN is never right.
     """
     for k in ks:
         integer(1).check("k of topk_correct", k)
@@ -39,7 +39,7 @@ def topk_correct(logits: Tensor, labels: Tensor, ks: Sequence[int]) -> tuple[Ten
 
 
 def initialise_convolutions(model: nn.Module) -> None:
-    """Normal weights whose variance keeps the gradients' size through a ReLU (He et al. 2015, arXiv 1502.01852), zero biases."""
+    """Initialise weights so that gradients keep their size through a ReLU (He et al. 2015, arXiv 1502.01852), biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -48,7 +48,7 @@ def initialise_convolutions(model: nn.Module) -> None:
 
 
 class ImageModel(LoadsImages, nn.Module, ABC):
-    """A classifier of images [N, 3, H, W]; a batch is the pair (images, labels)."""
+    """Classify images [N, 3, H, W]; a batch is the pair (images, labels)."""
 
     def __init__(
         self, num_classes: int, *, image_size: int, smallest_size: int, channels_last: bool, label_smoothing: float
@@ -63,21 +63,21 @@ class ImageModel(LoadsImages, nn.Module, ABC):
     @property
     @abstractmethod
     def checkpoints(self) -> list[str]:
-        """Names of the modules worth recomputing, in the order in which they run."""
+        """Names of the modules worth recomputing, in the order they run."""
 
     @abstractmethod
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [N, num_classes]."""
+        """Return logits [N, num_classes]."""
 
     def loss(self, batch: Any) -> Tensor:
-        """Mean cross-entropy, with the model's label smoothing, in float32 (float64 stays)."""
+        """Return the mean cross-entropy, with the model's label smoothing, in float32 (float64 stays)."""
         images, labels = self._pair(batch)
         if len(labels) == 0:
             raise DataError(f"{type(self).__name__}.loss was given a batch of no samples; their mean loss is not defined.")
         return self._cross_entropy(self(images), labels, "mean")
 
     def tally(self, batch: Any) -> dict[str, Tensor]:
-        """Sums over the batch: `count`, `loss`, `acc1`, `acc5` in float64. Call `eval()` first; the device is not waited for."""
+        """Return sums over the batch: `count`, `loss`, `acc1`, `acc5` in float64. Call `eval()` first; no GPU is waited for."""
         images, labels = self._pair(batch)
         with torch.no_grad():
             logits = self(images)
@@ -87,7 +87,7 @@ class ImageModel(LoadsImages, nn.Module, ABC):
             return {"count": count, "loss": losses.double().sum(), "acc1": correct[0].double(), "acc5": correct[1].double()}
 
     def accuracy(self, batch: Any) -> dict[str, Tensor]:
-        """Share of the batch whose label comes first (`acc1`), and among the first five (`acc5`)."""
+        """Return the share of the batch whose label ranks first (`acc1`), and among the first five (`acc5`)."""
         sums = self.tally(batch)
         return {name: sums[name] / sums["count"] for name in ("acc1", "acc5")}
 
@@ -98,7 +98,7 @@ class ImageModel(LoadsImages, nn.Module, ABC):
         )
 
     def _pair(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Images and int64 labels, or a `DataError`. Labels on a GPU are not read: that would wait for the device."""
+        """Return images and int64 labels, or raise a `DataError`. Labels on a GPU are not checked: that would wait for it."""
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
             raise DataError(f"{type(self).__name__} was given {_shown(batch)}; a batch is a pair (images, labels) of tensors.")
         images, labels = batch

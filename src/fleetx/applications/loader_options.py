@@ -1,4 +1,4 @@
-"""Options of the applications' loaders: each goes to the loader, to its source, or to both; none is ignored."""
+"""Pass the options of the applications' loaders on to the loader, its source, or both; none is ignored."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ OF_LOADER = ("seed", "workers", "drop_last")
 
 
 def refuse_unknown(options: Mapping[str, Any], known: Collection[str], who: str) -> None:
+    """Raise a `ConfigError` for an option that `who` does not have."""
     for name in options:
         if name not in known:
             listed = ", ".join(dict.fromkeys(known))
             raise ConfigError(f"{who} has no option `{name}`.{did_you_mean(name, known)} Its options are: {listed}.")
 
 
-def taken(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Those of the options that were given and are among the names."""
+def pick(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the given options whose names are among `names`."""
     return {name: options[name] for name in names if name in options}
 
 
 def of_loader(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the loader itself takes."""
+    """Return the given options that the loader itself takes."""
     if "drop_last" in options:
         boolean().check("drop_last", options["drop_last"])
-    return taken(options, OF_LOADER)
+    return pick(options, OF_LOADER)
 
 
 def require_place(data: object, what: str, builtin: Collection[str]) -> None:
-    """Data are given by a path that exists, or else by the name of built-in data, which may have been misspelt."""
+    """Check that `data` is an existing path; the error names the built-in data, whose name may be misspelt."""
     names = " or ".join(f'"{name}"' for name in builtin)
     if not isinstance(data, str | os.PathLike) or isinstance(os.fspath(data), bytes):
         raise ConfigError(f"data is {data!r}; it must be {what}, or {names}.")

@@ -1,4 +1,4 @@
-"""ResNet (He et al. 2015, arXiv 1512.03385): Resnet50 for photographs, Resnet20 for images of 32x32.
+"""Define ResNets (He et al. 2015, arXiv 1512.03385): Resnet50 for photographs, Resnet20 for images of 32x32.
 
     conv1 bn1 relu maxpool | layer1 ... layer4, each a row of blocks | avgpool fc
 
@@ -21,13 +21,13 @@ from .image_model import COLOURS, LARGE_IMAGE, ImageModel, initialise_convolutio
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """No bias: a BatchNorm follows, which would subtract it again."""
+    """Make a convolution without bias: the BatchNorm after it would subtract the bias."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 @final
 class Projection(nn.Sequential):
-    """A shortcut where shapes differ, the paper's option B: a learnt 1x1 convolution."""
+    """Shortcut where shapes differ, the paper's option B: a learnt 1x1 convolution."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
@@ -35,7 +35,7 @@ class Projection(nn.Sequential):
 
 @final
 class Padding(nn.Module):
-    """The paper's option A: every `stride`-th pixel, and zeros for the channels that are new. It has no weights."""
+    """Shortcut where shapes differ, the paper's option A, without weights: every `stride`-th pixel, zeros for new channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Padding(nn.Module):
 
 @final
 class Bottleneck(nn.Module):
-    """1x1 down to `width`, 3x3, 1x1 up to four times `width`."""
+    """Residual block: 1x1 down to `width`, 3x3, 1x1 up to four times `width`."""
 
     expansion: ClassVar[int] = 4
 
@@ -78,7 +78,7 @@ class Bottleneck(nn.Module):
 
 @final
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions."""
+    """Residual block of two 3x3 convolutions."""
 
     expansion: ClassVar[int] = 1
 
@@ -108,7 +108,7 @@ Shortcut: TypeAlias = Projection | Padding
 def row_of_blocks(
     block: type[Block], shortcut: type[Shortcut], inputs: int, width: int, depth: int, stride: int
 ) -> nn.Sequential:
-    """The first block changes resolution and channels, the others keep them."""
+    """Make a stage: the first block changes resolution and channels, the others keep them."""
     outputs = width * block.expansion
     downsample = shortcut(inputs, outputs, stride) if stride != 1 or inputs != outputs else None
     first = block(inputs, width, stride, downsample)
@@ -116,7 +116,7 @@ def row_of_blocks(
 
 
 class ResNet(ImageModel):
-    """Abstract: stem, rows of blocks each half the resolution and twice the width of the one before, classifier."""
+    """Abstract ResNet: stem, stages (each half the resolution and twice the width of the one before), classifier."""
 
     block: ClassVar[type[Block]]
     shortcut: ClassVar[type[Shortcut]]
@@ -174,7 +174,7 @@ class ResNet(ImageModel):
         return self.fc(torch.flatten(self.avgpool(x), 1))  # type: ignore[no-any-return]
 
     def _zero_last_gammas(self) -> None:
-        """Each block begins as its shortcut: large batches start more steadily (Goyal et al. 2017, arXiv 1706.02677)."""
+        """Make each block start as its shortcut, which steadies large batches (Goyal et al. 2017, arXiv 1706.02677)."""
         for module in self.modules():
             if isinstance(module, self.block):
                 nn.init.zeros_(module.last_norm().weight)

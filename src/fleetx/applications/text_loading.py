@@ -1,4 +1,4 @@
-"""The loaders of BERT: Fleet's lines of token ids, raw text, or Python's own sources where there is nothing else."""
+"""Make the loaders of BERT: from Fleet's lines of token ids, raw text, or Python's own sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..data.text.from_paths import NAME as STDLIB
 from ..data.text.from_paths import text_source
 from ..errors import ConfigError
 from .bert_encoder import BertConfig
-from .loader_options import OF_LOADER, of_loader, refuse_unknown, require_place, taken
+from .loader_options import OF_LOADER, of_loader, pick, refuse_unknown, require_place
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -22,38 +22,38 @@ TRAINED_VOCABULARY_SIZE = 8192
 
 
 class TextOptions(TypedDict, total=False):
-    """What every loader of text takes by keyword."""
+    """Keywords of every text loader."""
 
     seed: int
-    """Of order, pairs and masks."""
+    """Seed of order, pairs and masks."""
     workers: int
-    """Reading processes of this rank. By default its part of the cores; the data are the same with any number."""
+    """Processes that read for this rank; by default its part of the cores. The data are the same with any number."""
     drop_last: bool
-    """Leave out the last, smaller batch: by default in training."""
+    """Leave out the last, smaller batch; True by default in training."""
     masked_share: float
-    """Of the tokens that carry text; 0.15 as in BERT."""
+    """Share of the text tokens to mask; 0.15 as in BERT."""
     kind: Literal["auto", "digital", "raw"]
-    """Lines of token ids, or text; by default the files are looked at."""
+    """"digital": lines of token ids; "raw": text; "auto", the default, decides by the first line of the files."""
     suffixes: Sequence[str]
-    """Which files of a folder of text are read."""
+    """Endings of the files to read in a folder of text, such as (".txt", ".md"); by default all files."""
     vocab_size: int
-    """Of a vocabulary that is trained because none was given."""
+    """Number of tokens of the vocabulary that is trained when none is given."""
     cache_dir: Path
-    """Where token arrays are kept; by default below ~/.cache/fleetx."""
+    """Folder of the token arrays; by default below ~/.cache/fleetx."""
 
 
 OF_SOURCE = ("seed", "masked_share", "kind", "suffixes", "vocab_size", "cache_dir")
 
 
 class LoadsText:
-    """Mixed into BERT: batches are dicts of tensors on `fleet.device()`, as `loss` takes them.
+    """Mixin of BERT: loaders of batches, dicts of tensors on `fleet.device()`, as `loss` takes them.
 
     `attention_mask` is None in a batch without padding: attention needs no mask then, and is faster.
     """
 
     config: BertConfig
     vocabulary_file: Path | None = None
-    """Of the last training loader: evaluation with any other vocabulary would measure nothing."""
+    """Vocabulary of the last training loader, which evaluation must use too; None before the first."""
 
     def load_digital_dataset_from_file(
         self,
@@ -67,10 +67,10 @@ class LoadsText:
         shuffle: bool | None = None,
         **options: Unpack[TextOptions],
     ) -> Loader:
-        """Lines `token_ids;sent_ids;pos_ids;label`, plain or gzip, or raw text files; those that `train.txt` lists, or all.
+        """Load lines `token_ids;sent_ids;pos_ids;label`, plain or gzip, or raw text: the files listed in `train.txt`, or all.
 
-        `batch_size` counts sequences, or with `in_tokens` tokens, padding included. `max_seq_len`: by default the model's own.
-        Without `vocab_path`, raw text gets a vocabulary of its own, kept at `model.vocabulary_file`; evaluation takes that one.
+        `batch_size` counts sequences, or with `in_tokens` tokens, padding included. `max_seq_len`: the model's own by default.
+        Without `vocab_path`, a vocabulary is trained on raw text and kept at `model.vocabulary_file`, which evaluation uses.
         """
         train = choice("train", "val", "test").check("phase", phase) == "train"
         shuffle = train if shuffle is None else boolean().check("shuffle", shuffle)
@@ -89,7 +89,7 @@ class LoadsText:
             max_seq_len=longest if max_seq_len is None else integer(5, longest).check("max_seq_len", max_seq_len),
             train=train,
             tokens_per_batch=planned,
-            **{"vocab_size": min(TRAINED_VOCABULARY_SIZE, self.config.vocab_size)} | taken(options, OF_SOURCE),
+            **{"vocab_size": min(TRAINED_VOCABULARY_SIZE, self.config.vocab_size)} | pick(options, OF_SOURCE),
         )
         if source.vocab_size > self.config.vocab_size:
             raise ConfigError(
@@ -112,7 +112,7 @@ class LoadsText:
         in_tokens: bool = False,
         **options: Unpack[TextOptions],
     ) -> Loader:
-        """A folder, with its own `vocab.txt` where it has one; or "stdlib", Python's own sources (a folder: "./stdlib")."""
+        """Load training data: a folder, with its `vocab.txt` if present; or "stdlib", Python's sources (a folder: "./stdlib")."""
         return self._from_place(data, "train", batch_size, shuffle, max_seq_len, vocab_path, in_tokens, options)
 
     def get_val_dataloader(
@@ -126,7 +126,7 @@ class LoadsText:
         in_tokens: bool = False,
         **options: Unpack[TextOptions],
     ) -> Loader:
-        """The same for evaluation, by `val.txt` or `test.txt` where the folder has one: the same masks in every pass."""
+        """Load evaluation data, by `val.txt` or `test.txt` where the folder has one: the same masks in every pass."""
         return self._from_place(data, "val", batch_size, shuffle, max_seq_len, vocab_path, in_tokens, options)
 
     def _from_place(

@@ -1,4 +1,4 @@
-"""VGG16 (Simonyan and Zisserman 2014, arXiv 1409.1556), without BatchNorm.
+"""Define VGG16 (Simonyan and Zisserman 2014, arXiv 1409.1556), without BatchNorm.
 
     features: five stages of 3x3 convolutions, each ending in a 2x2 max-pool | avgpool | classifier: three linear layers
 
@@ -26,7 +26,7 @@ SMALLEST_SIZE = 32
 
 @final
 class Features(nn.Sequential):
-    """The layers, numbered in one row as public weights name them; they run stage by stage once `stages` are given."""
+    """Hold the layers, numbered as public weights name them, and run them by stages once `stages` is set."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -40,7 +40,7 @@ class Features(nn.Sequential):
 
 @final
 class Stage(nn.Module):
-    """Layers `start` to `stop` of `features`, as a module with a name that recompute can wrap.
+    """Run layers `start` to `stop` of `features`, as a named module that recompute can wrap.
 
     A convolution alone keeps nothing but its input, so recomputing one by one would save no memory: a stage must be one
     module. It registers no layer: they belong to `features`, and would appear twice in the state dict.
@@ -113,7 +113,7 @@ class VGG16(ImageModel):
 
     def _name_stages(self) -> None:
         ends = [i + 1 for i, layer in enumerate(self.features) if isinstance(layer, nn.MaxPool2d)]
-        stops = [*ends[:-1], None]  # the last is open: a layer that the user appends to `features` runs too
+        stops = [*ends[:-1], None]  # open at the end: a layer that the user appends to `features` runs too
         stages = [Stage(self.features, start, stop) for start, stop in zip([0, *ends[:-1]], stops, strict=True)]
         for name, stage in zip(self.checkpoints, stages, strict=True):
             self.add_module(name, stage)

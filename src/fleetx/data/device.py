@@ -1,4 +1,4 @@
-"""Batches onto the device, one ahead of the loop on a GPU: the copy of the next one runs beside the step on this one."""
+"""Copy batches to the device; on a GPU one batch ahead of the loop, so that the copy overlaps the step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .packing import Packed, unpack
 
 
 class Fetched(NamedTuple):
-    """What a worker hands over. A tuple, so that torch's pinning thread finds the tensors in it."""
+    """One batch as a worker returns it. A tuple, so that torch's pinning thread finds the tensors in it."""
 
     batch: Any
-    complaints: list[str]
-    failure: str | None
+    replaced: list[str]  # a sentence for each unreadable sample that another one replaced
+    failure: str | None  # why the batch could not be read; None for a good one
     samples: int
 
 
 def on_device(fetched: Iterator[Fetched], device: torch.device, finish: Callable[[Any], Any]) -> Iterator[Fetched]:
-    """The same batches, moved and finished. A failure stays in its place in the row."""
+    """Yield the batches in order, copied to the device and finished by the source; a failed one passes through."""
     if device.type == "cuda":
         yield from _one_ahead(fetched, device, finish)
     else:
@@ -30,19 +30,19 @@ def on_device(fetched: Iterator[Fetched], device: torch.device, finish: Callable
             yield item if item.failure else _finished(item, device, finish)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def _to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Packed):
         return unpack(batch._replace(buffer=batch.buffer.to(device, non_blocking=True)))
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def _finished(item: Fetched, device: torch.device, finish: Callable[[Any], Any]) -> Fetched:
-    batch = finish(moved(item.batch, device))
+    batch = finish(_to_device(item.batch, device))
     return item._replace(batch=map_tensors(_owned, batch) if isinstance(item.batch, Packed) else batch)
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """A small part of a packed batch would keep all of it, and its open file, for as long as the loop keeps the part."""
+    """Copy a small part of a packed batch: a view would keep the whole buffer, and its open file, alive."""
     return tensor.clone() if 2 * tensor.nbytes < tensor.untyped_storage().nbytes() else tensor
 
 
@@ -68,7 +68,7 @@ def _send(
 
 
 def _receive(item: Fetched, sent: torch.cuda.Event, device: torch.device) -> Fetched:
-    """From here on the loop's own stream uses the tensors; were that not recorded, their memory could be reused under it."""
+    """Hand the batch to the loop's stream; unrecorded, its memory could be reused while that stream still reads it."""
     current = torch.cuda.current_stream(device)
     current.wait_event(sent)
 

@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of (seed, epoch, sample, position): no state, no order, no worker in them.
+"""Compute random numbers as a pure function of (seed, epoch, sample, position), without state.
 
-A generator that is read one draw after another gives a sample other numbers when another process reads it, or when reading
-begins in mid-epoch. Here every number is computed from its coordinates alone, for a whole batch in a few array operations:
+A sequential generator gives a sample other numbers when another process reads it, or when reading
+starts in mid-epoch. Here every number depends on its coordinates alone; a whole batch takes a few array operations:
 
     uniforms(seed, epoch, indices[:, None], np.arange(512))     # one number for each of 512 positions of each sample
 """
@@ -22,14 +22,14 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def random_words(seed: int, epoch: int, index: npt.ArrayLike, position: npt.ArrayLike) -> Words:
-    """One 64-bit word for each pair of (broadcast) index and position. Each coordinate is absorbed by one round of splitmix64."""
+    """Return one 64-bit word per (broadcast) index and position, hashing each coordinate by one round of splitmix64."""
     start = _absorb_number(_absorb_number(0, seed), epoch)
     key = _absorb(np.array([start], dtype=np.uint64), np.atleast_1d(np.asarray(index)).astype(np.uint64))
     return _absorb(key, np.atleast_1d(np.asarray(position)).astype(np.uint64))
 
 
 def uniforms(seed: int, epoch: int, index: npt.ArrayLike, position: npt.ArrayLike) -> Floats:
-    """Numbers in [0, 1), each a multiple of 2**-53."""
+    """Return numbers in [0, 1), each a multiple of 2**-53."""
     return (random_words(seed, epoch, index, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -1,8 +1,8 @@
-"""Batches of this rank's share of a source: the same bits with any number of workers, resumable on any number of ranks.
+"""Load this rank's share of a source in batches: the same bits with any number of workers, resumable on any number of ranks.
 
 epoch, indices = sampler.take_pass()     one order for the epoch, this rank's share of it
-workers        : (epoch, indices) -> source.batch       small tensors, a pure function: nobody's order matters
-this process   : onto the device -> source.finish -> the loop; the sampler is told what the loop has been given
+workers        : (epoch, indices) -> source.batch       small tensors, a pure function: the order of workers has no effect
+this process   : onto the device -> source.finish -> the loop; the sampler counts what the loop has received
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from ..dist import world
 from ..errors import ConfigError, DataError, warn_user
 from .device import Fetched, on_device
-from .remote_error import Watch, fail_everywhere
+from .remote_error import RemoteErrorWatch, fail_everywhere
 from .sampler import FleetSampler
 from .source import Indices, Source
 from .workers import Workers
 
 
 def cut(indices: Indices, batch_size: int, *, drop_last: bool) -> list[Indices]:
-    """Consecutive groups of batch_size; what is left over makes a smaller one, or none."""
+    """Split the indices into consecutive batches; the rest makes a smaller one, or is dropped with `drop_last`."""
     batches = count_batches(len(indices), batch_size, drop_last=drop_last)
     return [indices[i * batch_size : (i + 1) * batch_size] for i in range(batches)]
 
@@ -34,10 +34,10 @@ def count_batches(samples: int, batch_size: int, *, drop_last: bool) -> int:
 
 
 class Loader:
-    """An iterable of batches on `fleet.device()`; `for batch in loader():` is Fleet's spelling of the same.
+    """Iterate over batches on `fleet.device()`; `for batch in loader():` is Fleet's spelling of the same.
 
-    `loader.sampler` is its position: give the loader or the sampler to `fleet.save_checkpoint`. The loader itself tells the
-    sampler what was handed out, so that the position is exact with workers too. The share of this rank is settled at the first
+    `loader.sampler` holds the position: give the loader or the sampler to `fleet.save_checkpoint`. The loader reports to the
+    sampler what the loop has received, so the position is exact with workers too. The share of this rank is fixed at the first
     use, not when the loader is made: `fleet.init()` may come in between.
 
     In training (`train`, by default the same as `shuffle`) every rank gets equally many batches, by default full ones
@@ -66,11 +66,11 @@ class Loader:
         self.max_bad_share = _share(max_bad_share)
         self._sampler, self._device = sampler, device
         self._workers = Workers(source, workers)
-        self._passes, self._watch = 0, Watch()
+        self._passes, self._watch = 0, RemoteErrorWatch()
 
     @property
     def sampler(self) -> FleetSampler:
-        """This rank's order and position; made when first asked for."""
+        """This rank's order and position, created at the first use."""
         if self._sampler is None:
             # In order, a sampler gives every sample once, and some ranks one more than others: in training that would hang.
             in_order = self.train and not self.shuffle
@@ -124,30 +124,30 @@ class Loader:
                     "this loader was iterated again before an earlier pass over it had ended; its workers serve one pass at a "
                     "time. Make a second loader for the inner loop."
                 )
-            self._watch.look()
+            self._watch.check()
             if item.failure:
                 fail_everywhere(item.failure)
-            bad += self._count_bad(item.complaints, bad=bad, samples=samples)
+            bad += self._count_bad(item.replaced, bad=bad, samples=samples)
             # The last batch takes the tail that drop_last left over with it: saved after it, the position is the next epoch.
             used = samples - given if number == batches else item.samples
             self.sampler.seen(used)
             given += used
             yield item.batch
-        self._watch.look(now=True)
+        self._watch.check(now=True)
 
-    def _count_bad(self, complaints: list[str], *, bad: int, samples: int) -> int:
-        for number, complaint in enumerate(complaints, start=bad + 1):
+    def _count_bad(self, replaced: list[str], *, bad: int, samples: int) -> int:
+        for number, reason in enumerate(replaced, start=bad + 1):
             if number > self.max_bad_share * samples:
                 fail_everywhere(
-                    f"{complaint} It is bad sample {number} of the {samples} of this pass; allowed is a share of "
-                    f"{self.max_bad_share:g}. Mend the files named, or allow a larger share."
+                    f"{reason} It is bad sample {number} of the {samples} of this pass; allowed is a share of "
+                    f"{self.max_bad_share:g}. Repair the files named, or allow a larger share."
                 )
-            warn_user(f"{complaint} The next readable sample takes its place.")
-        return len(complaints)
+            warn_user(f"{reason} The next readable sample takes its place.")
+        return len(replaced)
 
     def _require_batches(self) -> None:
         # Every rank of a training pass has equally many samples, so that all raise or none. The rest of a resumed epoch may be
-        # less than a batch, and evaluation may leave a rank without any: those are no mistakes.
+        # less than a batch, and evaluation may leave a rank without any: neither is an error.
         sampler = self.sampler
         whole = math.ceil(sampler.length / sampler.size)
         if self.train and count_batches(whole, self.batch_size, drop_last=self.drop_last) == 0:

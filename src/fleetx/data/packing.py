@@ -1,7 +1,7 @@
-"""A batch as one piece of shared memory, for its way from a worker to the device.
+"""Pack a batch into one piece of shared memory, to send it from a worker to the device.
 
-torch sends each tensor of a batch as a file of its own, and opening one costs the receiver a handshake with the sender, about
-half a millisecond; each is a copy to the device of its own, too. Packed, a batch is one tensor, whatever it is made of. Its
+torch sends each tensor of a batch as a separate file, and opening one costs the receiver a handshake with the sender, about
+half a millisecond; each also takes its own copy to the device. Packed, a batch of any structure is one tensor. Its
 largest tensor may be made in shared memory from the start (`empty_to_send`); the others are then copied into the room behind it.
 """
 
@@ -17,12 +17,12 @@ from torch.utils.data import get_worker_info
 from ..engine.trees import map_leaves, map_tensors
 from ..errors import DataError
 
-ALIGNMENT = 64  # bytes: any type may be read from there, and a device reads it at its best
+ALIGNMENT = 64  # bytes: enough for any type, and for full-speed reads on a device
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the buffer a tensor lies, and how it is read there."""
+    """Position of a tensor in the buffer, with its type, shape and strides."""
 
     offset: int
     nbytes: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The batch with a place for each tensor. Not a container: torch's pinning thread has nothing to look for in it."""
+    """The batch with a `Place` for each tensor. Not a container type, so torch's pinning thread skips it."""
 
     tree: Any
 
@@ -48,7 +48,7 @@ def in_worker() -> bool:
 
 
 def empty_to_send(shape: tuple[int, ...], dtype: torch.dtype, *, room: int) -> Tensor:
-    """An empty tensor. In a worker it lies in shared memory, with so many bytes of room behind it for the rest of its batch."""
+    """Return an empty tensor; in a worker in shared memory, with `room` bytes behind it for the rest of its batch."""
     if not in_worker():
         return torch.empty(shape, dtype=dtype)
     count = torch.Size(shape).numel()
@@ -57,7 +57,7 @@ def empty_to_send(shape: tuple[int, ...], dtype: torch.dtype, *, room: int) -> T
 
 
 def pack(batch: Any) -> Packed:
-    """Every tensor in one buffer of shared memory; torch would copy them there one by one."""
+    """Put every tensor into one buffer of shared memory; torch would copy them there one by one."""
     tensors = _tensors(batch)
     host = next((tensor for tensor in tensors if _hosts(tensor, tensors)), None)
     places: dict[int, Place] = {}
@@ -75,7 +75,7 @@ def pack(batch: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The batch as it was, each tensor a view of the buffer, on whatever device that is."""
+    """Restore the batch, each tensor a view of the buffer, on the buffer's device."""
     return map_leaves(Place, lambda place: _view(packed.buffer, place), packed.layout.tree)
 
 
@@ -91,21 +91,21 @@ def _shared_memory(nbytes: int) -> torch.UntypedStorage:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(note, batch)
-    return found
+    return tensors
 
 
 def _hosts(tensor: Tensor, tensors: list[Tensor]) -> bool:
-    """It begins a piece of shared memory that has room for all the others behind it."""
+    """Check whether the tensor begins a piece of shared memory with room for all the others behind it."""
     if not tensor.is_shared() or tensor.storage_offset() != 0 or not _is_dense(tensor):
         return False
-    needed = sum(_aligned(one.nbytes) for one in tensors)
+    needed = sum(_aligned(other.nbytes) for other in tensors)
     return tensor.untyped_storage().nbytes() >= needed
 
 

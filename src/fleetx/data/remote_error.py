@@ -1,8 +1,8 @@
-"""A bad file is met by one rank alone. It tells the others, who raise the same error instead of waiting for it.
+"""Raise one rank's data error on all ranks, instead of letting the others wait for the rank that failed.
 
-No collective: a loader may be read by one rank alone, to look at a batch or to evaluate. The rank that fails leaves its
-sentence in the job's store and raises; a loader of another rank looks there now and then, and a rank that is already waiting in
-a collective finds the sentence when the connection breaks (`comm.Pending.wait`).
+Without a collective: a loader may be read by one rank alone, to look at a batch or to evaluate. The rank that fails posts its
+error in the job's store and raises it. Loaders of other ranks check the store now and then; a rank that is already waiting in a
+collective finds the error when the connection breaks (`comm.Pending.wait`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Never
 
 from ..errors import DataError
 
-LOOK_EVERY_SECONDS = 0.5
+CHECK_EVERY_SECONDS = 0.5
 
 
 def fail_everywhere(text: str) -> Never:
+    """Post the error for the other ranks, then raise it here."""
     from ..dist import world  # here, not above: data stands below fleet
 
     here = world.current().comm
@@ -25,24 +26,24 @@ def fail_everywhere(text: str) -> Never:
     raise DataError(text)
 
 
-class Watch:
-    """Looks for another rank's trouble, at most twice a second: the store is one process, and jobs have many ranks."""
+class RemoteErrorWatch:
+    """Check for an error of another rank, at most twice a second: one process serves the store for all ranks."""
 
     def __init__(self) -> None:
         self._due = 0.0
-        self._before = _word()  # trouble that a script has got over is not that of a loader made afterwards
+        self._before = _posted_error()  # an error that the script has caught already must not stop a new loader
 
-    def look(self, *, now: bool = False) -> None:
+    def check(self, *, now: bool = False) -> None:
         seconds = time.monotonic()
         if not now and seconds < self._due:
             return
-        self._due = seconds + LOOK_EVERY_SECONDS
-        word = _word()
-        if word is not None and word != self._before:
-            raise DataError(word)
+        self._due = seconds + CHECK_EVERY_SECONDS
+        error = _posted_error()
+        if error is not None and error != self._before:
+            raise DataError(error)
 
 
-def _word() -> str | None:
+def _posted_error() -> str | None:
     from ..dist import world
 
     return world.current().comm.posted_error() if world.is_open() else None

@@ -1,4 +1,4 @@
-"""Which samples a rank reads, in which order, and where it stopped.
+"""Decide which samples a rank reads and in which order, and save the position.
 
 epoch order   6 3 8 1 | 4 5 9 2 | 7 0 (6 3)     one order per (seed, epoch), whatever the number of ranks
 rank 0 of 4   6         4         7             rank r takes positions r, r + N, r + 2N, ...
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from fleetx.errors import CheckpointError, ConfigError, DataError, warn_user
+from ..errors import CheckpointError, ConfigError, DataError, warn_user
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Tail: TypeAlias = Literal["pad", "cut", "ragged"]
@@ -32,17 +32,17 @@ STATE_KEYS = ("seed", "epoch", "consumed", "length", "shuffle")
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
-    """All indices in the order of this epoch: the same on every rank and machine, and no global generator is touched."""
+    """Return all indices in the order of this epoch: the same on every rank and machine, without a global generator."""
     if not shuffle:
         return np.arange(length, dtype=np.int64)
     # Sorted random keys, not Generator.permutation: NumPy promises the bits of PCG64 for ever, but not its shuffling, and
-    # two nodes with different versions would silently read different shards. The epoch as spawn key cannot run into a large seed.
+    # two nodes with different versions would silently read different shards. The epoch as spawn key cannot collide with a seed.
     keys = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(length)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
 def shard_length(length: int, *, rank: int, size: int, start: int, tail: Tail) -> int:
-    """How many samples this rank reads when all ranks together begin at global position `start`."""
+    """Count the samples that this rank reads when all ranks together begin at global position `start`."""
     rest = max(length - start, 0)
     if tail == "ragged":
         return max(-(-(rest - rank) // size), 0)
@@ -50,7 +50,7 @@ def shard_length(length: int, *, rank: int, size: int, start: int, tail: Tail) -
 
 
 def shard(order: Indices, *, rank: int, size: int, start: int, tail: Tail) -> Indices:
-    """Positions start + rank, start + rank + size, ... of the order. A padded last row wraps to the epoch's start."""
+    """Return positions start + rank, start + rank + size, ... of the order. A padded last row wraps to the epoch's start."""
     count = shard_length(len(order), rank=rank, size=size, start=start, tail=tail)
     positions = start + rank + size * np.arange(count, dtype=np.int64)
     return order[positions % len(order)]
@@ -58,16 +58,16 @@ def shard(order: Indices, *, rank: int, size: int, start: int, tail: Tail) -> In
 
 @dataclass(slots=True)
 class _Pass:
-    """One walk over (the rest of) an epoch. Each iterator owns its pass, so a forgotten one cannot move the position."""
+    """One pass over (the rest of) an epoch. Each iterator owns its pass, so an abandoned one cannot move the position."""
 
     epoch: int
     start: int  # global samples of this epoch consumed before the pass
-    count: int  # what this rank yields in it
+    count: int  # local samples this rank yields in it
     loaded: bool = False
     begun: bool = False
     drawn: int = 0
     seen: int | None = None
-    whole: bool = False  # all indices were handed out at once, so that drawing them says nothing about their use
+    whole: bool = False  # all indices were handed out at once, so only `seen` says how many were used
 
     @property
     def drawn_out(self) -> bool:
@@ -92,12 +92,12 @@ class FleetSampler(Sampler[int]):
     and a distributed model is in training mode warns once.
     `drop_last=True` cuts the last row: equal counts, and up to size - 1 samples of an epoch are not read.
 
-    **Epochs.** `set_epoch` is as in torch's DistributedSampler. If nobody calls it, the epoch advances by itself after each
+    **Epochs.** `set_epoch` is as in torch's DistributedSampler. Without a call, the epoch advances by itself after each
     complete pass (complete: its last index was drawn). A pass left by `break` starts again where it started.
 
     **Position.** `state_dict()` counts the global samples of this epoch that were handed out; the end of an epoch is the start
     of the next one, so resume with `range(sampler.epoch, epochs)`. That is exact in a loop over a DataLoader with
-    `num_workers=0`, which draws one batch at a time. DataLoader workers draw ahead, and a sampler cannot see how far the loop
+    `num_workers=0`, which draws one batch at a time. DataLoader workers draw ahead, and a sampler cannot know how far the loop
     has come: without `seen`, a state taken in mid-pass then skips the batches still in flight on resume. Call
     `sampler.seen(len(batch))` in each step. In training the position is the same on all ranks between two steps; in
     evaluation save that of rank 0, whose shard is never the shorter one. A resumed pass yields the rest of its epoch,
@@ -140,7 +140,7 @@ class FleetSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the position: the one under way, or after a complete pass the next."""
+        """The current epoch, or after a complete pass the next one."""
         return self._position()[0]
 
     def set_epoch(self, epoch: int) -> None:
@@ -157,7 +157,7 @@ class FleetSampler(Sampler[int]):
         self._pass = self._pass_from(epoch=epoch, start=0)
 
     def seen(self, samples: int) -> None:
-        """Say that the loop has used so many more local samples. From then on the position of this pass counts these alone."""
+        """Count `samples` more local samples as used by the loop. From then on these alone make the position of this pass."""
         total = (self._pass.seen or 0) + _whole("seen(samples)", samples, at_least=0)
         if total > self._pass.drawn:
             raise DataError(
@@ -167,18 +167,18 @@ class FleetSampler(Sampler[int]):
         self._pass.seen = total
 
     def state_dict(self) -> dict[str, int | bool]:
-        """The position, in whole numbers that JSON can hold; it does not depend on the number of ranks."""
+        """Return the position as plain integers and booleans; it does not depend on the number of ranks."""
         epoch, consumed = self._position()
         return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self.length, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there at the next iteration, also on another number of ranks than the one that saved."""
+        """Continue from a saved position at the next iteration, on any number of ranks."""
         self.check_state_dict(state)
         self._pass = self._pass_from(epoch=int(state["epoch"]), start=int(state["consumed"]))
         self._pass.loaded = True
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise if this position is of other data; nothing is changed."""
+        """Raise if the saved position belongs to other data; nothing is changed."""
         if set(state) != set(STATE_KEYS):
             raise CheckpointError(
                 f"sampler: the saved state holds {sorted(state)}; a sampler's state holds {sorted(STATE_KEYS)}."
@@ -210,7 +210,7 @@ class FleetSampler(Sampler[int]):
 
     @property
     def remaining(self) -> int:
-        """This rank's samples of the epoch that are not used yet: `len(sampler)` at its start, fewer after a resume."""
+        """Count this rank's samples of the epoch that are not used yet: `len(sampler)` at its start, fewer after a resume."""
         now = self._pass
         return len(self) if now.used_up else now.count - now.used
 
@@ -221,7 +221,7 @@ class FleetSampler(Sampler[int]):
         return self._draw(current, action)
 
     def take_pass(self) -> tuple[int, Indices]:
-        """Begin the coming pass, and have its epoch and all of its indices at once. Only `seen` moves the position in it."""
+        """Begin the next pass and return its epoch and all of its indices. Only `seen` moves the position in it."""
         current, action = self._begin()
         current.whole, current.drawn, current.seen = True, current.count, 0
         if action is not None:
@@ -232,7 +232,7 @@ class FleetSampler(Sampler[int]):
         action, self._when_resumed = self._when_resumed, None
         if not self._pass.loaded or self._pass.begun:
             action = None
-        self._pass = self._coming()
+        self._pass = self._next_pass()
         self._pass.begun = True
         return self._pass, action
 
@@ -275,7 +275,7 @@ class FleetSampler(Sampler[int]):
     def _padded_line(self) -> str:
         return f"fleet.sampler(data{'' if self.shuffle else ', shuffle=False'}, pad=True)"
 
-    def _coming(self) -> _Pass:
+    def _next_pass(self) -> _Pass:
         now = self._pass
         if now.drawn_out:  # not used_up: a DataLoader with drop_last never uses its tail, and would repeat one epoch for ever
             return self._pass_from(epoch=now.epoch + 1, start=0)
@@ -289,8 +289,8 @@ class FleetSampler(Sampler[int]):
 
 
 def _is_training() -> bool:
-    """Whether a loop that begins here looks like training: gradients are on, and a distributed model is in training mode."""
-    from fleetx.engine import registry  # here, not above: it stands above the sampler
+    """Guess whether this loop trains: gradients are on, and a distributed model is in training mode."""
+    from ..engine import registry  # imported late: it is needed in a training loop only
 
     models = (pair.model() for pair in registry.pairs())
     return torch.is_grad_enabled() and any(model is not None and model.training for model in models)

@@ -1,4 +1,4 @@
-"""The processes that read: torch's DataLoader with what it lacks. They live over passes, and their end is told in words."""
+"""Read in worker processes, by torch's DataLoader: kept between passes, with a clear error when one is killed."""
 
 from __future__ import annotations
 
@@ -20,68 +20,66 @@ from .remote_error import fail_everywhere
 from .source import Indices, Source
 
 Key: TypeAlias = tuple[int, Indices]
-"""A batch to read: its epoch, and the samples in it."""
+"""A batch to read: its epoch, and the indices of its samples."""
 
 MOST_WORKERS = 16
 AHEAD = 3
-"""Batches each worker may be ahead. They are handed out in order: with 2, one slow batch soon stops the other workers."""
+"""Batches each worker may read ahead. They are returned in order: with 2, one slow batch soon stalls the other workers."""
 SECONDS_TO_DIE = 1.0
-_OF_A_PARENT: list[Any] = []
+_LOADERS_OF_PARENT: list[Any] = []
 
 
 class Workers:
-    """Readers of one source: as many as asked for, none for data in memory, or this rank's part of the machine's cores."""
+    """Worker processes of one source: the number given; by default this rank's part of the cores, none for data in memory."""
 
     def __init__(self, source: Source, count: int | None) -> None:
-        self._source, self._asked = source, count
+        self._source, self._requested = source, count
         self._keys = _Keys()
         self._batches: DataLoader[Fetched] | None = None
         self._owner = os.getpid()
 
     @property
     def count(self) -> int:
-        if self._asked is not None or not self._source.reads_files:
-            return self._asked or 0
+        if self._requested is not None or not self._source.reads_files:
+            return self._requested or 0
         cores, ranks_here = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return max(1, min(MOST_WORKERS, cores // ranks_here))
 
     def read(self, keys: list[Key], *, pin: bool) -> Iterator[Fetched]:
-        """These batches in their order. Reading begins now, not when the first one is asked for."""
+        """Return the batches in order. Reading begins now, not when the first one is requested."""
         self._keys.pending = keys
-        with self._living(), _garbage_kept():
+        with self._explained_deaths(), _frozen_garbage():
             fetched = iter(self._loader(pin))
-        return self._while_they_live(fetched)
+        return self._with_explained_deaths(fetched)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_batches": None}  # a copy has workers of its own
+        return self.__dict__ | {"_batches": None}  # a copy starts its own workers
 
-    def _while_they_live(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
-        with self._living():
+    def _with_explained_deaths(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
+        with self._explained_deaths():
             yield from fetched
 
     @contextlib.contextmanager
-    def _living(self) -> Iterator[None]:
-        """A worker that was killed is told in words, here and to the other ranks; the next pass gets new ones."""
+    def _explained_deaths(self) -> Iterator[None]:
+        """Turn a worker's death into a `DataError` that says how it ended, on all ranks; the next pass starts new workers."""
         try:
             yield
         except (RuntimeError, OSError, EOFError):  # which of them depends on what the worker was doing when it ended
             try:
                 end = _how_a_worker_ended(self._batches)
-            except (
-                RuntimeError
-            ):  # torch's signal handler told of one more death, just here: it does so once for a loader's workers
+            except RuntimeError:  # torch's signal handler raises once for a loader's workers, and did so during the call above
                 end = _how_a_worker_ended(self._batches)
             if end is None:
                 raise
             self._batches = None
             fail_everywhere(
-                f"a process that reads this loader's data {end}. If nobody killed it, memory ran out (`dmesg` tells) or its code "
-                "crashed: use fewer workers or a smaller batch_size. With workers=0 the training process reads by itself."
+                f"a process that reads this loader's data {end}. Unless it was killed on purpose, memory ran out (see `dmesg`) "
+                "or its code crashed: use fewer workers or a smaller batch_size. With workers=0 the training process reads."
             )
 
     def _loader(self, pin: bool) -> DataLoader[Fetched]:
         if self._batches is not None and self._owner != os.getpid():
-            _OF_A_PARENT.append(self._batches)  # this process was forked; let go here, it would end its parent's workers
+            _LOADERS_OF_PARENT.append(self._batches)  # this process was forked; freeing it would stop the parent's workers
             self._batches = None
         if self._batches is None:
             self._owner = os.getpid()
@@ -100,7 +98,7 @@ class Workers:
 
 
 class _Keys(Sampler[Key]):
-    """The batches of the pass, as torch's DataLoader wants them."""
+    """The batches of the current pass, as a sampler for torch's DataLoader."""
 
     def __init__(self) -> None:
         self.pending: list[Key] = []
@@ -113,7 +111,7 @@ class _Keys(Sampler[Key]):
 
 
 class _Reading(Dataset[Fetched]):
-    """In a worker. A bad file is handed over as a sentence: an exception would arrive wrapped in the worker's traceback."""
+    """Read one batch in a worker. A bad file is returned as text: an exception would arrive wrapped in the worker's traceback."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -121,14 +119,14 @@ class _Reading(Dataset[Fetched]):
     def __getitem__(self, key: Key) -> Fetched:
         epoch, indices = key
         try:
-            batch, complaints = self.source.batch(epoch, indices)
-            return Fetched(pack(batch) if in_worker() else batch, complaints, None, len(indices))
+            batch, replaced = self.source.batch(epoch, indices)
+            return Fetched(pack(batch) if in_worker() else batch, replaced, None, len(indices))
         except DataError as error:
             return Fetched(None, [], str(error), len(indices))
 
 
 def _how_a_worker_ended(batches: DataLoader[Fetched] | None) -> str | None:
-    """In words; None while all of them live. Then they are all let go, or torch would go on raising for the dead one."""
+    """Describe how a worker ended and shut all of them down, or torch would go on raising; None while all live."""
     iterator = getattr(batches, "_iterator", None)
     workers = getattr(iterator, "_workers", [])
     ended = wait([worker.sentinel for worker in workers], timeout=SECONDS_TO_DIE) if workers else []
@@ -143,14 +141,14 @@ def _how_a_worker_ended(batches: DataLoader[Fetched] | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Workers forked in here never collect what they inherit: a CUDA or pinned tensor among it ends the process that frees it."""
+def _frozen_garbage() -> Iterator[None]:
+    """Keep workers forked inside from collecting inherited objects: freeing a CUDA or pinned tensor would end the worker."""
     had_frozen = gc.get_freeze_count() > 0
     gc.freeze()
     try:
         yield
     finally:
-        if not had_frozen:  # else the user's own frozen objects would be let go too
+        if not had_frozen:  # else the user's own frozen objects would be unfrozen too
             gc.unfreeze()
 
 

@@ -1,4 +1,4 @@
-"""Adapters for training frameworks: the framework's own loop, and a strategy in the place of its DDP wrapper.
+"""Adapt FleetX to training frameworks: the framework's loop stays, and a strategy takes the place of its DDP wrapper.
 
 accelerate     Accelerator(strategy=...)                    transformers   FleetTrainer(..., fleet_strategy=...)
 lightning      Trainer(strategy=FleetStrategy(...))         Ray Train needs none: fleet.init() adopts its process group
@@ -10,11 +10,11 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-from fleetx.errors import ConfigError
+from ..errors import ConfigError
 
 
-def imported(name: str, *, extra: str, oldest: tuple[int, ...]) -> Any:
-    """The framework, or a sentence with the line that installs it."""
+def require_package(name: str, *, extra: str, oldest: tuple[int, ...]) -> Any:
+    """Import the framework, or raise an error with the line that installs it."""
     try:
         module = importlib.import_module(name)
     except ImportError as missing:
@@ -28,7 +28,7 @@ def imported(name: str, *, extra: str, oldest: tuple[int, ...]) -> Any:
 
 
 def require_seams(owner: Any, names: tuple[str, ...]) -> None:
-    """Methods of the framework's that the adapter takes the place of: a version without one would pass it by in silence."""
+    """Check that the framework still has the methods the adapter overrides: without one it would be bypassed silently."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         version = importlib.metadata.version(owner.__module__.split(".")[0])

@@ -1,13 +1,13 @@
-"""Hugging Face Accelerate trains by a FleetX strategy: Accelerator(strategy=...), and the loop stays as it is.
+"""Train in Hugging Face Accelerate by a FleetX strategy: Accelerator(strategy=...), and the loop stays unchanged.
 
 prepare          no DDP around the model: fleet.distribute(model, optimizer, strategy); the model comes back unwrapped
-backward         optimizer.backward(loss); gradients are true ones when `sync_gradients`, so that clipping is right
+backward         optimizer.backward(loss); with `sync_gradients` it ends with true gradients, so that clipping is right
 accumulate       gradient_accumulation_steps=k becomes gradient_merge of k; or strategy.gradient_merge, but not both
-optimizer.step   nothing inside a window; the scheduler moves when the window closes, by Accelerate's own count (as many
-                 moves an update as there are processes, unless split_batches=True)
-save_state       beside Accelerate's files a folder `fleetx`: each rank's own weights, residuals, counters, random numbers
+optimizer.step   does nothing inside a window; the scheduler moves when the window closes, by Accelerate's count (as many
+                 moves per update as there are processes, unless split_batches=True)
+save_state       adds a folder `fleetx` to Accelerate's files: each rank's weights, residuals, counters, random states
 
-Not public in Accelerate, and used: Accelerator._optimizers.
+Private in Accelerate, but used: Accelerator._optimizers.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleetx import fleet
-from fleetx.dist import world
-from fleetx.engine.pairs import leaves
-from fleetx.errors import CheckpointError, ConfigError
-from fleetx.integrations import require_seams
-from fleetx.integrations.accelerate_optimizer import (
+from .. import fleet
+from ..dist import world
+from ..engine.pairs import leaves
+from ..errors import CheckpointError, ConfigError
+from ..strategy import DistributedStrategy
+from . import require_seams
+from .accelerate_optimizer import (
     FREED,
     TAKEN,
     FleetAcceleratedOptimizer,
     accelerate,
     copied,
-    living,
+    instances,
     merged,
     refuse_handlers,
     with_precision,
     world_shown,
 )
-from fleetx.integrations.refusals import refuse_plans, refuse_second_clipping
-from fleetx.strategy import DistributedStrategy
+from .refusals import refuse_plans, refuse_second_clipping
 
 PlainAccelerator: Any = accelerate.Accelerator
 SEAMS = ("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "backward", "clip_grad_norm_", "save_state")
@@ -49,11 +49,11 @@ MORE_SEAMS = ("load_state", "get_state_dict", "register_load_state_pre_hook", "f
 require_seams(PlainAccelerator, (*SEAMS, *MORE_SEAMS))
 
 FOLDER = "fleetx"
-"""Of the strategy's state, inside a folder of save_state."""
+"""Name of the strategy's folder inside a folder of save_state."""
 
 
 class Accelerator(PlainAccelerator):  # type: ignore[misc]
-    """accelerate.Accelerator with one more keyword, `strategy`; the objects that prepare() returns train by it."""
+    """accelerate.Accelerator with one more keyword, `strategy`, which the objects from prepare() then train by."""
 
     def __init__(self, *args: Any, strategy: DistributedStrategy | None = None, **kwargs: Any) -> None:
         refuse_handlers(kwargs.get("kwargs_handlers") or ())
@@ -65,7 +65,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
             raise ConfigError("give mixed_precision and what follows it by name: Accelerator(mixed_precision=..., strategy=...).")
         precision = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION")
         precision = None if precision is None else str(precision).lower()
-        # Without it a job of several CPU processes is, to Accelerate, as many jobs of one.
+        # Without it Accelerate takes a job of several CPU processes for as many jobs of one process.
         kwargs["cpu"] = fleet.device().type == "cpu"
         with world_shown(os.environ):
             super().__init__(*args, mixed_precision="no", **kwargs)
@@ -75,7 +75,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, plain: Any, strategy: DistributedStrategy, *, window: int) -> Accelerator:
-        """One that a framework has made, changed in place. `window`: the most micro-batches that it puts into one update."""
+        """Convert a framework's Accelerator in place. `window`: the largest number of micro-batches of one update."""
         refuse_plans(strategy, who=f"{type(plain).__name__}")
         world.open_world(device=_device_of(plain))
         plain.__class__ = cls
@@ -101,7 +101,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         self.strategy, self._window = strategy, window
         self._is_hosted, self._accumulates = is_hosted, False
         self._divisor = int(self.gradient_accumulation_steps)
-        """What backward divides losses by; 1 where a framework divides them itself."""
+        """Divisor of losses in backward; 1 where a framework divides them itself."""
         self._prepared: list[nn.Module] = []
 
     @property
@@ -119,15 +119,15 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
     # --- prepare --------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Models first: an optimizer needs the one it trains, wherever that stands."""
+        """Prepare models first: an optimizer needs the model it trains, whatever the order of arguments."""
         placed = kwargs.get("device_placement") or [None] * len(args)
-        if len(placed) == len(args):  # else Accelerate says so
+        if len(placed) == len(args):  # else Accelerate raises an error
             pairs = zip(args, placed, strict=True)
             args = tuple(self.prepare_model(a, where) if isinstance(a, nn.Module) else a for a, where in pairs)
         return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """`evaluation_mode` is Accelerate's word for: do not wrap."""
+        """Place the model without wrapping it: that is what Accelerate's `evaluation_mode` means."""
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         if not any(prepared is known for known in self._prepared):
             self._prepared.append(prepared)
@@ -145,21 +145,21 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
                 "no prepared model has this optimizer's parameters. Write accelerator.prepare(model, optimizer, ...)."
             )
         self._take_from_others(trained)
-        self._forget_released()
-        _, face = fleet.distribute(model, optimizer, self.strategy)
-        ours = FleetAcceleratedOptimizer(face, model, hosted=self._window > 1)
+        self._remove_released()
+        _, fleet_optimizer = fleet.distribute(model, optimizer, self.strategy)
+        ours = FleetAcceleratedOptimizer(fleet_optimizer, model, hosted=self._window > 1)
         self._optimizers.append(ours)
         return ours
 
     def _take_from_others(self, trained: set[int]) -> None:
-        """From trainings before this one. They end loudly if they go on; two of this accelerator's are refused as elsewhere."""
+        """Release these parameters from pairs of other accelerators, which raise if they go on training."""
         mine = self.pairs
-        for other in list(living):
+        for other in list(instances):
             if not any(other is ours for ours in mine) and other.optimizer.parameter_ids() & trained:
                 other.release(TAKEN)
 
     def free_memory(self, *objects: Any) -> Any:
-        """A framework calls it before it prepares the very same optimizer again, which goes on from its state."""
+        """Release the pairs; in a framework keep them, since it prepares the same optimizer again and goes on from its state."""
         for ours in self.pairs:
             if self._is_hosted:
                 ours.drop_half_window()
@@ -169,16 +169,16 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         return super().free_memory(*objects)
 
     def release(self) -> None:
-        """Nothing of the strategy stays in the models: for whatever trains them next."""
+        """Remove the strategy from the models, so that they can be trained by other means."""
         for ours in self.pairs:
             ours.release(FREED)
-        self._forget_released()
+        self._remove_released()
 
-    def _forget_released(self) -> None:
+    def _remove_released(self) -> None:
         self._optimizers[:] = [kept for kept in self._optimizers if getattr(kept, "released", None) is None]
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A scheduler that was built on the optimizer before prepare() follows the one in its place."""
+        """Prepare a scheduler; one built on the optimizer before prepare() follows the prepared optimizer."""
         given = getattr(scheduler, "optimizer", None)
         prepared = super().prepare_scheduler(scheduler)
         owners = [ours for ours in self.pairs if given is ours.optimizer.given or given is ours]
@@ -190,7 +190,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this micro-step closes a window: Accelerate's, or the strategy's own."""
+        """Whether this micro-step closes a merge window: Accelerate's, or the strategy's own."""
         return bool(self.gradient_state.sync_gradients) and (self._window > 1 or all(ours.optimizer.due for ours in self.pairs))
 
     @sync_gradients.setter
@@ -198,24 +198,24 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         self.gradient_state.sync_gradients = value
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """optimizer.backward(loss): when `sync_gradients`, it ends with true gradients."""
+        """Call optimizer.backward(loss); with `sync_gradients` it ends with true gradients."""
         known = {name: kwargs.pop(name) for name in ("weight", "retain_graph") if name in kwargs}
         if kwargs:
             raise ConfigError(f"accelerator.backward was given {', '.join(sorted(kwargs))}; it takes weight and retain_graph.")
         self._refuse_changed_accumulation()
         self._refuse_released()
-        face = self._owner_of(loss).optimizer
-        face.backward(loss / self.gradient_accumulation_steps, **known)
-        if self._window > 1 and self.gradient_state.sync_gradients and not face.pipeline.window.closed:
-            face.pipeline.reduce_early()  # the last window of an epoch may be a short one; all ranks are at their last batch
+        fleet_optimizer = self._owner_of(loss).optimizer
+        fleet_optimizer.backward(loss / self.gradient_accumulation_steps, **known)
+        if self._window > 1 and self.gradient_state.sync_gradients and not fleet_optimizer.pipeline.window.closed:
+            fleet_optimizer.pipeline.reduce_early()  # the last window of an epoch may be short; all ranks are at their last batch
 
     def _refuse_changed_accumulation(self) -> None:
-        """How many micro-batches make one update is compiled into the strategy."""
-        found = int(self.gradient_accumulation_steps)
-        if found != self._divisor:
+        """Raise if gradient_accumulation_steps has changed: the strategy is built for a fixed number."""
+        steps = int(self.gradient_accumulation_steps)
+        if steps != self._divisor:
             raise ConfigError(
-                f"gradient_accumulation_steps was {self._divisor} when the Accelerator was made and is {found} now, set since or "
-                f"by another Accelerator: they share it. Write Accelerator(gradient_accumulation_steps={found}, ...)."
+                f"gradient_accumulation_steps was {self._divisor} when the Accelerator was made and is {steps} now, set since or "
+                f"by another Accelerator: they share it. Write Accelerator(gradient_accumulation_steps={steps}, ...)."
             )
 
     @contextlib.contextmanager
@@ -228,7 +228,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
             self._accumulates = before
 
     def no_sync(self, model: Any) -> Any:
-        """accumulate() and Trainer enter it inside windows that they have said; a user's own would be one nobody knows of."""
+        """Allow no_sync inside accumulate() and Trainer, whose windows are known; refuse it elsewhere."""
         if not self._accumulates and not self._is_hosted:
             raise ConfigError(
                 "accelerator.no_sync(model) is DDP's, and each backward here is one of a window whose length is known. Write "
@@ -249,13 +249,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         return owners[0]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Of true gradients. Inside a window there are none yet: nothing is done, and None comes back."""
-        asks_alone = max_norm == float("inf")  # for the norm: gradients stay as they are
-        if not asks_alone:
+        """Clip true gradients. Inside a window there are none yet: do nothing and return None."""
+        measures_only = max_norm == float("inf")  # asks for the norm; gradients stay unchanged
+        if not measures_only:
             self._refuse_clipping(f"accelerator.clip_grad_norm_(..., {max_norm})")
         if not self._window_is_closed():
             return None
-        if asks_alone:
+        if measures_only:
             grads = [p.grad for p in _as_list(parameters) if p.grad is not None]
             return torch.nn.utils.get_total_norm(grads, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -269,7 +269,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         refuse_second_clipping(self.strategy, said, write="Leave the call out, or the strategy's part.")
 
     def _window_is_closed(self) -> bool:
-        """Whether there are true gradients to clip: not inside a window."""
+        """Check whether there are true gradients to clip: not inside a window."""
         return any(ours.optimizer.pipeline.window.closed for ours in self.pairs)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
@@ -288,7 +288,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
     # --- files ----------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """For save_model too."""
+        """Return the weights, also for save_model; refused under Local SGD, where each rank has its own."""
         for ours in self.pairs:
             if ours.model is model and ours.shows_own_weights:
                 raise ConfigError(
@@ -298,14 +298,14 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         return super().get_state_dict(model, unwrap)
 
     def averaged(self) -> contextlib.ExitStack:
-        """Under Local SGD the mean of all ranks' weights inside; every rank must enter it."""
+        """Show the mean of all ranks' weights inside, under Local SGD; every rank must enter it."""
         shown = contextlib.ExitStack()
         for ours in self.pairs:
             shown.enter_context(ours.optimizer.averaged())
         return shown
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's files hold the average under Local SGD; the strategy's folder what each rank goes on from."""
+        """Save: under Local SGD Accelerate's files hold the average; the strategy's folder holds each rank's own state."""
         self._refuse_released()
         with self.averaged():
             saved = super().save_state(output_dir, *args, **kwargs)
@@ -322,17 +322,17 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         self.load_strategy_state(folders[-1])
 
     def save_strategy_state(self, folder: Path) -> None:
-        """Every rank calls it."""
+        """Save each rank's own state; every rank must call it."""
         self._refuse_released()
         if not self.pairs:
             return
-        if fleet.is_first_worker():  # before any collective: an older run's state, of a later step, would be taken instead
+        if fleet.is_first_worker():  # before any collective: the state of an older run at a later step would be loaded instead
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
         step = self.pairs[0].optimizer.pipeline.index
         fleet.save_checkpoint(folder / FOLDER, step=step, keep=1, **self._states())
 
     def load_strategy_state(self, folder: Path) -> None:
-        """Every rank calls it."""
+        """Load each rank's own state; every rank must call it."""
         self._refuse_released()
         if self.pairs and fleet.load_checkpoint(folder / FOLDER, **self._states()) is None:
             raise CheckpointError(
@@ -340,7 +340,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
                 "Start from its weights instead: load them into the model before accelerator.prepare(...)."
             )
         for ours in self.pairs:
-            ours.report = None  # of the step before, which the weights are no longer of
+            ours.report = None  # it belongs to the weights before loading
 
     def _states(self) -> dict[str, Any]:
         models = {f"model_{i}": ours.model for i, ours in enumerate(self.pairs)}
@@ -348,7 +348,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
 
 
 def _device_of(accelerator: Any) -> torch.device:
-    """Accelerate counts CPUs ("cpu:0"), and a single GPU it does not ("cuda")."""
+    """Return the device as fleet names it: Accelerate numbers a CPU ("cpu:0") and may not number a GPU ("cuda")."""
     device: torch.device = accelerator.device
     if device.type == "cpu":
         return torch.device("cpu")

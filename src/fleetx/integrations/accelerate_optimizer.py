@@ -1,4 +1,4 @@
-"""The optimizer that prepare() returns: Accelerate's wrapper around the one that drives the strategy, and how it ends."""
+"""Wrap the strategy's optimizer for Accelerate, and translate Accelerate's settings into the strategy's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetx.engine.bind import give_up
 from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.engine.report import Report
 from fleetx.errors import ConfigError, FleetError
-from fleetx.integrations import imported
+from fleetx.integrations import require_package
 from fleetx.strategy import DistributedStrategy
 
 from ..engine.dry_steps import drop_gradients
@@ -37,7 +37,7 @@ def copied(strategy: DistributedStrategy | None) -> DistributedStrategy:
 
 
 def merged(strategy: DistributedStrategy, window: int, *, said: str) -> DistributedStrategy:
-    """A copy that merges `window` micro-batches. Their losses come divided already, so gradients are summed."""
+    """Return a copy that merges `window` micro-batches. Their losses are divided already, so gradients are summed."""
     strategy = strategy.copy()
     if window > 1:
         if strategy.gradient_merge:
@@ -50,7 +50,7 @@ def merged(strategy: DistributedStrategy, window: int, *, said: str) -> Distribu
 
 
 def with_precision(strategy: DistributedStrategy, precision: str | None) -> DistributedStrategy:
-    """A copy that has Accelerate's mixed precision as its own."""
+    """Return a copy with Accelerate's mixed precision as strategy.amp."""
     strategy = strategy.copy()
     if precision in (None, "no"):
         return strategy
@@ -65,16 +65,16 @@ def with_precision(strategy: DistributedStrategy, precision: str | None) -> Dist
 
 @contextlib.contextmanager
 def world_shown(variables: MutableMapping[str, str]) -> Iterator[None]:
-    """Accelerate knows ranks by these variables alone; a group made from Slurm's or MPI's it would not see."""
+    """Set the variables by which Accelerate finds its rank; it does not see a group made from Slurm's or MPI's."""
     here = world.current()
     host = here.endpoints[here.comm.rank].rpartition(":")[0]
     neighbours = sum(endpoint.rpartition(":")[0] == host for endpoint in here.endpoints)
-    told = {"RANK": here.comm.rank, "WORLD_SIZE": here.comm.size, "LOCAL_RANK": here.local_rank, "LOCAL_WORLD_SIZE": neighbours}
-    added = [name for name in told if name not in variables and here.comm.size > 1]
-    variables.update({name: str(told[name]) for name in added})
+    values = {"RANK": here.comm.rank, "WORLD_SIZE": here.comm.size, "LOCAL_RANK": here.local_rank, "LOCAL_WORLD_SIZE": neighbours}
+    added = [name for name in values if name not in variables and here.comm.size > 1]
+    variables.update({name: str(values[name]) for name in added})
     try:
         yield
-    finally:  # a process started from here would take itself for this rank
+    finally:  # a process started later would inherit them and take itself for this rank
         for name in added:
             variables.pop(name, None)
 
@@ -83,43 +83,43 @@ def refuse_handlers(handlers: Iterable[Any]) -> None:
     for handler in handlers:
         name = type(handler).__name__
         if name in HANDLERS:
-            raise ConfigError(f"kwargs_handlers holds {name}, which nothing would follow: {HANDLERS[name]}. Leave it out.")
+            raise ConfigError(f"kwargs_handlers holds {name}, which would have no effect: {HANDLERS[name]}. Leave it out.")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- The optimizer that prepare() returns -----------------------------------------------------------------------------------
 
-accelerate: Any = imported("accelerate", extra="hf", oldest=(1, 0))
+accelerate: Any = require_package("accelerate", extra="hf", oldest=(1, 0))
 PlainOptimizer: Any = accelerate.optimizer.AcceleratedOptimizer
 
 FREED = (
     "this optimizer was released by accelerator.free_memory(), clear() or release(). "
-    "Give accelerator.prepare(model, optimizer) a new torch optimizer; a FleetTrainer is made anew."
+    "Give accelerator.prepare(model, optimizer) a new torch optimizer, or create a new FleetTrainer."
 )
 TAKEN = (
-    "this optimizer's parameters were prepared once more, by another Accelerator or FleetTrainer, which trains them now. "
+    "this optimizer's parameters were prepared again, by another Accelerator or FleetTrainer, which trains them now. "
     "Go on with that one, or make a new one on the same model."
 )
 
 
 class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
-    """What prepare() returns: Accelerate's wrapper, around the optimizer that drives the strategy (`.optimizer`)."""
+    """Accelerate's wrapper, as prepare() returns it, around the optimizer that runs the strategy (`.optimizer`)."""
 
     def __init__(self, optimizer: FleetOptimizer, model: nn.Module, *, hosted: bool) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.model, self._hosted = model, hosted
-        """`hosted`: Accelerate says where a window ends."""
+        """`hosted`: Accelerate decides where a window ends."""
         self.report: Report | None = None
         self.released: str | None = None
-        """Why it trains nothing any more."""
-        living.add(self)
+        """Reason why this optimizer no longer trains anything; None while it does."""
+        instances.add(self)
 
     def release(self, because: str) -> None:
-        """The model is as the user wrote it again, and its parameters are free for another optimizer."""
+        """Remove the strategy from the model and free its parameters for another optimizer."""
         if self.released is None:
             self.released = because
             if not self.optimizer.ended:
                 give_up(self.model, self.optimizer)
-            self.optimizer.forward_stage = None  # fleet.autocast() would go on as long as somebody holds this one
+            self.optimizer.forward_stage = None  # else fleet.autocast() would act as long as a reference to this one exists
 
     def refuse_released(self) -> None:
         if self.released is not None:
@@ -127,7 +127,7 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
 
     @property
     def shows_own_weights(self) -> bool:
-        """Local SGD, outside of `with optimizer.averaged():`."""
+        """Whether the model holds this rank's own weights: Local SGD, outside of `with optimizer.averaged():`."""
         pipeline = self.optimizer.pipeline
         try:
             pipeline.refuse_inside_averaged()
@@ -136,13 +136,13 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
         return bool(pipeline.averages)
 
     def drop_half_window(self) -> None:
-        """Of a loop that was left inside a window: its framework makes no update of it."""
+        """Discard a window that was left half full: the framework makes no update of it."""
         pipeline = self.optimizer.pipeline
         if pipeline.window.micro_steps:
             drop_gradients(pipeline)
 
     def end_with_average(self) -> None:
-        """Every rank calls it. No round right after one: DiLoCo's momentum would move the weights once more."""
+        """Average at the end; every rank must call it. Not directly after an averaging: DiLoCo's momentum would move again."""
         pipeline = self.optimizer.pipeline
         stage, report = pipeline.stages.average, self.report
         if stage is not None and not (report is not None and report.averaged and stage.keeps_ranks_equal):
@@ -150,30 +150,30 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> Report | None:
         self.refuse_released()
-        face: FleetOptimizer = self.optimizer
+        fleet_optimizer: FleetOptimizer = self.optimizer
         if not self.gradient_state.sync_gradients:
-            if face.pipeline.window.entered or face.pipeline.buckets.has_new():
-                face.step()  # ends the micro-step: nothing moves inside a window
+            if fleet_optimizer.pipeline.window.entered or fleet_optimizer.pipeline.buckets.has_new():
+                fleet_optimizer.step()  # ends the micro-step: nothing moves inside a window
             self._is_overflow = True  # no update: a scheduler must not move
             return None
         if closure is not None:
             raise ConfigError(
-                "step(closure) under Accelerate, which says itself where an update ends. Call accelerator.backward(loss)."
+                "step(closure) under Accelerate, which decides itself where an update ends. Call accelerator.backward(loss)."
             )
-        report = face.step()
+        report = fleet_optimizer.step()
         if self._hosted and not report.due:
-            report = face.flush()  # after a bare loss.backward(), the last of a short window
-        # Ranks that train alone may skip alone: their schedulers must move alike. Else as Accelerate does: not on an overflow.
-        self._is_overflow = not report.due or (report.skipped and not face.pipeline.trains_alone)
+            report = fleet_optimizer.flush()  # after a bare loss.backward(), the last of a short window
+        # Under Local SGD a rank may skip alone, and schedulers must stay equal; else as in Accelerate: no move on an overflow.
+        self._is_overflow = not report.due or (report.skipped and not fleet_optimizer.pipeline.trains_alone)
         self.report = report
         return report
 
     def __getattr__(self, name: str) -> Any:
-        """`backward`, `minimize`, `flush`, `average`, `averaged`, `due`, ...: of the optimizer inside."""
+        """Forward `backward`, `minimize`, `flush`, `average`, `averaged`, `due`, ... to the optimizer inside."""
         if name.startswith("_") or "optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.__dict__["optimizer"], name)
 
 
-living: weakref.WeakSet[FleetAcceleratedOptimizer] = weakref.WeakSet()
-"""Whoever made them: one that is done with may wait for the garbage collector, or stay in a variable."""
+instances: weakref.WeakSet[FleetAcceleratedOptimizer] = weakref.WeakSet()
+"""All living optimizers, of any accelerator: a finished one may stay in a variable or wait for the garbage collector."""

@@ -1,13 +1,13 @@
-"""Lightning trains by a FleetX strategy: Trainer(strategy=FleetStrategy(strategy)), and the LightningModule stays as it is.
+"""Train in Lightning by a FleetX strategy: Trainer(strategy=FleetStrategy(strategy)); the LightningModule stays unchanged.
 
 setup_environment  Lightning makes the process group, or finds one; it is adopted
 setup_optimizers   no DDP around the module: fleet.distribute(module, optimizer) for what configure_optimizers returned
-backward           optimizer.backward(loss): Lightning's clipping and hooks then meet true gradients
-optimizer_step     Lightning's own; the last window of an epoch may be a short one
-on_validation_*    under Local SGD the average is validated, and saved (lightning_checkpoints.py)
+backward           optimizer.backward(loss): Lightning's clipping and hooks then see true gradients
+optimizer_step     Lightning's own; the last window of an epoch may be short
+on_validation_*    under Local SGD the average is validated and saved (lightning_checkpoints.py)
 teardown           the module is plain again; the optimizers keep their states, for Trainer.save_checkpoint
 
-Not public in Lightning, and used: Strategy._layer_sync, Strategy._lightning_optimizers.
+Private in Lightning, but used: Strategy._layer_sync, Strategy._lightning_optimizers.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fleetx import fleet
-from fleetx.dist import comm as c10d
-from fleetx.dist import world
-from fleetx.engine.bind import LossFn, give_up
-from fleetx.engine.optimizer import FleetOptimizer
-from fleetx.engine.pairs import leaves
-from fleetx.engine.placement import broadcast_from_first
-from fleetx.engine.report import Report
-from fleetx.errors import ConfigError
-from fleetx.integrations import lightning_checkpoints as checkpoints
-from fleetx.integrations.lightning_refusals import (
+from .. import fleet
+from ..dist import comm as c10d
+from ..dist import world
+from ..engine.bind import LossFn, give_up
+from ..engine.optimizer import FleetOptimizer
+from ..engine.pairs import leaves
+from ..engine.placement import broadcast_from_first
+from ..engine.report import Report
+from ..errors import ConfigError
+from ..strategy import DistributedStrategy
+from . import lightning_checkpoints as checkpoints
+from .lightning_refusals import (
     homes_of,
     refuse_changed_accumulation,
     refuse_no_loss,
     refuse_overridden,
     refuse_what_both_claim,
 )
-from fleetx.strategy import DistributedStrategy
 
 OLDEST = (2, 4)
 PASSED_ON = (
@@ -56,7 +56,7 @@ SEAMS = ("configure_ddp", "setup_environment", "setup_optimizers", "optimizer_st
 
 
 def _lightning() -> Any:
-    """`lightning.pytorch` and `pytorch_lightning` are one code in two packages, and a Trainer takes its own classes alone."""
+    """Import the package in use: `lightning.pytorch` and `pytorch_lightning` hold the same code, but not the same classes."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         names.reverse()
@@ -79,9 +79,10 @@ pl: Any = _checked(_lightning())
 
 
 class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
-    """`strategy` is the fleet.DistributedStrategy; `sample` and `loss_fn` are those of fleet.distribute.
+    """Lightning strategy that trains by `strategy`; `sample` and `loss_fn` are those of fleet.distribute.
 
-    `report` is the report of the last step, for logging: `trainer.strategy.report`."""
+    `report` is the report of the last step, for logging: `trainer.strategy.report`.
+    """
 
     optimizers: list[Any]
 
@@ -107,22 +108,22 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self.report: Report | None = None
         self._sample, self._loss_fn = sample, loss_fn
         self._merged = 1
-        """Batches that make one update, where Lightning counts them."""
+        """Batches of one update, where Lightning counts them."""
         self._multiplies = False
-        """The merge is the strategy's own, which means true losses: what Lightning divided by is undone."""
+        """Whether the merge is the strategy's own, which takes undivided losses: Lightning's division is then undone."""
         self._counted: Any = None
-        """The Trainer that was told to accumulate as the strategy does."""
+        """The Trainer whose accumulate_grad_batches was set to the strategy's merge; None if none was."""
         self._pairs: list[tuple[nn.Module, FleetOptimizer]] = []
-        """What acts in the module while it is fitted, and must let go of it then."""
+        """Modules and their optimizers during a fit; released from the modules at its end."""
         self._shown = contextlib.ExitStack()
         self._shows_average = False
         self._path: Any = None
         self._trains = False
 
-    # --- once ---------------------------------------------------------------------------------------------------------
+    # --- setup and teardown of a fit ------------------------------------------------------------------------------------
 
     def set_world_ranks(self) -> None:
-        """Called while the Trainer is made, before Lightning starts processes."""
+        """Check the world while the Trainer is made, before Lightning starts processes."""
         super().set_world_ranks()
         self._refuse_other_world()
 
@@ -150,7 +151,7 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             )
 
     def configure_ddp(self) -> None:
-        """Nothing is wrapped."""
+        """Do nothing: the module is not wrapped."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -161,22 +162,22 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self._count_batches(trainer)
         super().setup_optimizers(trainer)
         homes = homes_of(module, self.optimizers)
-        if len(homes) > 1:  # of what belongs to none of them
+        if len(homes) > 1:  # for parameters that belong to none of them
             broadcast_from_first(module, {}, world.current().comm)
         for home, given in zip(homes, self.optimizers, strict=True):
             self._pairs.append((home, self._distribute(home, given)))
-        self.optimizers = [face for _, face in self._pairs]
-        self._heed_plan(trainer)
+        self.optimizers = [fleet_optimizer for _, fleet_optimizer in self._pairs]
+        self._follow_plan(trainer)
         self._trains = True
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         for wrapped in self._lightning_optimizers:
-            # Methods that set something on their optimizer must find the optimizer, and not what Lightning put around it.
+            # These methods set attributes on their `self`, which must be the optimizer, not Lightning's wrapper around it.
             wrapped.flush, wrapped.minimize = wrapped.optimizer.flush, _no_minimize
 
     def _count_batches(self, trainer: Any) -> None:
-        """Lightning's loop decides when an update is due: schedulers, global_step and max_steps follow it."""
+        """Give the merge to Lightning's loop, which decides when an update is due, for schedulers, global_step and max_steps."""
         strategy = self._merging = self.fleet_strategy.copy()
         self._multiplies = bool(strategy.gradient_merge) and self.lightning_module.automatic_optimization
         if self._multiplies:
@@ -187,42 +188,44 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             strategy.gradient_merge_configs = {"k_steps": trainer.accumulate_grad_batches, "avg": False}
         self._merged = trainer.accumulate_grad_batches
 
-    def _heed_plan(self, trainer: Any) -> None:
-        """strategy.auto may have chosen to merge batches."""
+    def _follow_plan(self, trainer: Any) -> None:
+        """Set Lightning's accumulation to the merge that strategy.auto has chosen."""
         chosen = self.optimizers[0].pipeline.stages.merge.micro_steps
         if self.lightning_module.automatic_optimization and chosen != self._merged:
             self._multiplies, self._counted = True, trainer
             self._merged = trainer.accumulate_grad_batches = chosen
 
     def _release(self) -> None:
-        """The module is plain again: another Trainer may fit it, by whatever strategy."""
+        """Remove the strategy from the module, so that another Trainer may fit it by any strategy."""
         while self._pairs:
-            home, face = self._pairs.pop()
-            if face.update is not face.given:  # the strategy's settings leave the groups; those to be saved are of the run
-                face.update.param_groups = [dict(group) for group in face.update.param_groups]
-            give_up(home, face)
+            home, fleet_optimizer = self._pairs.pop()
+            if fleet_optimizer.update is not fleet_optimizer.given:
+                # give_up removes the strategy's settings from the user's groups; the copies keep them, to be saved.
+                fleet_optimizer.update.param_groups = [dict(group) for group in fleet_optimizer.update.param_groups]
+            give_up(home, fleet_optimizer)
 
     def _distribute(self, home: nn.Module, given: Any) -> FleetOptimizer:
-        _, face = fleet.distribute(home, given, self._merging, sample=self._sample, loss_fn=self._loss_fn)
-        myself, it = weakref.ref(self), weakref.ref(face)  # no cycle: it would keep a discarded pair alive
+        _, fleet_optimizer = fleet.distribute(home, given, self._merging, sample=self._sample, loss_fn=self._loss_fn)
+        strategy_ref, optimizer_ref = weakref.ref(self), weakref.ref(fleet_optimizer)  # a cycle would keep a discarded pair alive
 
         def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
-            """Lightning gives each step a closure, to be run once: forward, backward, hooks and clipping."""
+            """Step after running Lightning's closure once: forward, backward, hooks and clipping."""
             result = None if closure is None else closure()
-            face, strategy = it(), myself()
-            assert face is not None
-            report = FleetOptimizer.step(face)
+            fleet_optimizer, strategy = optimizer_ref(), strategy_ref()
+            assert fleet_optimizer is not None
+            report = FleetOptimizer.step(fleet_optimizer)
             if strategy is not None:
                 strategy.report = report
             return report if closure is None else result
 
-        vars(face)["step"] = types.MethodType(step, weakref.proxy(face))  # a scheduler wraps a method, and no function
-        return face
+        # A method, not a function: that is what a scheduler wraps.
+        vars(fleet_optimizer)["step"] = types.MethodType(step, weakref.proxy(fleet_optimizer))
+        return fleet_optimizer
 
     # --- each batch ---------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Again where a callback has tried out learning rates before: that ended as a training does."""
+        """Mark the start of training again: a callback that tried learning rates has ended like a training."""
         super().on_train_start()
         self._trains = True
 
@@ -235,13 +238,13 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module, plugin = self.lightning_module, self.precision_plugin
         retains = _retain_graph(args, kwargs)
-        face = self._meant_by(closure_loss)
-        self._refuse_backward(face)
+        fleet_optimizer = self._owner_of(closure_loss)
+        self._refuse_backward(fleet_optimizer)
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        face.backward(loss * self._merged if self._multiplies and self._merged > 1 else loss, retain_graph=retains)
-        if module.automatic_optimization and not face.pipeline.window.closed:
-            face.pipeline.step()  # Lightning calls step() only when an update is due; this ends the micro-step
+        fleet_optimizer.backward(loss * self._merged if self._multiplies and self._merged > 1 else loss, retain_graph=retains)
+        if module.automatic_optimization and not fleet_optimizer.pipeline.window.closed:
+            fleet_optimizer.pipeline.step()  # Lightning calls step() only when an update is due; this ends the micro-step
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss  # type: ignore[no-any-return]
@@ -255,32 +258,34 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
         return super().optimizer_step(optimizer, run, model, **kwargs)
 
-    def _meant_by(self, loss: Tensor) -> FleetOptimizer:
-        """Whose loss it is: of several optimizers, that whose parameters it reaches."""
-        faces: list[FleetOptimizer] = self.optimizers
-        if len(faces) == 1:
-            return faces[0]
+    def _owner_of(self, loss: Tensor) -> FleetOptimizer:
+        """Return the optimizer of this loss: the one whose parameters it reaches."""
+        fleet_optimizers: list[FleetOptimizer] = self.optimizers
+        if len(fleet_optimizers) == 1:
+            return fleet_optimizers[0]
         reached = {id(leaf) for leaf in leaves(loss)}
-        found = [number for number, face in enumerate(faces) if face.pipeline.param_ids & reached]
-        if len(found) != 1:
+        owners = [
+            number for number, fleet_optimizer in enumerate(fleet_optimizers) if fleet_optimizer.pipeline.param_ids & reached
+        ]
+        if len(owners) != 1:
             raise ConfigError(
-                f"this loss reaches the parameters of optimizers {found} of {len(faces)}, and is meant for one. Put "
+                f"this loss reaches the parameters of optimizers {owners} of {len(fleet_optimizers)}, and is meant for one. Put "
                 "self.toggle_optimizer(opt) before its forward and self.untoggle_optimizer(opt) after step(), or write "
                 "opt.backward(loss) in place of self.manual_backward(loss)."
             )
-        return faces[found[0]]
+        return fleet_optimizers[owners[0]]
 
-    def _refuse_backward(self, face: FleetOptimizer) -> None:
+    def _refuse_backward(self, fleet_optimizer: FleetOptimizer) -> None:
         if self.lightning_module.automatic_optimization:
             refuse_changed_accumulation(self.lightning_module.trainer.accumulate_grad_batches, self._merged)
-        elif face.pipeline.window.closed:
+        elif fleet_optimizer.pipeline.window.closed:
             raise ConfigError(
                 "self.manual_backward(loss) came twice before opt.step(). Add the losses and call it once; or, to make one "
                 "update of several batches, call opt.step() after each and write strategy.gradient_merge = True with "
                 'strategy.gradient_merge_configs = {"k_steps": ...}.'
             )
 
-    # --- Local SGD: what is validated and kept is the average ---------------------------------------------------------
+    # --- Local SGD: the average is validated and saved ----------------------------------------------------------------
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -291,21 +296,21 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         super().on_validation_end()
 
     def on_train_end(self) -> None:
-        """All ranks leave with the same weights."""
+        """Average at the end of training, so that all ranks leave with the same weights."""
         super().on_train_end()
-        for face in self.optimizers:
-            if face.pipeline.window.micro_steps:
-                face.flush()
-            face.average()
+        for fleet_optimizer in self.optimizers:
+            if fleet_optimizer.pipeline.window.micro_steps:
+                fleet_optimizer.flush()
+            fleet_optimizer.average()
         self._trains = False
 
     def _averages(self) -> bool:
-        return self._trains and any(face.pipeline.averages for face in self.optimizers)
+        return self._trains and any(fleet_optimizer.pipeline.averages for fleet_optimizer in self.optimizers)
 
     def _show_average(self) -> None:
         if self._averages():
-            for face in self.optimizers:
-                self._shown.enter_context(face.averaged())
+            for fleet_optimizer in self.optimizers:
+                self._shown.enter_context(fleet_optimizer.averaged())
             self._shows_average = True
 
     def _show_own(self) -> None:
@@ -316,30 +321,30 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if self._shows_average or not self._averages() or self._is_interrupted():
             return super().lightning_module_state_dict()  # type: ignore[no-any-return]
         with contextlib.ExitStack() as shown:
-            for face in self.optimizers:
-                shown.enter_context(face.averaged())
+            for fleet_optimizer in self.optimizers:
+                shown.enter_context(fleet_optimizer.averaged())
             state = super().lightning_module_state_dict()
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        faces = [face for face in self.optimizers if isinstance(face, FleetOptimizer)]
+        fleet_optimizers = [fleet_optimizer for fleet_optimizer in self.optimizers if isinstance(fleet_optimizer, FleetOptimizer)]
         step, shown = int(checkpoint["global_step"]), self._shows_average
-        keeps = bool(faces) and "optimizer_states" in checkpoint  # else it was asked for the weights alone
+        keeps = bool(fleet_optimizers) and "optimizer_states" in checkpoint  # else only the weights are to be saved
         if keeps and self._is_interrupted():
-            keeps = checkpoints.keep_after_an_error(checkpoint, filepath, faces)
+            keeps = checkpoints.keep_after_an_error(checkpoint, filepath, fleet_optimizers)
         elif keeps:
-            checkpoint[checkpoints.KEY] = checkpoints.what_to_keep(faces, step=step)
+            checkpoint[checkpoints.KEY] = checkpoints.what_to_keep(fleet_optimizers, step=step)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if keeps and checkpoints.ranks_differ(faces):
+        if keeps and checkpoints.ranks_differ(fleet_optimizers):
             self._show_own()
-            checkpoints.save_own(filepath, self.lightning_module, faces, step=step)
+            checkpoints.save_own(filepath, self.lightning_module, fleet_optimizers, step=step)
             if shown:
                 self._show_average()
 
     def _is_interrupted(self) -> bool:
-        """An error, maybe of this rank alone: the others are in no collective with it."""
+        """Check for an error, perhaps of this rank alone: then the others would not join a collective."""
         return bool(self.lightning_module.trainer.interrupted)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -359,14 +364,14 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             self._show_own()
         finally:
             self._release()
-        if self._counted is not None:  # as the user gave it: another fit must not find two who count
+        if self._counted is not None:  # restore the user's value: in another fit both would count
             self._counted.accumulate_grad_batches = 1
             self._counted = None
         super().teardown()
 
 
 def _retain_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Of what Tensor.backward takes, the only one that means something here."""
+    """Read retain_graph, the only argument of Tensor.backward that is supported here; refuse the others."""
     other = [*map(repr, args), *(name for name, value in kwargs.items() if name != "retain_graph" and value)]
     if other:
         raise ConfigError(f"manual_backward was given {', '.join(other)}; besides the loss it takes retain_graph= alone.")

@@ -1,7 +1,7 @@
-"""What a Lightning checkpoint must hold besides Lightning's own, so that a run goes on exactly.
+"""Save in Lightning checkpoints what a run needs besides Lightning's own state to continue exactly.
 
-state equal on all ranks    beside Lightning's keys in the .ckpt, under "fleetx"
-a rank's own state          (Local SGD, DGC, PowerSGD, a merge window half full) in a folder beside it: last.ckpt.fleetx
+state equal on all ranks    in the .ckpt, under "fleetx" beside Lightning's keys
+a rank's own state          (Local SGD, DGC, PowerSGD, a half-full merge window) in a folder beside the file: last.ckpt.fleetx
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ FOLDER = ".fleetx"
 
 
 def folder_of(path: Any) -> str:
-    """Beside the file itself, where `path` is a link to it."""
+    """Return the folder beside the file; where `path` is a link, beside its target."""
     return f"{os.path.realpath(path)}{FOLDER}"
 
 
 def ranks_differ(optimizers: Sequence[FleetOptimizer]) -> bool:
-    """The same answer on every rank."""
+    """Check whether ranks hold different state; the answer is the same on every rank."""
     pipelines = [optimizer.pipeline for optimizer in optimizers]
     return any(p.averages or p.stages.reduce.state_dict() or p.window.micro_steps for p in pipelines)
 
 
 def what_to_keep(optimizers: Sequence[FleetOptimizer], *, step: int) -> dict[str, Any]:
-    """For the .ckpt. Tensors are live, and Lightning's own entries hold the same ones: they are written once."""
+    """Return the entry for the .ckpt. It shares its tensors with Lightning's entries, so that they are written once."""
     if ranks_differ(optimizers):
         return {"step": step}
     return {"states": [training_state(optimizer) for optimizer in optimizers]}
 
 
 def keep_after_an_error(checkpoint: dict[str, Any], path: Any, optimizers: Sequence[FleetOptimizer]) -> bool:
-    """As much as this rank can say alone; whether that is all there is to keep."""
+    """Add what this rank can save alone after an error; return whether that is complete."""
     with contextlib.suppress(FleetError):  # the error came in the middle of a step
         if not ranks_differ(optimizers):
             checkpoint[KEY] = what_to_keep(optimizers, step=0)
             return True
     warn_user(
-        f"{path} is saved after an error: it holds the weights of rank 0 alone, and nothing of what the strategy remembers. "
-        "Go on from a checkpoint that was saved before.",
+        f"{path} is saved after an error: it holds the weights of rank 0 alone, and none of the strategy's state. "
+        "Continue from an earlier checkpoint.",
     )
     return False
 
 
 def save_own(path: Any, module: nn.Module, optimizers: Sequence[FleetOptimizer], *, step: int) -> None:
-    """Each rank's own state. Every rank calls it."""
+    """Save each rank's own state; every rank must call it."""
     if "://" in str(path):
         raise CheckpointError(
             f"{path}: this strategy keeps state of each rank's own, which is written into a folder beside the checkpoint; that "
@@ -70,7 +70,7 @@ def remove_own(path: Any) -> None:
 
 
 def load_kept(checkpoint: Mapping[str, Any], path: Any, module: nn.Module, optimizers: Sequence[FleetOptimizer]) -> None:
-    """Optimizers, counters, residuals; and where ranks differ each rank's own weights. Every rank calls it."""
+    """Load optimizers, counters, residuals, and each rank's own weights where ranks differ; every rank must call it."""
     kept = checkpoint.get(KEY)
     if kept is None:
         _load_plain(checkpoint, path, optimizers)
@@ -94,12 +94,12 @@ def _load_plain(checkpoint: Mapping[str, Any], path: Any, optimizers: Sequence[F
 
 
 def _load_own(step: int, path: Any, module: nn.Module, optimizers: Sequence[FleetOptimizer]) -> None:
-    found = load_checkpoint(folder_of(path), model=module, **_by_name(optimizers))
-    if found is None or found.step != step:
-        held = "is not there" if found is None else f"holds step {found.step}"
+    loaded = load_checkpoint(folder_of(path), model=module, **_by_name(optimizers))
+    if loaded is None or loaded.step != step:
+        held = "is not there" if loaded is None else f"holds step {loaded.step}"
         raise CheckpointError(
             f"{path} is of step {step}, with each rank's own state beside it in {folder_of(path)}, which {held}. Copy or move "
-            "the two together; or start anew from the average: Model.load_from_checkpoint(path), and fit without ckpt_path."
+            "the two together; or start again from the average: Model.load_from_checkpoint(path), and fit without ckpt_path."
         )
 
 

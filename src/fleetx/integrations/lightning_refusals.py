@@ -1,4 +1,4 @@
-"""What a Lightning Trainer and a FleetX strategy cannot both do: one sentence each, with the line to write instead."""
+"""Refuse what a Lightning Trainer and a FleetX strategy cannot both do, each with the line to write instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..strategy import DistributedStrategy
 
 
 def refuse_what_both_claim(trainer: Any, plugin: Any, strategy: DistributedStrategy) -> None:
-    """Before configure_optimizers is called; all sentences at once."""
+    """Check for conflicts before configure_optimizers is called; report all at once."""
     lines = [
         *_precision(plugin, strategy),
         *_clipping(trainer, strategy),
@@ -28,7 +28,7 @@ def _precision(plugin: Any, strategy: DistributedStrategy) -> list[str]:
     asked = getattr(plugin, "precision", None)
     if getattr(plugin, "scaler", None) is not None:
         return [
-            f"Trainer(precision={asked!r}) scales the loss by itself, and would not know the ranks' agreement on an overflow. "
+            f"Trainer(precision={asked!r}) scales the loss by itself, without the ranks agreeing on an overflow. "
             'Leave precision out and write strategy.amp = True with strategy.amp_configs = {"dtype": "float16"}.'
         ]
     if strategy.amp and type(plugin).__name__ != "Precision":
@@ -48,22 +48,22 @@ def _clipping(trainer: Any, strategy: DistributedStrategy) -> list[str]:
 
 def _accumulation(trainer: Any, strategy: DistributedStrategy) -> list[str]:
     asked = trainer.accumulate_grad_batches
-    found = [
+    lines = [
         f"Trainer(accumulate_grad_batches={asked}) and strategy.{name} both say how many batches make one update. "
         "Keep one of them."
         for name in ("gradient_merge", "auto")
         if asked > 1 and getattr(strategy, name)
     ]
     if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
-        found.append(
+        lines.append(
             "GradientAccumulationScheduler changes how many batches make one update, which is fixed for a run here. Write "
             "Trainer(accumulate_grad_batches=...) with one number."
         )
-    return found
+    return lines
 
 
 def _averaging(trainer: Any, strategy: DistributedStrategy) -> list[str]:
-    """Callbacks that average the weights over time, as each rank has them."""
+    """Refuse callbacks that average one rank's weights over time."""
     apart = [part.name for part in strategy.parts() if Slot.AVERAGE in part.claims()] + ["auto"] * strategy.auto
     found = []
     for callback in trainer.callbacks:
@@ -84,7 +84,7 @@ def _averaging(trainer: Any, strategy: DistributedStrategy) -> list[str]:
 
 
 def refuse_no_loss(module: Any) -> None:
-    """Nothing was computed that a backward could begin with; the other ranks are in theirs."""
+    """Raise for a training_step without a loss: this rank would miss the reduce that the other ranks are in."""
     raise ConfigError(
         f"{type(module).__name__}.training_step returned None: a rank that leaves out a batch would not reach the reduce, where "
         "the others wait for it. To leave one out, return 0 * loss, so that every rank reaches the reduce."
@@ -108,7 +108,7 @@ def refuse_changed_accumulation(now: int, before: int) -> None:
 
 
 def homes_of(module: nn.Module, optimizers: list[Optimizer]) -> list[nn.Module]:
-    """The module that each optimizer trains: all of it, or with several optimizers a child that is one's alone."""
+    """Return the module that each optimizer trains: the whole module, or with several optimizers one child each."""
     if len(optimizers) == 1:
         return [module]
     trained = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]

@@ -1,14 +1,14 @@
-"""Hugging Face's Trainer trains by a FleetX strategy: FleetTrainer(..., fleet_strategy=...), and the rest stays as it is.
+"""Train in Hugging Face's Trainer by a FleetX strategy: FleetTrainer(..., fleet_strategy=...); the rest stays unchanged.
 
 accelerator    Trainer's own, changed into fleetx.integrations.accelerate.Accelerator: no DDP around the model
-accumulation   gradient_accumulation_steps=k and strategy.gradient_merge of k are one thing; Trainer divides the losses, by tokens
+accumulation   gradient_accumulation_steps=k and strategy.gradient_merge of k are the same; Trainer divides losses, by tokens
                where it knows them, and a short window at the end of an epoch closes by itself
-clipping       max_grad_norm, of true gradients; under Local SGD of each rank's own; not beside clip_norm or dgc
+clipping       max_grad_norm clips true gradients, under Local SGD each rank's own; not beside clip_norm or dgc
 files          save_model writes the average under Local SGD (every rank calls it); a checkpoint has a folder `fleetx` beside
                Trainer's files, from which resume_from_checkpoint goes on
 evaluation     of the average under Local SGD; after train() the model is the average, on all ranks
 
-Not public in transformers, and used: Trainer._save_optimizer_and_scheduler, Trainer._load_optimizer_and_scheduler,
+Private in transformers, but used: Trainer._save_optimizer_and_scheduler, Trainer._load_optimizer_and_scheduler,
 Trainer._load_best_model.
 """
 
@@ -20,15 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fleetx import fleet
-from fleetx.errors import ConfigError
-from fleetx.integrations import imported, require_seams
-from fleetx.integrations.accelerate import Accelerator
-from fleetx.integrations.accelerate_optimizer import merged
-from fleetx.integrations.refusals import refuse_plans, refuse_second_clipping
-from fleetx.strategy import DistributedStrategy
+from .. import fleet
+from ..errors import ConfigError
+from ..strategy import DistributedStrategy
+from . import require_package, require_seams
+from .accelerate import Accelerator
+from .accelerate_optimizer import merged
+from .refusals import refuse_plans, refuse_second_clipping
 
-transformers: Any = imported("transformers", extra="hf", oldest=(4, 50))
+transformers: Any = require_package("transformers", extra="hf", oldest=(4, 50))
 PlainTrainer: Any = transformers.Trainer
 SEAMS = ("create_accelerator_and_postprocess", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 require_seams(PlainTrainer, (*SEAMS, "_load_best_model", "save_model", "evaluate", "predict", "train"))
@@ -43,16 +43,16 @@ REFUSED = {
     "deepspeed": "it shards the model itself",
     "fsdp": "it shards the model itself",
 }
-"""Arguments of TrainingArguments that nothing would follow, and what to write instead."""
+"""Fields of TrainingArguments that would have no effect, and what to write instead."""
 
 
 def refuse_arguments(arguments: Any) -> None:
-    """All of them at once."""
+    """Refuse all unsupported TrainingArguments at once."""
     asked = [name for name in REFUSED if getattr(arguments, name, None) not in (None, "", [])]
     asked = [name for name in asked if getattr(arguments, name) or name == "ddp_broadcast_buffers"]  # False asks for something
     if asked:
-        told = "; ".join(f"{name}: {REFUSED[name]}" for name in asked)
-        raise ConfigError(f"FleetTrainer does not take these of TrainingArguments. {told}.")
+        reasons = "; ".join(f"{name}: {REFUSED[name]}" for name in asked)
+        raise ConfigError(f"FleetTrainer does not take these of TrainingArguments. {reasons}.")
     if getattr(arguments, "n_gpu", 1) > 1:
         raise ConfigError(
             "one process sees several GPUs, and Trainer would use DataParallel. Start with fleetrun: one rank each."
@@ -60,7 +60,7 @@ def refuse_arguments(arguments: Any) -> None:
 
 
 def refuse_default_clipping(arguments: Any, strategy: DistributedStrategy) -> None:
-    """Trainer clips unless it is told not to."""
+    """Refuse Trainer's clipping, which is on by default, beside a part that clips."""
     norm = arguments.max_grad_norm
     if norm is not None and norm > 0:
         said = f"TrainingArguments(max_grad_norm={norm}), where 1.0 is Trainer's default,"
@@ -68,7 +68,7 @@ def refuse_default_clipping(arguments: Any, strategy: DistributedStrategy) -> No
 
 
 def window_of(arguments: Any, strategy: DistributedStrategy) -> int:
-    """How many micro-batches make one update: Trainer's word or the strategy's; where both speak they must agree."""
+    """Return the micro-batches of one update, by Trainer's setting or the strategy's; if both are set they must agree."""
     theirs = int(arguments.gradient_accumulation_steps)
     if not strategy.gradient_merge:
         return theirs
@@ -101,25 +101,25 @@ class FleetTrainer(PlainTrainer):  # type: ignore[misc]
         refuse_plans(strategy, who="FleetTrainer")
         refuse_default_clipping(self.args, strategy)
         window = window_of(self.args, strategy)
-        strategy.gradient_merge = False  # said by `window` from here on
+        strategy.gradient_merge = False  # `window` holds it from here on
         if window != self.args.gradient_accumulation_steps:
-            self.args = copy.copy(self.args)  # the user's own stay as they are; updates and schedules are counted by these
+            self.args = copy.copy(self.args)  # the user's own stay unchanged; updates and schedules are counted by these
             self.args.gradient_accumulation_steps = window
         super().create_accelerator_and_postprocess()
-        # As Trainer would tell DDP: on, unless the model recomputes or the user says otherwise.
-        found = getattr(self.accelerator, "ddp_handler", None)
-        strategy.find_unused_parameters |= bool(getattr(found, "find_unused_parameters", False))
+        # As Trainer sets it for DDP: on, unless the model recomputes or the user sets it.
+        handler = getattr(self.accelerator, "ddp_handler", None)
+        strategy.find_unused_parameters |= bool(getattr(handler, "find_unused_parameters", False))
         strategy = merged(strategy, window, said="gradient_accumulation_steps")
         self.accelerator = Accelerator.of(self.accelerator, strategy, window=window)
 
     @contextlib.contextmanager
     def _average_shown(self) -> Iterator[None]:
-        """Of a trained pair under Local SGD; elsewhere nothing changes. Every rank is here."""
+        """Show the average inside, under Local SGD; every rank must enter it."""
         with self.accelerator.averaged():
             yield
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Every rank is at its end, or none: after an error nothing is averaged."""
+        """Train, then average. After an error nothing is averaged, because only this rank may have failed."""
         self._is_averaged = False
         result = super().train(*args, **kwargs)
         if not self._is_averaged:
@@ -127,7 +127,7 @@ class FleetTrainer(PlainTrainer):  # type: ignore[misc]
         return result
 
     def _load_best_model(self) -> None:
-        """Its weights stay as they are; what they do not hold, and those that cannot be read, are the average."""
+        """Load the best weights over the average, which stays for weights that the file lacks or that cannot be read."""
         self._average_for_good()
         self._is_averaged = True
         super()._load_best_model()
@@ -146,7 +146,7 @@ class FleetTrainer(PlainTrainer):  # type: ignore[misc]
             return super().predict(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every rank must call it; rank 0 writes."""
+        """Save the model, under Local SGD the average; every rank must call it, rank 0 writes."""
         with self._average_shown():
             super().save_model(output_dir, _internal_call=_internal_call)
 

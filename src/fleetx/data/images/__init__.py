@@ -1,1 +1,1 @@
-"""Images: from a list in a folder or a .tar, or in memory."""
+"""Read images: from a list in a folder or a .tar, or from memory."""

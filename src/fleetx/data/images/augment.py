@@ -1,4 +1,4 @@
-"""Which part of an image is shown: pure functions of its size and of uniform draws in [0, 1).
+"""Choose which part of an image is shown, by its size and uniform draws in [0, 1), and normalise bytes on the device.
 
 A box is (left, top, right, bottom) in pixels of the image. Scaling it to the model's input is one resampling of that box.
 """
@@ -14,28 +14,28 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# --- Bytes to normalised floats, on whatever device the bytes are -----------------------------------------------------
+# --- Normalising: bytes to floats, on the device where the bytes are ---------------------------------------------------
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def normalisation(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Shift and factor for each channel: (bytes - shift) * factor is (bytes / 255 - mean) / std."""
+    """Return shift and factor of each channel: (bytes - shift) * factor is (bytes / 255 - mean) / std."""
     shift = torch.tensor([255 * value for value in mean], dtype=torch.float32)
     factor = torch.tensor([1 / (255 * value) for value in std], dtype=torch.float32)
     return shift.view(1, -1, 1, 1).to(device), factor.view(1, -1, 1, 1).to(device)
 
 
 class Normaliser:
-    """Float32 images of the mean's channels; one grey channel becomes as many. Contiguous, or as the bytes lie: channels_last."""
+    """Turn uint8 images into normalised float32; one grey channel is repeated for every channel of `mean`."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], *, channels_last: bool) -> None:
         self.mean, self.std, self.channels_last = mean, std, channels_last
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
-        if images.device not in self._constants:  # kept: made anew for each batch, they would be copied there each time
+        if images.device not in self._constants:  # cached: building them for each batch would copy them there each time
             self._constants[images.device] = normalisation(self.mean, self.std, images.device)
         shift, factor = self._constants[images.device]
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
@@ -44,15 +44,15 @@ class Normaliser:
         return coloured.contiguous(memory_format=layout).float().sub_(shift).mul_(factor)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Crops: which box of the image becomes the model's input -----------------------------------------------------------
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
-"""Height, width, 3."""
+"""An array [height, width, 3]."""
 Box: TypeAlias = tuple[float, float, float, float]
 
 CROP_TRIES = 10
 CROP_DRAWS = 2 * CROP_TRIES + 2
-"""Area and shape of each try, then the place."""
+"""Draws of one crop: area and shape of each try, then its position (two)."""
 
 
 def resized_crop_box(
@@ -62,7 +62,7 @@ def resized_crop_box(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Box:
-    """A box of random area (a share of the image's) and shape (log-uniform); the largest central one if ten tries do not fit."""
+    """Draw a box of random area (a share of the image's) and shape (log-uniform); the largest central one if no try fits."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for number in range(CROP_TRIES):
         area = width * height * (scale[0] + (scale[1] - scale[0]) * draws[2 * number])
@@ -76,7 +76,7 @@ def resized_crop_box(
 
 
 def central_box(width: int, height: int, ratio: tuple[float, float]) -> Box:
-    """The largest central box whose width / height lies within `ratio`."""
+    """Return the largest central box whose width / height lies within `ratio`."""
     across = min(width, max(1, round(height * ratio[1])))
     down = min(height, max(1, round(width / ratio[0])))
     left, top = (width - across) // 2, (height - down) // 2
@@ -84,7 +84,7 @@ def central_box(width: int, height: int, ratio: tuple[float, float]) -> Box:
 
 
 def evaluation_box(width: int, height: int, image_size: int, margin: float = 256 / 224) -> Box:
-    """What is seen of "short side to `margin * image_size`, then the central square": that square, in the image's own pixels."""
+    """Return the central square of the image scaled to a short side of `margin * image_size`, in the image's own pixels."""
     short = round(image_size * margin)
     long = int(short * max(width, height) / min(width, height))
     across, down = (short, long) if width <= height else (long, short)
@@ -94,12 +94,12 @@ def evaluation_box(width: int, height: int, image_size: int, margin: float = 256
 
 
 def padded_crop_offset(draw: float, pad: int) -> int:
-    """Where a crop of the image's own size begins in the image padded on both sides: -pad to pad."""
+    """Return where a crop of the image's own size begins in the padded image: -pad to pad."""
     return whole_below(2 * pad + 1, draw) - pad
 
 
 def shift_into(out: Pixels, pixels: Pixels, across: int, down: int) -> None:
-    """Fill `out` with the image seen through a window moved by so many pixels; black where the window leaves the image."""
+    """Fill `out` with the image shifted by `across` and `down` pixels; black outside the image."""
     height, width = pixels.shape[:2]
     out.fill(0)
     out[max(-down, 0) : height - max(down, 0), max(-across, 0) : width - max(across, 0)] = pixels[
@@ -108,5 +108,5 @@ def shift_into(out: Pixels, pixels: Pixels, across: int, down: int) -> None:
 
 
 def whole_below(limit: int, draw: float) -> int:
-    """A whole number from 0 to limit - 1, each equally likely. The product may round up to the limit itself."""
+    """Map a draw to a whole number from 0 to limit - 1, each equally likely. The product may round up to the limit itself."""
     return min(int(limit * draw), limit - 1)

@@ -1,4 +1,4 @@
-"""Images that need no download: the digits inside scikit-learn, and Fashion-MNIST where Debian's package is installed."""
+"""Load images that need no download: the digits inside scikit-learn, and Fashion-MNIST where Debian's package is installed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..draws import Floats, uniforms
 from ..source import Indices
 from .augment import Normaliser
 
-# Small images in memory as a source: uint8 until they are on the device, and moved or flipped by their coordinates alone.
+# --- A source of small images in memory: uint8 until they are on the device ---------------------------------------------
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Labels: TypeAlias = npt.NDArray[np.int64]
 
 CROP_DRAWS = 3
-"""Down, across, flip."""
+"""Draws of one image: shift down, shift across, flip."""
 
 
 def crops(padded: Bytes, indices: Indices, draws: Floats, *, pad: int, flip: bool) -> Bytes:
-    """Of each padded image one window of its size without the padding, by draws in [0, 1); mirrored for half of the draws."""
+    """Cut one window of the original size out of each padded image, by draws in [0, 1); with `flip` half are mirrored."""
     height, width = padded.shape[1] - 2 * pad, padded.shape[2] - 2 * pad
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))
     windows = np.moveaxis(windows, 3, 5)  # [N, down, across, height, width, channel], all one view of `padded`
@@ -45,7 +45,7 @@ def crops(padded: Bytes, indices: Indices, draws: Floats, *, pad: int, flip: boo
 
 
 def resized(images: Bytes, size: int) -> Bytes:
-    """Each image as size x size pixels, bilinear."""
+    """Resize each image to size x size pixels, bilinear."""
     if images.shape[1:3] == (size, size):
         return images
     out = np.empty((len(images), size, size, images.shape[3]), dtype=np.uint8)
@@ -57,7 +57,7 @@ def resized(images: Bytes, size: int) -> Bytes:
 
 @final
 class ArrayImages:
-    """Images [N, H, W, C] with 1 or 3 channels, resized once. A batch is (images [B, C, H, W], labels [B]).
+    """Serve images [N, H, W, C] with 1 or 3 channels, resized once. A batch is (images [B, C, H, W], labels [B]).
 
     `augment`: a window of the image with `pad` black pixels around it, and with `flip` its mirror image for every second one,
     as a pure function of (seed, epoch, index).
@@ -106,7 +106,7 @@ class ArrayImages:
             pixels = crops(self._padded, indices, draws, pad=self.pad, flip=self.flip)
         else:
             pixels = self._padded[indices]
-        # The bytes stay as they lie, [B, H, W, C]: seen as NCHW, that is channels_last.
+        # The bytes keep their layout [B, H, W, C]: viewed as NCHW, that is channels_last.
         return (torch.from_numpy(pixels).permute(0, 3, 1, 2), torch.from_numpy(self.labels[indices])), []
 
     def finish(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -146,17 +146,15 @@ def _per_channel(name: str, values: Sequence[float], channels: int, kind: Kind) 
     return given
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-# --- The IDX files of MNIST and its kin, gzipped: a magic number, the sizes, then one byte for each element -----------
+# --- IDX files (MNIST's format), gzipped: a magic number, the sizes, then one byte for each element ---------------------
 
 UNSIGNED_BYTE = 0x08
 MOST_BYTES = 2**30
-"""A header can promise any size, and a few gzipped bytes can keep such a promise."""
+"""Limit on the unpacked size: a few gzipped bytes can expand to any size."""
 
 
 def read_idx(path: str | os.PathLike[str], dimensions: int) -> npt.NDArray[np.uint8]:
-    """The array in the file. A file of another kind, cut short or too long, is a `DataError` that says so."""
+    """Read the array. A file of another kind, truncated or too long, is a `DataError`."""
     try:
         with gzip.open(path) as file:
             return _read(file, path, dimensions)
@@ -164,7 +162,7 @@ def read_idx(path: str | os.PathLike[str], dimensions: int) -> npt.NDArray[np.ui
         raise DataError(f"{path}: there is no such file.") from None
     except EOFError:
         raise DataError(f"{path}: the file is cut short.") from None
-    except (OSError, zlib.error) as error:  # what gzip finds wrong is an OSError too
+    except (OSError, zlib.error) as error:  # gzip's own errors are OSErrors too
         raise DataError(f"{path}: it cannot be read as a gzip file: {error}.") from None
 
 
@@ -191,7 +189,7 @@ def _exactly(file: gzip.GzipFile, size: int) -> bytes:
     return data
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- The built-in data sets ------------------------------------------------------------------------------------------------
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 FASHION_MNIST_VARIABLE = "FLEETX_FASHION_MNIST"
@@ -211,7 +209,7 @@ def digits(
     seed: int = 0,
     channels_last: bool = False,
 ) -> ArrayImages:
-    """1,797 handwritten digits of 8 x 8 pixels, enlarged. Every fifth is for testing. Never mirrored: that is no digit."""
+    """Load 1,797 handwritten digits of 8 x 8 pixels, enlarged. Every fifth is for testing. Never mirrored: that is no digit."""
     SPLIT.check("split", split)
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no stubs
@@ -243,7 +241,7 @@ def fashion_mnist(
     seed: int = 0,
     channels_last: bool = False,
 ) -> ArrayImages:
-    """70,000 pictures of clothes of 28 x 28 pixels, 10,000 of them for testing; read from FLEETX_FASHION_MNIST if that is set."""
+    """Load 70,000 pictures of clothes, 28 x 28 pixels, 10,000 for testing; from the folder FLEETX_FASHION_MNIST if set."""
     folder = Path(os.environ.get(FASHION_MNIST_VARIABLE) or FASHION_MNIST)
     prefix = {"train": "train", "test": "t10k"}[SPLIT.check("split", split)]
     images, labels = folder / f"{prefix}-images-idx3-ubyte.gz", folder / f"{prefix}-labels-idx1-ubyte.gz"
@@ -274,7 +272,7 @@ BUILTIN: dict[str, Callable[..., ArrayImages]] = {"digits": digits, "fashion_mni
 
 
 def builtin_images(name: str, split: str = "train", **options: Any) -> ArrayImages:
-    """One of the data sets above by its name, with its own options (image_size, augment, pad, seed, channels_last)."""
+    """Load a built-in data set by its name, with its options (image_size, augment, pad, seed, channels_last)."""
     if name not in BUILTIN:
         raise ConfigError(
             f"there is no built-in data named {name!r}.{did_you_mean(str(name), BUILTIN)} There are: {', '.join(BUILTIN)}."

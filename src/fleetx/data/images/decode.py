@@ -1,7 +1,7 @@
-"""Bytes of an image file -> RGB pixels, with Pillow: strict about what the file is, never about its name.
+"""Decode the bytes of an image file into RGB pixels, with Pillow: by its content, never by its name.
 
 JPEG, PNG, WebP, BMP and GIF of one frame. Grey and palette images become RGB; alpha is dropped. A rotation noted in EXIF is not
-applied: labels and boxes of the usual datasets are made for the pixels as stored. Each refusal is a `DataError` with the reason
+applied: labels and boxes of the usual datasets refer to the pixels as stored. Each error is a `DataError` with the reason
 alone; the caller knows the name of the file.
 """
 
@@ -26,7 +26,7 @@ _PNG_MAGIC, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
 
 
 def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image whose header is accepted. A JPEG is not decoded yet, so that `scaled` may decode less of it."""
+    """Open an image and check its header. A JPEG is not decoded yet, so that `scaled` may decode it at lower resolution."""
     try:
         if data.startswith(b"\xff\xd8\xff"):
             # The class itself, not Image.open: no warning about many pixels before they can be refused, and a fifth less time.
@@ -42,7 +42,7 @@ def open_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def scaled(image: Image.Image, box: Box, size: int, *, drafts: bool, mirrored: bool = False) -> Pixels:
-    """The box scaled to size x size. `drafts`: a JPEG of at least twice the pixels needed is decoded at 1/2, 1/4 or 1/8."""
+    """Scale the box to size x size. `drafts`: a JPEG of at least twice the pixels needed is decoded at 1/2, 1/4 or 1/8."""
     try:
         if drafts and isinstance(image, JpegImageFile):
             box = _draft(image, box, size)
@@ -56,7 +56,7 @@ def scaled(image: Image.Image, box: Box, size: int, *, drafts: bool, mirrored: b
 
 
 def whole(image: Image.Image, *, mirrored: bool = False) -> Pixels:
-    """All pixels, as they are."""
+    """Return all pixels, unscaled."""
     try:
         return _pixels(image if image.mode == "RGB" else image.convert("RGB"), mirrored)
     except MemoryError:
@@ -71,7 +71,7 @@ def _pixels(image: Image.Image, mirrored: bool) -> Pixels:
 
 
 def _require_few_scans(data: bytes) -> None:
-    """Each scan of a progressive JPEG goes over all pixels again: thousands of tiny ones keep a decoder busy for hours."""
+    """Refuse a progressive JPEG with many scans: each goes over all pixels, so thousands keep a decoder busy for hours."""
     scans = data.count(b"\xff\xda")  # inside the pixels' own bytes 0xff is never followed by 0xda
     if scans > MAX_SCANS:
         raise DataError(f"the JPEG has {scans} scans; allowed are {MAX_SCANS}")
@@ -79,11 +79,11 @@ def _require_few_scans(data: bytes) -> None:
 
 class _Jpeg(JpegImageFile):
     def _read_dpi_from_exif(self) -> None:
-        """Nobody here asks for the resolution in print, and looking for it warns about damaged EXIF data."""
+        """Skip reading the print resolution: it is not used, and Pillow warns about damaged EXIF data while reading it."""
 
 
 def _open_other(data: bytes, max_pixels: int) -> Image.Image:
-    # Pillow's opinions on sizes, transparency and odd chunks are warnings; what matters of them is an error here.
+    # Pillow only warns about sizes, transparency and odd chunks; those that matter are errors here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image: Image.Image = Image.open(BytesIO(data), formats=OTHER_FORMATS)
@@ -123,7 +123,7 @@ def _undecodable(error: Exception) -> str:
 
 
 def _draft(image: JpegImageFile, box: Box, size: int) -> Box:
-    """Ask for the coarsest decoding that still has `size` pixels across the box; the box in pixels of that decoding."""
+    """Request the coarsest decoding that still has `size` pixels across the box; return the box in its pixels."""
     times = min(box[2] - box[0], box[3] - box[1]) / size
     divisor = next((divisor for divisor in (8, 4, 2) if divisor <= times), 1)
     width, height = image.size

@@ -1,7 +1,7 @@
-"""The bytes of listed images, from a folder or from a `.tar`, by sample number.
+"""Read the bytes of listed images by sample number, from a folder or from a `.tar`.
 
-Links in a folder are followed, also out of it: datasets made of links are common, and the folder is the user's own. What they
-lead to must be a regular file. The list itself can only name what lies below the folder.
+Links in a folder are followed, also out of it: datasets made of links are common, and the folder is the user's own. Their
+target must be a regular file. The list itself can only name files below the folder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 from ...errors import DataError
 from .image_list import MAX_LIST_BYTES, ImageList, quoted
 
-# Files inside an uncompressed `.tar`, read in place: headers are indexed once, then each read is one `pread` at an offset.
-# `pread` has no position of its own, so that forked readers share one descriptor without a lock. Nothing is ever unpacked.
-# An archive is not trusted: only plain files are read, and of two members of one name the last counts, as when unpacking.
+# --- Archives -----------------------------------------------------------------------------------------------------------
+# Files inside an uncompressed `.tar` are read in place: headers are indexed once, then each read is one `pread` at an offset.
+# `pread` does not use the file position, so forked readers share one descriptor without a lock. Nothing is ever unpacked.
+# An archive is not trusted: only plain files are read; of two members with one name the last counts, as when unpacking.
 
 _PACKED = {
     b"\x1f\x8b": "gunzip -k",
@@ -37,7 +38,7 @@ _BLOCK_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where a member's bytes lie; `refused` says why they are never read, if so."""
+    """Position of a member's bytes; `refused` says why it must not be read, or is empty."""
 
     offset: int
     size: int
@@ -45,7 +46,7 @@ class Member:
 
 
 class Archive:
-    """An open archive and the index of its names, each without a leading `./`."""
+    """Index an open archive by name, each without a leading `./`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,7 +54,7 @@ class Archive:
         self.members = _index(self.bytes)
 
     def read(self, name: bytes) -> bytes:
-        """The bytes of a member that is a list; a `DataError` names the archive and the member."""
+        """Read a member that is an image list; a `DataError` names the archive and the member."""
         member = self.members.get(name, Member(0, 0, "no such member"))
         try:
             if member.size > MAX_LIST_BYTES:
@@ -64,12 +65,12 @@ class Archive:
 
 
 class ArchiveBytes:
-    """The open file. Readers keep this and not the index, which is large."""
+    """The open archive file without its index, which is large; readers keep only this."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            # O_NONBLOCK: opening a FIFO would otherwise wait for ever for somebody to write to it.
+            # O_NONBLOCK: opening a FIFO would otherwise wait for ever for a writer.
             self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; expected a folder or an uncompressed .tar") from None
@@ -80,11 +81,11 @@ class ArchiveBytes:
         self.size = status.st_size
 
     def __reduce__(self) -> tuple[type[ArchiveBytes], tuple[str]]:
-        """A copy opens the file itself: a descriptor's number means another file elsewhere, or when the original is closed."""
+        """Reopen the file in a copy: the descriptor's number may mean another file there, or once the original is closed."""
         return ArchiveBytes, (self.path,)
 
     def read(self, member: Member) -> bytes:
-        """A member's bytes; a `DataError` with the reason alone where they cannot be read."""
+        """Read a member's bytes; a `DataError` holds the reason alone."""
         if member.refused:
             raise DataError(member.refused)
         data = b""
@@ -157,14 +158,14 @@ def _member(info: tarfile.TarInfo) -> tuple[bytes, Member]:
 
 
 class _Headers:
-    """The archive as tarfile reads it, header by header: none may be large or of unknown length, whatever it claims."""
+    """The archive as a file object for tarfile; it limits the header bytes read for each member, whatever a header claims."""
 
     mode, name = "rb", ""
 
     def __init__(self, file: ArchiveBytes) -> None:
         self._descriptor, self._position = file.descriptor, 0
         self.limit = _MAX_HEADER_BYTES
-        """Where the headers now read must end."""
+        """Byte at which the headers of the current member must end."""
 
     def tell(self) -> int:
         return self._position
@@ -181,7 +182,7 @@ class _Headers:
         return data
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Listed images, in a folder or in an archive --------------------------------------------------------------------------
 
 MAX_FILE_BYTES = 64 * 2**20
 _LOOKED_AT = 100
@@ -189,11 +190,11 @@ _LOOKED_AT = 100
 
 class ImageFiles(Protocol):
     def read(self, index: int) -> bytes:
-        """The file of sample `index`; a `DataError` with the reason alone where it cannot be read."""
+        """Read the file of sample `index`; a `DataError` holds the reason alone."""
 
 
 def read_regular_file(path: bytes | str, max_bytes: int) -> bytes:
-    """One open, one read, one close. FIFOs and devices are refused, never waited for."""
+    """Read a regular file: one open, one read, one close. FIFOs and devices are refused, never waited for."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
@@ -219,7 +220,7 @@ def require_size(size: int, max_bytes: int) -> None:
 
 
 class FolderFiles:
-    """Images below a folder."""
+    """Read listed images below a folder."""
 
     def __init__(self, entries: ImageList, folder: bytes, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._entries, self._prefix, self._max_file_bytes = entries, os.path.join(folder, b""), max_file_bytes
@@ -229,7 +230,7 @@ class FolderFiles:
 
 
 class TarFiles:
-    """Images in an archive. Only where each listed one lies is kept: two arrays that forked readers share."""
+    """Read listed images in an archive. Only their positions are kept: two arrays that forked readers share."""
 
     def __init__(self, entries: ImageList, archive: Archive, folder: bytes, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._bytes, self._max_file_bytes = archive.bytes, max_file_bytes
@@ -251,7 +252,7 @@ class TarFiles:
 
 
 def read_list_file(path: str) -> bytes:
-    """The bytes of a list on disk."""
+    """Read an image list on disk."""
     try:
         return read_regular_file(path, MAX_LIST_BYTES)
     except DataError as error:
@@ -259,13 +260,13 @@ def read_list_file(path: str) -> bytes:
 
 
 def open_folder(entries: ImageList, folder: str, split: str) -> FolderFiles:
-    """Images relative to `folder`, or (as Fleet has them) to `folder/SPLIT`: wherever the first listed ones are."""
+    """Open the images relative to `folder`, or (Fleet's layout) to `folder/SPLIT`: wherever the first listed ones are."""
     places = [os.path.join(os.fsencode(folder), b""), os.path.join(os.fsencode(folder), os.fsencode(split), b"")]
     return FolderFiles(entries, _choose(entries, places, os.path.lexists, shown=""))
 
 
 def open_tar(entries: ImageList, archive: Archive, folder: bytes, split: str) -> TarFiles:
-    """The same in an archive, where `folder` is empty or ends with a slash."""
+    """Open the images in an archive in the same way; `folder` is empty or ends with a slash."""
     places = [folder, folder + os.fsencode(split) + b"/"]
     return TarFiles(entries, archive, _choose(entries, places, archive.members.__contains__, shown=f"{archive.path}: "))
 

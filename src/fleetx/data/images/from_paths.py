@@ -1,4 +1,4 @@
-"""From paths to a source of images.
+"""Make a source of images from paths.
 
 image_list_source("train.txt", train=True)             a list; images beside it, or under `train/` beside it
 image_list_source("train.txt", "images.tar", ...)      a list; images in an archive
@@ -19,7 +19,7 @@ from .list_source import ImageListSource
 Split: TypeAlias = Literal["train", "val", "test"]
 
 LISTS: dict[str, tuple[str, ...]] = {"train": ("train.txt",), "val": ("val.txt", "test.txt"), "test": ("test.txt",)}
-"""Where the list of each split is looked for. Many sets have a test list only, and are validated on it."""
+"""File names of each split's list. Many data sets have a test list only, and are validated on it."""
 
 
 def image_list_source(
@@ -30,7 +30,7 @@ def image_list_source(
     num_classes: int | None = None,
     **options: Any,
 ) -> ImageListSource:
-    """Images named in a list. `root`: the folder or .tar they are in, by default the list's folder. Options: ImageListSource."""
+    """Open the images named in a list. `root`: their folder or .tar, by default the list's folder. Options: ImageListSource."""
     path = _text("list_path", list_path)
     entries = parse_image_list(read_list_file(path), path, num_classes=num_classes)
     split = os.path.splitext(os.path.basename(path))[0]
@@ -43,7 +43,7 @@ def image_list_source(
 def image_folder_source(
     place: str | os.PathLike[str], split: Split, *, train: bool | None = None, num_classes: int | None = None, **options: Any
 ) -> ImageListSource:
-    """A folder or .tar with `train.txt`, and `val.txt` or `test.txt`. `train`: augment, by default for the split of that name."""
+    """Open a folder or .tar with `train.txt`, and `val.txt` or `test.txt`. `train`: augment, by default for split "train"."""
     choice(*LISTS).check("split", split)
     train = split == "train" if train is None else train
     path = _text("place", place)
@@ -67,7 +67,7 @@ def _from_archive(archive: Archive, split: str, *, train: bool, num_classes: int
 
 
 def _list_member(archive: Archive, split: str) -> bytes:
-    """At the top, or in the one top folder that archives of a folder begin with."""
+    """Find the list at the top of the archive, or in its single top folder."""
     for name in map(os.fsencode, LISTS[split]):
         if name in archive.members:
             return name

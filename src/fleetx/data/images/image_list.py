@@ -1,9 +1,9 @@
-"""A list of labelled images, one `relative/path label` per line, checked as a whole before anything is trained on it.
+"""Parse a list of labelled images, one `relative/path label` per line, checked as a whole before training.
 
     train/cat/0001.jpg 3
     train/two words.png 7        the last field is the label: names may contain spaces
 
-Sample number i is line i + 1: there are no comments and no empty lines, so that every message can name the line.
+Sample i is line i + 1: there are no comments and no empty lines, so that every message can name the line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...errors import DataError
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 LABEL_LIMIT = 2**31
-"""Labels are below this when the number of classes is not given."""
+"""Upper bound of labels when the number of classes is not given."""
 MAX_LIST_BYTES = 2 * 2**30
 _MAX_PATH_BYTES = 4096
 _LABEL_DIGITS = 18
@@ -32,7 +32,7 @@ _FORM = "`relative/path label`"
 
 @dataclass(frozen=True, slots=True)
 class ImageList:
-    """Paths and labels in three large objects: forked readers touch no reference count per path, so memory stays shared."""
+    """Hold paths and labels in three large objects: forked readers touch no reference count per path, so memory stays shared."""
 
     name: str
     text: bytes
@@ -43,20 +43,20 @@ class ImageList:
         return len(self.labels)
 
     def path(self, index: int) -> bytes:
-        """The path of one image, relative and without `..`."""
+        """Return the path of one image, relative and without `..`."""
         return self.text[self.offsets[index] : self.offsets[index + 1]]
 
     def name_of(self, index: int) -> str:
-        """The path as a message shows it."""
+        """Return the path as messages show it."""
         return repr(self.path(index).decode("utf-8"))[1:-1]
 
     def place(self, index: int) -> str:
-        """Where a message about this sample sends the reader: `train.txt, line 17`."""
+        """Return the sample's list and line for messages: `train.txt, line 17`."""
         return _line(self.name, index + 1)
 
 
 def parse_line(line: bytes, label_limit: int) -> tuple[bytes, int]:
-    """Path and label of one line; a `ValueError` says what is wrong with it."""
+    """Parse one line into path and label; a `ValueError` says what is wrong with it."""
     fields = line.rsplit(None, 1)
     if len(fields) != 2:
         raise ValueError(f"expected {_FORM}, got {quoted(line)}{'' if line.strip() else ', an empty line: remove it'}")
@@ -71,7 +71,7 @@ def parse_line(line: bytes, label_limit: int) -> tuple[bytes, int]:
 
 
 def parse_image_list(text: bytes, name: str, *, num_classes: int | None = None) -> ImageList:
-    """The list in `text`. `name` is how messages call it; labels must be below `num_classes`."""
+    """Parse the list in `text`. Messages call it `name`; labels must be below `num_classes`."""
     label_limit: int = integer(1, LABEL_LIMIT).check("num_classes", LABEL_LIMIT if num_classes is None else num_classes)
     _refuse_odd_bytes(text, name)
     lines = text.split(b"\n")
@@ -100,7 +100,7 @@ def parse_image_list(text: bytes, name: str, *, num_classes: int | None = None) 
 
 
 def quoted(text: bytes, limit: int = 80) -> str:
-    """What was received, fit for one line of a message: escaped, and cut where it is long."""
+    """Quote received bytes for one line of a message: escaped, and shortened where long."""
     shown = text[:limit].decode("utf-8", "backslashreplace")
     return repr(shown) + (f"... ({len(text)} bytes)" if len(text) > limit else "")
 
@@ -114,7 +114,7 @@ def _plain_path(path: bytes) -> bytes:
 
 
 def _refuse_odd_bytes(text: bytes, name: str) -> None:
-    """Bytes that editors hide and that would end up in a file name."""
+    """Refuse bytes that editors hide and that would end up in a file name."""
     if text.startswith(b"\xef\xbb\xbf"):
         fix = f"remove it with `sed -i '1s/^\\xEF\\xBB\\xBF//' {name}`"
         raise DataError(f"{_line(name, 1)}: begins with a byte order mark; {fix}")

@@ -1,9 +1,9 @@
-"""Listed images as batches of uint8: read, decode, crop, flip. Each image is a function of (seed, epoch, its number) alone.
+"""Read, decode, crop and flip listed images into batches of uint8. Each image depends on (seed, epoch, its number) alone.
 
 training     224: a random box scaled to 224 x 224     32: shifted by up to 4 pixels, black at the edges     both: mirrored or not
 evaluation   224: short side to 256, central 224       32: as it is, or its central square scaled to 32
 
-Bytes travel from the workers to the device as they are; `finish` makes them floats there.
+The workers send uint8; `finish` turns it into normalised floats on the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .image_list import ImageList
 
 OnBadSample: TypeAlias = Literal["raise", "skip"]
 Batch: TypeAlias = tuple[Tensor, Tensor]
-"""Images, labels."""
+"""(images, labels)"""
 
 SMALL_BELOW = 64
 PAD = 4
@@ -48,7 +48,7 @@ ROOM = 2 * ALIGNMENT
 
 
 def training_view(image: Image, size: int, draws: Sequence[float], out: Pixels, *, mirrored: bool) -> None:
-    """A random part of the image into `out`."""
+    """Write a random part of the image into `out`."""
     if size < SMALL_BELOW:
         pixels = fitted(image, size, mirrored=mirrored)
         shift_into(out, pixels, padded_crop_offset(draws[0], PAD), padded_crop_offset(draws[1], PAD))
@@ -58,7 +58,7 @@ def training_view(image: Image, size: int, draws: Sequence[float], out: Pixels, 
 
 
 def evaluation_view(image: Image, size: int, out: Pixels) -> None:
-    """The central part of the image into `out`."""
+    """Write the central part of the image into `out`."""
     if size < SMALL_BELOW:
         out[...] = fitted(image, size)
     else:
@@ -66,7 +66,7 @@ def evaluation_view(image: Image, size: int, out: Pixels) -> None:
 
 
 def fitted(image: Image, size: int, *, mirrored: bool = False) -> Pixels:
-    """The image as it is where its size is right, its central square scaled where not."""
+    """Return the image itself where its size is right, else its central square, scaled."""
     if image.size == (size, size):
         return whole(image, mirrored=mirrored)
     return scaled(image, central_box(image.width, image.height, (1.0, 1.0)), size, drafts=False, mirrored=mirrored)
@@ -74,7 +74,7 @@ def fitted(image: Image, size: int, *, mirrored: bool = False) -> Pixels:
 
 @final
 class ImageListSource:
-    """What `Loader` reads from; `image_list_source` and `image_folder_source` make one from paths.
+    """Serve listed images to a `Loader`; `image_list_source` and `image_folder_source` make one from paths.
 
     `on_bad_sample="skip"`: an image that cannot be read is replaced by the next one that can, with that one's own label and
     random numbers, and a sentence names it. The loader bounds their share.
@@ -115,24 +115,24 @@ class ImageListSource:
         return len(self.entries)
 
     def batch(self, epoch: int, indices: Indices) -> tuple[Batch, list[str]]:
-        """Images as N, 3, size, size in channels_last order, labels, and a sentence for each image replaced."""
+        """Return images [N, 3, size, size] in channels_last order, labels, and a sentence for each image replaced."""
         shape = (len(indices), self.image_size, self.image_size, 3)
         labels = self.entries.labels[indices]
         sent = empty_to_send(shape, torch.uint8, room=labels.nbytes + ROOM)
         images = sent.numpy()
-        complaints: list[str] = []
+        replaced: list[str] = []
         for row, (index, draws) in enumerate(zip(indices.tolist(), self._draws(epoch, indices), strict=True)):
             try:
                 self._show(index, draws, images[row])
             except DataError as error:
                 if self.on_bad_sample == "raise":
                     raise
-                complaints.append(str(error))
+                replaced.append(str(error))
                 labels[row] = self._replace(epoch, index, images[row])
-        return (sent.permute(0, 3, 1, 2), torch.from_numpy(labels)), complaints
+        return (sent.permute(0, 3, 1, 2), torch.from_numpy(labels)), replaced
 
     def finish(self, batch: Batch) -> Batch:
-        """Normalised float32 images, on the device where the bytes are."""
+        """Normalise the images to float32, on the device where the bytes are."""
         images, labels = batch
         return self._normalise(images), labels
 
@@ -153,7 +153,7 @@ class ImageListSource:
             raise DataError(f"{self.entries.place(index)}: {self.entries.name_of(index)}: {error}.") from None
 
     def _replace(self, epoch: int, index: int, out: Pixels) -> int:
-        """Put the next readable image into `out`; its label."""
+        """Put the next readable image into `out`; return its label."""
         for step in range(1, min(MOST_REPLACEMENTS, len(self) - 1) + 1):
             other = (index + step) % len(self)
             try:

@@ -1,1 +1,1 @@
-"""Text for BERT: lines of token ids or raw files, as masked sentence pairs."""
+"""Read text for BERT: lines of token ids or raw files, as masked sentence pairs."""

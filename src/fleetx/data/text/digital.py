@@ -1,9 +1,9 @@
-"""Fleet's lines of numbers, `token_ids;sent_ids;pos_ids;label`, as arrays.
+"""Parse Fleet's lines of numbers, `token_ids;sent_ids;pos_ids;label`, into arrays.
 
     101 7592 102 2088 102;0 0 0 1 1;0 1 2 3 4;1         ids with one space between them; the label is 1 when B follows A
 
-A block of lines is read and checked in a few array operations. If anything in it is off, the lines are looked at one by one, by
-`fault`, to say which line and why: what may be written is defined there.
+A block of lines is parsed and checked in a few array operations. If a check fails, `fault` goes over the lines one by one to name
+the line and the reason; it defines what a line may hold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPACE, _SEMICOLON, _NEWLINE = 32, 59, 10
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Parsed lines: all tokens in a row; per line their number, how many belong to A, and whether B follows A."""
+    """Parsed lines: all tokens concatenated; for each line its length, the length of A, and whether B follows A."""
 
     tokens: Array
     lengths: Array
@@ -40,7 +40,7 @@ class Lines:
 
 
 def fault(line: bytes, *, vocab_size: int, structural: npt.NDArray[np.bool_]) -> str | None:
-    """What is wrong with a line (without its line end), in words; None for a good one."""
+    """Say what is wrong with a line (without its line end); None for a valid one."""
     if line.startswith(b"\xef\xbb\xbf"):
         return "begins with a byte order mark. Save the file as UTF-8 without one."
     if line.endswith(b"\r"):
@@ -88,7 +88,7 @@ def _meaning_fault(
 
 
 def parse_block(block: bytes, *, vocab_size: int, structural: npt.NDArray[np.bool_]) -> Lines | None:
-    """The lines of a block that ends with a line end, or None when any of them has a fault."""
+    """Parse a block that ends with a line end; None when any of its lines has a fault."""
     data = np.frombuffer(block, dtype=np.uint8)
     digits = data - np.uint8(48)
     ends = np.flatnonzero(digits > 9)  # each number is followed by exactly one separator
@@ -158,7 +158,7 @@ def write_lines(writer: ArrayWriter, files: Sequence[TextFile], vocabulary: Voca
 
 
 def _both_maskable(lines: Lines, structural: Array) -> Array:
-    """Lines whose A and B both hold a token that may be masked: such a B can be given to another A."""
+    """Find lines whose A and B both hold a token that may be masked: only such a B can be moved to another A."""
     first = np.cumsum(lines.lengths) - lines.lengths
     is_b = np.arange(len(lines.tokens)) >= np.repeat(first + lines.splits, lines.lengths)
     free = ~structural[lines.tokens]

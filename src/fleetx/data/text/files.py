@@ -1,6 +1,6 @@
-"""Which files of a folder are the corpus: those that a `train.txt` lists, or all of them; and whether they hold lines of numbers.
+"""Find the corpus files of a folder (those that `train.txt` lists, or all), and read text files, plain or gzip.
 
-Nothing outside the folder is read, through `..` or through links, and nothing that is not a regular file.
+Nothing outside the folder is read, neither through `..` nor through links, and only regular files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 from ...errors import DataError
 
-# The lines of a text file, plain or gzip, in large blocks: bounded in memory, strict about what is no text file.
+# --- Reading the lines of a text file, plain or gzip, in large blocks ----------------------------------------------------
 
 BLOCK_BYTES = 2**22
 READ_BYTES = 2**17
@@ -26,7 +26,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 
 def line_blocks(path: Path, *, name: str, max_bytes: int, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Blocks of whole lines, each with the number of its first line. A last line without a line end gets one."""
+    """Yield blocks of whole lines, each with the number of its first line. A last line without a line end gets one."""
     line, total, rest = 1, 0, b""
     for piece in _pieces(path, name=name):
         total += len(piece)
@@ -51,7 +51,7 @@ def _pieces(path: Path, *, name: str) -> Iterator[bytes]:
             parts, size, failure = [], 0, None
             while size < BLOCK_BYTES:
                 try:
-                    # In small parts: what was unpacked before the damage is still counted, so that the message can name a line.
+                    # In small parts: data unpacked before the damage is counted, so that the message can name the line.
                     part = file.read1(READ_BYTES)
                 except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                     failure = f"the gzip data is damaged from here on ({error})"
@@ -73,7 +73,7 @@ def _pieces(path: Path, *, name: str) -> Iterator[bytes]:
 
 
 def first_line(path: Path, *, name: str, max_bytes: int = 2**16) -> bytes:
-    """The start of the file up to its first line end, to find out what kind of file it is."""
+    """Read the first line, to find out what kind of file it is."""
     with open_text(path, name=name) as file:
         try:
             return file.read(max_bytes).split(b"\n", 1)[0]
@@ -83,7 +83,7 @@ def first_line(path: Path, *, name: str, max_bytes: int = 2**16) -> bytes:
 
 @contextlib.contextmanager
 def open_text(path: Path, *, name: str) -> Iterator[io.BufferedIOBase]:
-    """A regular file, unpacked if it is gzip. A pipe or a device would hang or never end."""
+    """Open a regular file, unpacking gzip. Pipes and devices are refused: they would hang or never end."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -94,7 +94,7 @@ def open_text(path: Path, *, name: str) -> Iterator[io.BufferedIOBase]:
     with open(handle, "rb") as raw:
         packed = raw.peek(2)[:2] == GZIP_MAGIC
         if path.suffix == ".gz" and not packed and raw.peek(1):
-            raise DataError(f"{name}: named like a gzip file, but it is none.")
+            raise DataError(f"{name}: named like a gzip file, but it is not one.")
         if not packed:
             yield raw
             return
@@ -102,7 +102,7 @@ def open_text(path: Path, *, name: str) -> Iterator[io.BufferedIOBase]:
             yield unpacked
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- Choosing the files of the corpus ---------------------------------------------------------------------------------------
 
 Kind: TypeAlias = Literal["auto", "digital", "raw"]
 
@@ -113,16 +113,16 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the corpus, as it was when it was found."""
+    """A corpus file with its size and time at the moment it was found."""
 
     path: Path
-    name: str  # as messages call it
+    name: str  # used in messages
     size: int
     mtime_ns: int
 
 
 def require_unchanged(file: TextFile) -> None:
-    """After reading: a file that was written meanwhile may have been read half old, half new."""
+    """Raise if the file has changed since it was found: it may have been read half old, half new."""
     if text_file(file.path, file.name) != file:
         raise DataError(f"{file.name}: changed while it was read. Start again when it is complete.")
 
@@ -130,7 +130,7 @@ def require_unchanged(file: TextFile) -> None:
 def find_files(
     data_dir: Path, *, train: bool, kind: Kind, suffixes: Sequence[str] | None, leave_out: Path | None
 ) -> list[TextFile]:
-    """The corpus in a fixed order. A folder with a list means what is listed; a file means itself."""
+    """Find the corpus files in a fixed order: the listed ones of a folder with a list, else all; or the one file given."""
     if data_dir.is_file():
         return [text_file(data_dir, str(data_dir))]
     if not data_dir.is_dir():
@@ -145,7 +145,7 @@ def find_files(
 
 
 def _of_split(data_dir: Path, found: list[TextFile], *, train: bool) -> list[TextFile]:
-    """train.txt, val.txt and test.txt that hold data themselves are their own split: what is evaluated on is not trained on."""
+    """Select the split: train.txt, val.txt and test.txt that hold data themselves are never used for another split."""
     by_name = {file.path.name: file for file in found if file.path.parent == data_dir}
     rest = [file for file in found if file not in by_name.values() or file.path.name not in (*_TEST_LISTS, _VOCABULARY)]
     if train:
@@ -160,7 +160,7 @@ def _of_split(data_dir: Path, found: list[TextFile], *, train: bool) -> list[Tex
 
 
 def _list_file(data_dir: Path, *, train: bool) -> Path | None:
-    """train.txt, or val.txt or test.txt, unless it holds data itself."""
+    """Find the list of the split (train.txt, or val.txt or test.txt), unless that file holds data itself."""
     present = [name for name in (*_TRAIN_LISTS, *_TEST_LISTS) if (data_dir / name).is_file()]
     lists = [name for name in present if not _looks_digital(first_line(data_dir / name, name=str(data_dir / name)))]
     for name in _TRAIN_LISTS if train else _TEST_LISTS:
@@ -175,7 +175,7 @@ def _list_file(data_dir: Path, *, train: bool) -> Path | None:
 
 
 def read_list(list_path: Path, root: Path) -> list[TextFile]:
-    """One file name per line, relative to the root, each once."""
+    """Read a list of one file name per line, relative to the root, each once."""
     files: dict[str, TextFile] = {}
     for first, block in line_blocks(list_path, name=str(list_path), max_bytes=2**28, max_line_bytes=2**14):
         for number, line in enumerate(block[:-1].split(b"\n"), start=first):
@@ -213,7 +213,7 @@ def _listed_name(line: bytes, where: str) -> str:
 
 
 def walk(root: Path, *, suffixes: Sequence[str] | None, leave_out: Path | None = None) -> list[TextFile]:
-    """All files below, sorted by name, but for hidden ones and `__pycache__`. A link that leads out is refused."""
+    """Find all files below the root, sorted by name, without hidden ones and `__pycache__`. Links out of it are refused."""
     real_root, skipped = root.resolve(), leave_out.resolve() if leave_out else None
     found = []
     for folder, folders, names in os.walk(root):
@@ -241,7 +241,7 @@ def text_file(path: Path, name: str) -> TextFile:
 
 
 def is_digital(files: Sequence[TextFile]) -> bool:
-    """Whether these are Fleet's lines of numbers, judged by the first line of the first file that is not empty."""
+    """Check whether these files hold Fleet's lines of numbers, by the first line of the first non-empty file."""
     for file in files:
         if file.size:
             return file.path.suffix == ".gz" or _looks_digital(first_line(file.path, name=file.name))
@@ -251,6 +251,6 @@ def is_digital(files: Sequence[TextFile]) -> bool:
 
 
 def _looks_digital(line: bytes) -> bool:
-    """Mostly numbers: also of a damaged line, so that it is reported as one and not trained on as prose."""
+    """Check for mostly numbers, so that a damaged line of numbers is reported and not trained on as prose."""
     words = line.removeprefix(_BOM).replace(b";", b" ").split()
     return 2 * sum(word.lstrip(b"-").isdigit() for word in words) > len(words)

@@ -1,4 +1,4 @@
-"""`text_source`: from a folder and a vocabulary to batches for BERT, by way of token arrays that are made once per node."""
+"""Make a source of BERT batches from a folder and a vocabulary, through token arrays computed once per node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text_source import TextSource
 from .token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from .vocabulary import Vocabulary, import_tokenizers, read_vocabulary, text_vocabulary, train_vocabulary
 
-# --- The Python standard library's own sources as a text corpus: real text that every machine has ---------------------
+# --- The corpus "stdlib": sources of Python's standard library, real text that every machine has -----------------------
 
 NAME = "stdlib"
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
@@ -28,12 +28,12 @@ _TEST_SHARE = 10  # one file in ten
 
 
 def is_test_file(name: str) -> bool:
-    """The split: by the file's name, so that it stays when files come or go."""
+    """Assign a file to the test split by its name, so that the split stays when files come or go."""
     return hashlib.sha256(name.encode()).digest()[0] % _TEST_SHARE == 0
 
 
 def stdlib_files(*, train: bool, max_bytes: int | None = None) -> list[TextFile]:
-    """Sources of the running Python, sorted; of the whole corpus at most `max_bytes`, chosen by the hash of their names."""
+    """List sources of the running Python, sorted; at most `max_bytes` of them, chosen by the hash of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, folders, files in os.walk(root):
@@ -53,9 +53,9 @@ def stdlib_files(*, train: bool, max_bytes: int | None = None) -> list[TextFile]
     return sorted(chosen, key=lambda file: file.name)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- From paths to a source -----------------------------------------------------------------------------------------------
 
-FORMAT = 2  # of the cached arrays: raise it when they, or what is made into them, change
+FORMAT = 2  # version of the cached arrays: increase it when their layout or contents change
 MOST_UNKNOWN = 0.2
 
 
@@ -75,10 +75,10 @@ def text_source(
     max_file_bytes: int = 2**32,
     stdlib_bytes: int | None = None,
 ) -> TextSource:
-    """Batches of masked sentence pairs from a folder (or one file), or from "stdlib", Python's own sources.
+    """Make batches of masked sentence pairs from a folder (or one file), or from "stdlib", Python's own sources.
 
-    Fleet's lines of numbers need a vocabulary. Raw text gets one of `vocab_size` tokens when none is given; evaluation (`train`
-    False) then has to name the one of training, `source.vocabulary_file`. A folder with `train.txt`, `val.txt` or `test.txt`
+    Fleet's lines of numbers need a vocabulary. For raw text one of `vocab_size` tokens is trained when none is given; evaluation
+    (`train` False) then has to name it, `source.vocabulary_file`. A folder with `train.txt`, `val.txt` or `test.txt`
     means the files listed there, or those files themselves where they hold text; without them all files are read, also for
     evaluation. `tokens_per_batch` plans whole batches of at most so many tokens, padding included.
     """
@@ -90,15 +90,15 @@ def text_source(
     vocabulary = None if vocabulary_file is None else read_vocabulary(vocabulary_file)
     if data_dir == NAME:  # a folder of that name is written "./stdlib"
         files = stdlib_files(train=train, max_bytes=stdlib_bytes)
-        digital, teaching = False, files if train else stdlib_files(train=True, max_bytes=stdlib_bytes)
+        digital, vocabulary_texts = False, files if train else stdlib_files(train=True, max_bytes=stdlib_bytes)
     else:
         if stdlib_bytes is not None:
             raise ConfigError(f'stdlib_bytes = {stdlib_bytes} limits the corpus "stdlib"; {name} is another. Leave it out.')
         files = find_files(Path(data_dir), train=train, kind=kind, suffixes=suffixes, leave_out=vocabulary_file)
-        digital, teaching = kind == "digital" or (kind == "auto" and is_digital(files)), files
+        digital, vocabulary_texts = kind == "digital" or (kind == "auto" and is_digital(files)), files
         _require_vocabulary(name, vocabulary, digital=digital, train=train)
     if vocabulary is None or vocabulary_file is None:
-        vocabulary_file = trained_vocabulary(teaching, folder, size=vocab_size, max_file_bytes=max_file_bytes)
+        vocabulary_file = trained_vocabulary(vocabulary_texts, folder, size=vocab_size, max_file_bytes=max_file_bytes)
         vocabulary = read_vocabulary(vocabulary_file)
     arrays = token_arrays(files, vocabulary, folder, digital=digital, max_file_bytes=max_file_bytes)
     return TextSource(
@@ -119,7 +119,7 @@ def text_source(
 def token_arrays(
     files: Sequence[TextFile], vocabulary: Vocabulary, folder: Path, *, digital: bool, max_file_bytes: int
 ) -> Cached:
-    """The corpus as arrays, from the cache or made now."""
+    """Return the corpus as arrays, from the cache or computed now."""
     key = cache_key(format=FORMAT, digital=digital, files=_identity(files), vocabulary=vocabulary.digest)
 
     def build(writer: ArrayWriter) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def token_arrays(
 
 
 def trained_vocabulary(files: Sequence[TextFile], folder: Path, *, size: int, max_file_bytes: int) -> Path:
-    """A vocab.txt trained on a part of these files, from the cache or made now."""
+    """Return a vocab.txt trained on a part of these files, from the cache or trained now."""
     import_tokenizers()
     key = cache_key(format=FORMAT, size=size, files=_identity(files), sample=SAMPLE_BYTES)
 

@@ -1,4 +1,4 @@
-"""Sentence pairs: where A and B of each sample lie in the corpus. A pure function of seed, epoch and sample.
+"""Choose sentence pairs: where A and B of each sample lie in the corpus, as a pure function of seed, epoch and sample.
 
 document    . . . . . . . . . . . . . | . . . . . . . . . . . . . | . . . . .     cut into pieces of equal length
 piece       A A A A A A B B B B B B B                                             at one of its sentences it becomes A and B
@@ -24,7 +24,7 @@ _WHERE_A_ENDS, _FOLLOWS, _OTHER, _OTHER_START = (2**34 + number for number in ra
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """For each sample: A and B as ranges of the token array, the token that ends it, and whether B really follows A."""
+    """Per sample: A and B as ranges of the token array, the position of its last token, and whether B really follows A."""
 
     a_start: Array
     a_length: Array
@@ -35,17 +35,17 @@ class Spans:
 
 
 class Pairs(Protocol):
-    """Samples of a corpus, by number."""
+    """Give the samples of a corpus by number."""
 
     tokens: Array
-    wrapped: bool  # [CLS] A [SEP] B [SEP] is still to be made; otherwise A and B contain those tokens
-    lengths: Array  # the most tokens a sample has in any epoch
+    wrapped: bool  # True: [CLS] and [SEP] are still to be added; False: A and B contain them already
+    lengths: Array  # largest number of tokens of each sample in any epoch
 
     def spans(self, seed: int, epoch: int, indices: Indices) -> Spans: ...
 
 
 def cut_documents(document_ends: Array, capacity: int) -> tuple[Array, Array, Array]:
-    """Start, length and document of each piece. The last piece of a document reaches back, so that it is full as well."""
+    """Return start, length and document of each piece. The last piece of a document reaches back, so that it is full too."""
     starts = np.concatenate(([0], document_ends[:-1]))
     sizes = document_ends - starts
     counts = np.where(sizes < 2, 0, -(-sizes // capacity))  # a pair needs two tokens
@@ -57,9 +57,9 @@ def cut_documents(document_ends: Array, capacity: int) -> tuple[Array, Array, Ar
 
 
 class DocumentPairs:
-    """Pieces of documents; B follows A in half of the samples, anew in each epoch.
+    """Make pairs from pieces of documents; B follows A in half of the samples, drawn again in each epoch.
 
-    With one document only, the other B is another place of the same one.
+    With a single document, a foreign B comes from another place in it.
     """
 
     wrapped = True
@@ -89,14 +89,14 @@ class DocumentPairs:
         return Spans(start, a_length, b_start, b_length, b_start + b_length - 1, follows)
 
     def _boundary(self, start: Array, size: Array, draw: Array) -> Array:
-        """A place strictly inside the piece: one of the sentence ends there, or, in one long sentence, any token."""
+        """Draw a position strictly inside the piece: one of its sentence ends, or any token in one long sentence."""
         low = np.searchsorted(self._bounds, start, side="right")
         count = np.searchsorted(self._bounds, start + size, side="left") - low
         picked = self._bounds[np.minimum(low + (draw * count).astype(np.int64), len(self._bounds) - 1)]
         return np.asarray(np.where(count > 0, picked, start + 1 + (draw * (size - 1)).astype(np.int64)))
 
     def _foreign(self, indices: Indices, draw: Array, start_draw: Array, room: Array) -> Array:
-        """Where B begins in a piece of another document: at a sentence, or so early that it does not end too soon."""
+        """Draw where B begins in a piece of another document: at a sentence, or earlier if B would be cut short."""
         if self._single:
             first, after = indices, indices + 1
         else:
@@ -113,7 +113,7 @@ class DocumentPairs:
 
 
 class LinePairs:
-    """Fleet's lines: each is a pair already. If all of them are true pairs, half of them get the B of another line."""
+    """Use Fleet's lines, each a pair already. If all of them are true pairs, half of them get the B of another line."""
 
     wrapped = False
 
@@ -130,7 +130,7 @@ class LinePairs:
             other = (uniforms(seed, epoch, indices, _OTHER) * (len(self.lengths) - 1)).astype(np.int64)
             donor = np.where(follows, indices, other + (other >= indices))
         a_length = self._splits[indices]
-        # No longer than the B it replaces: the sample's length is known without the epoch, and says nothing about the label.
+        # No longer than the B it replaces: a sample's length must not depend on the epoch, nor give away the label.
         b_length = np.minimum(self.lengths[indices] - a_length, self.lengths[donor] - self._splits[donor])
         last = self._starts[donor] + self.lengths[donor] - 1
         return Spans(self._starts[indices], a_length, self._starts[donor] + self._splits[donor], b_length, last, follows)

@@ -1,4 +1,4 @@
-"""Text files as token arrays: a document is a file, a sentence is a line that is not blank."""
+"""Tokenise text files into arrays: a document is a file, a sentence is a line that is not blank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .vocabulary import Vocabulary, make_tokenizer, single_threaded
 
 Array: TypeAlias = npt.NDArray[Any]
 
-SAMPLE_BYTES = 2**22  # a vocabulary trained on more differs little, and takes longer
+SAMPLE_BYTES = 2**22  # a vocabulary trained on more text differs little, and takes longer
 _MAX_LINE_BYTES = 2**26
 _JOB_LINES = 4096
 
@@ -44,7 +44,7 @@ def write_documents(
 
 
 def read_texts(file: TextFile, *, max_file_bytes: int) -> Iterator[str]:
-    """The file in blocks of whole lines. What is no text is refused by name; Windows line ends and a byte order mark are fine."""
+    """Read the file in blocks of whole lines. Binary data is an error; Windows line ends and a byte order mark are fine."""
     for first, block in line_blocks(file.path, name=file.name, max_bytes=max_file_bytes, max_line_bytes=_MAX_LINE_BYTES):
         try:
             text = block.decode()
@@ -53,7 +53,7 @@ def read_texts(file: TextFile, *, max_file_bytes: int) -> Iterator[str]:
             raise DataError(f"{file.name}, line {line}: byte {block[error.start]:#04x} is not UTF-8. {_REMEDY}") from None
         if "\0" in text:
             raise DataError(
-                f"{file.name}, line {first + text[: text.index(chr(0))].count(chr(10))}: a NUL byte, so no text. {_REMEDY}"
+                f"{file.name}, line {first + text[: text.index(chr(0))].count(chr(10))}: a NUL byte, so it is not text. {_REMEDY}"
             )
         yield text
     require_unchanged(file)
@@ -63,7 +63,7 @@ _REMEDY = 'Take the file out of the folder, or name the endings to read, such as
 
 
 def sample_texts(files: Sequence[TextFile], *, sample_bytes: int, max_file_bytes: int) -> Iterator[str]:
-    """Enough text to train a vocabulary on: files in the order of their names' hashes, and of a large one only the beginning."""
+    """Sample text to train a vocabulary on: files in the order of their names' hashes, only the beginning of a large one."""
     left = sample_bytes
     for file in sorted(files, key=lambda file: hashlib.sha256(file.path.name.encode()).digest()):
         share = min(left, max(sample_bytes // 16, 2**16))
@@ -89,7 +89,7 @@ def _jobs(file: TextFile, max_file_bytes: int) -> Iterator[list[str]]:
 
 
 class _Encoder:
-    """Tokenises in threads of our own: the library works outside the interpreter lock."""
+    """Tokenise in threads of our own: the library works outside the interpreter lock."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokenizer = make_tokenizer(vocabulary)
@@ -97,14 +97,14 @@ class _Encoder:
         self._dtype = vocabulary.dtype
 
     def in_order(self, jobs: Iterable[tuple[int, list[str]]]) -> Iterator[tuple[int, Array, Array]]:
-        """For each job its number, its tokens and the lengths of its sentences."""
+        """Yield each job's number, its tokens and the lengths of its sentences, in the order of the jobs."""
         threads = min(8, len(os.sched_getaffinity(0)))
         jobs = iter(jobs)
         with single_threaded(), ThreadPoolExecutor(threads) as pool:
             while window := list(itertools.islice(jobs, 4 * threads)):
-                yield from pool.map(self._one, window)
+                yield from pool.map(self._encode, window)
 
-    def _one(self, job: tuple[int, list[str]]) -> tuple[int, Array, Array]:
+    def _encode(self, job: tuple[int, list[str]]) -> tuple[int, Array, Array]:
         number, lines = job
         rows = [encoding.ids for encoding in self._encode_batch(lines, add_special_tokens=False)]
         lengths = np.array([len(row) for row in rows if row], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""A batch of text in as few bytes as it can travel in, and what a BERT takes, made from it on the device."""
+"""Send a batch of text in few bytes, and expand it on the device into what a BERT takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Batch: TypeAlias = dict[str, Tensor | None]
 
 
 class CompactBatch(NamedTuple):
-    """Tokens, chosen places, and three numbers per row; the matrices that follow from these do not travel."""
+    """Tokens, masked positions, and three numbers per row; the matrices that follow from these are not sent."""
 
     ids: Tensor
     positions: Tensor
@@ -26,6 +26,8 @@ class CompactBatch(NamedTuple):
 
 
 def compact(ids: Array, positions: Array, labels: Array, *, splits: Array, lengths: Array, follows: Array) -> CompactBatch:
+    """Convert the arrays of a batch to tensors of narrow types."""
+
     def number(array: Array) -> Tensor:
         return torch.from_numpy(array.astype(np.int32))
 
@@ -41,7 +43,7 @@ def compact(ids: Array, positions: Array, labels: Array, *, splits: Array, lengt
 
 
 def widened(batch: CompactBatch) -> Batch:
-    """In 64-bit integers, on the device where the batch is."""
+    """Expand a batch into BERT's inputs, as 64-bit integers on the batch's device."""
     columns = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     inside = columns < batch.lengths[:, None]
     return {

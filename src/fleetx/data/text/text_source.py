@@ -1,7 +1,7 @@
-"""Text for BERT: batches of masked sentence pairs, from Fleet's lines of numbers or from raw text files.
+"""Serve batches of masked sentence pairs for BERT, from Fleet's lines of numbers or from raw text files.
 
 input_ids, token_type_ids, attention_mask     [B, S]; the mask is None where nothing is padded
-mlm_positions, mlm_labels                     [M] which places of the flattened batch to guess, and what was there
+mlm_positions, mlm_labels                     [M] masked positions in the flattened batch, and the tokens to predict there
 next_sentence_label                           [B] as in transformers: 0 where B follows A, 1 where it does not (Fleet: 1 and 0)
 """
 
@@ -20,20 +20,21 @@ from .pairs import Pairs, Spans
 from .tensors import Batch, CompactBatch, compact, widened
 from .vocabulary import Vocabulary
 
-# --- Batches of about equally many tokens: samples of like length together, so that little is padding -----------------
+# --- Batches of about equally many tokens: samples of similar length together, so that little is padding ---------------
 
 Array: TypeAlias = npt.NDArray[Any]
 
 MULTIPLE = 8  # widths are rounded up to it: matrix units work in tiles of eight
-_TIE = 2**35  # position of a draw
+_TIE = 2**35  # position of the draw that orders samples of equal length
 
 
 def padded_width(longest: int, max_seq_len: int) -> int:
+    """Return the width of a batch: its longest sample rounded up to MULTIPLE, at most `max_seq_len`."""
     return min(-(-longest // MULTIPLE) * MULTIPLE, max_seq_len)
 
 
 def plan_batches(lengths: Array, *, tokens: int, max_seq_len: int, seed: int) -> list[Indices]:
-    """Samples by falling length, in random order among equals, cut so that count x padded width stays within `tokens`."""
+    """Sort samples by falling length, at random among equals, and cut them so that count x padded width is within `tokens`."""
     order = np.lexsort((random_words(seed, 0, np.arange(len(lengths)), _TIE), -np.asarray(lengths)))
     batches, start = [], 0
     while start < len(order):
@@ -43,11 +44,11 @@ def plan_batches(lengths: Array, *, tokens: int, max_seq_len: int, seed: int) ->
     return batches
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- The source -----------------------------------------------------------------------------------------------------------
 
 
 class TextSource:
-    """Samples of a corpus, or, with `tokens_per_batch`, whole batches planned once for it."""
+    """Serve samples of a corpus, or, with `tokens_per_batch`, whole batches planned once for it."""
 
     reads_files: ClassVar[bool] = True
 
@@ -88,10 +89,10 @@ class TextSource:
     def batch(self, epoch: int, indices: Indices) -> tuple[CompactBatch, list[str]]:
         if self._plan is not None:
             if len(indices) != 1:
-                raise ConfigError(f"{len(indices)} planned batches were asked for at once; ask for one.")
+                raise ConfigError(f"{len(indices)} planned batches were requested at once; request one.")
             indices = self._plan[indices[0]]
         indices = np.asarray(indices, dtype=np.int64)
-        epoch = epoch if self.train else 0  # what a model is judged by does not change
+        epoch = epoch if self.train else 0  # evaluation uses the same pairs and masks every time
         spans = self.pairs.spans(self.seed, epoch, indices)
         ids, splits, lengths = self._assemble(spans)
         masked = mask_tokens(
@@ -110,7 +111,7 @@ class TextSource:
         return widened(batch)
 
     def _assemble(self, spans: Spans) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Padded rows of tokens, where B (with what precedes it) begins, and the lengths."""
+        """Build padded rows of tokens; return them with where B begins in each row, and the rows' lengths."""
         wrap = int(self.pairs.wrapped)
         splits = spans.a_length + 2 * wrap
         lengths = splits + spans.b_length + wrap
@@ -129,46 +130,45 @@ class TextSource:
             ids[each, splits - 1] = ids_of["[SEP]"]
             ids[each, lengths - 1] = ids_of["[SEP]"]
         else:
-            ids[each, lengths - 1] = self._tokens[spans.last]  # a B that was cut short ends like the whole one
+            ids[each, lengths - 1] = self._tokens[spans.last]  # a shortened B keeps its last token ([SEP])
         return ids, splits, lengths
 
 
-# --- Which tokens BERT has to guess: a pure function of seed, epoch and sample, for a whole batch at once -------------
+# --- Masking: which tokens BERT has to predict, as a pure function of seed, epoch and sample ----------------------------
 # Of the tokens that may be masked, those with the smallest random words are chosen, an exact share of every sequence. Words
-# belong
-# to positions, so that a sequence is masked alike in any batch and at any padding.
+# belong to positions, so that a sequence is masked in the same way in any batch and at any padding.
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Choice: TypeAlias = npt.NDArray[np.bool_]
 
-MASKED, REPLACED = 0.8, 0.1  # the rest of the chosen stay as they are
+MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens; the rest stay unchanged
 _ACTIONS, _TOKENS = 2**32, 2**33  # positions of draws that no sequence reaches
 _POSITION_BITS = 16
 
 
 class Masked(NamedTuple):
-    """Tokens as the model sees them; and where (in the flattened batch) it has to guess which token was there."""
+    """Tokens after masking, and for each chosen one its position in the flattened batch and the token to predict."""
 
     ids: Ids
     positions: Ids
     labels: Ids
 
 
-def how_many(candidates: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64]:
-    """The share, rounded to even, and at least one where there is any."""
+def mask_counts(candidates: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64]:
+    """Return how many of the candidates to mask: the share, rounded to even, and at least one where there is any."""
     wanted: npt.NDArray[np.int64] = np.maximum(np.rint(share * candidates), 1).astype(np.int64)
     return np.minimum(wanted, candidates)
 
 
-def choose(candidates: Choice, *, seed: int, epoch: int, indices: Indices, share: float) -> Choice:
-    """An exact number of the candidates of each row: those with the smallest words, the lower position first among equals."""
+def choose_masked(candidates: Choice, *, seed: int, epoch: int, indices: Indices, share: float) -> Choice:
+    """Choose a fixed number of candidates in each row: those with the smallest words, ties to the lower position."""
     width = candidates.shape[1]
     positions = np.arange(width, dtype=np.uint64)
     words = random_words(seed, epoch, indices[:, None], positions)
     # The position in the low bits makes every key different, and ranks equal words by it.
     keys = (words >> np.uint64(_POSITION_BITS) << np.uint64(_POSITION_BITS)) | positions
     keys[~candidates] = np.iinfo(np.uint64).max
-    counts = how_many(np.count_nonzero(candidates, axis=1), share)
+    counts = mask_counts(np.count_nonzero(candidates, axis=1), share)
     ranked = np.sort(keys, axis=1)
     limits = ranked[np.arange(len(keys)), np.maximum(counts - 1, 0)]
     return (keys <= limits[:, None]) & candidates
@@ -185,9 +185,9 @@ def mask_tokens(
     replacements: Ids,
     share: float,
 ) -> Masked:
-    """Of the chosen tokens 80% become [MASK], 10% a random token, 10% stay; all are to be guessed."""
+    """Mask tokens: 80% of the chosen ones become [MASK], 10% a random token, 10% stay; all are to be predicted."""
     width = ids.shape[1]
-    flat = np.flatnonzero(choose(candidates, seed=seed, epoch=epoch, indices=indices, share=share))
+    flat = np.flatnonzero(choose_masked(candidates, seed=seed, epoch=epoch, indices=indices, share=share))
     labels = ids.reshape(-1)[flat]
     sample, position = indices[flat // width], flat % width
     action = uniforms(seed, epoch, sample, position + _ACTIONS)

@@ -1,11 +1,11 @@
-"""Arrays computed once per node and mapped into memory by every process that wants them.
+"""Cache arrays on disk: computed once per node, and mapped into memory by every process that uses them.
 
-    CACHE/KEY/header.json      what the arrays are, their sizes and fingerprints, and the header's own hash
+    CACHE/KEY/header.json      types and fingerprints of the arrays, facts about them, and the header's own hash
     CACHE/KEY/tokens.bin       one file per array
     CACHE/KEY.lock             held by the process that builds; the others wait and then map what it wrote
 
-A folder is written aside, made durable and renamed, so that it is there whole or not at all. One whose header or files are not
-what was written is built again. Nothing is ever deleted from the cache but such folders: it may be emptied at any time.
+A folder is written under another name, synced and renamed, so that it is complete or absent. One whose header or files have
+changed is built again. Only such damaged folders are ever deleted; the cache may be emptied at any time.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from ...config import log
 from ...dist.file_lock import LocksMissingError, lock_aloud
 from ...errors import ConfigError, DataError, warn_user
 
-# --- One process of a node at a time. A lock of the kernel: whoever dies holding it lets it go ------------------------
+# --- The lock: one process of a node at a time; the kernel releases it when its holder dies -----------------------------
 
 _FIRST_WORD_S, _NEXT_WORD_S = 2.0, 60.0
 
 
 @contextlib.contextmanager
 def node_lock(path: Path, *, waiting_for: str) -> Iterator[None]:
-    """Hold the lock; say on stderr what is waited for when that takes more than a moment."""
+    """Hold the lock of the node; after two seconds of waiting, say on stderr for what."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:  # made by another user, perhaps, or a link that leads who knows where
+    except OSError as error:  # perhaps it belongs to another user, or is a link
         raise DataError(f"{path} cannot be opened to lock it ({error.strerror}). Pass another cache_dir=FOLDER.") from None
     try:
         _acquire(handle, path, waiting_for)
         yield
     finally:
-        os.close(handle)  # lets go
+        os.close(handle)  # releases the lock
 
 
 def _acquire(handle: int, path: Path, waiting_for: str) -> None:
@@ -63,25 +63,25 @@ def _acquire(handle: int, path: Path, waiting_for: str) -> None:
         warn_user(f"{path.parent} is on a file system without locks ({error.strerror}).")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- The arrays -----------------------------------------------------------------------------------------------------------
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_EDGE_BYTES = 2**20  # fingerprinted at each end of a file: all of a small one, and a moment's work for one of many gigabytes
+_EDGE_BYTES = 2**20  # hashed at each end of a file: covers a small file, and stays fast for one of many gigabytes
 
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """What a build left behind: read-only arrays backed by files, and small facts."""
+    """Result of a build: read-only arrays backed by files, and small facts."""
 
     folder: Path
     arrays: dict[str, Array]
     facts: dict[str, Any]
-    digest: str  # of all that
+    digest: str  # sha256 of the header, which covers arrays and facts
 
 
 class ArrayWriter:
-    """Appends to one-dimensional arrays on disk, so that a corpus larger than memory can be written."""
+    """Append to one-dimensional arrays on disk, so that a corpus larger than memory can be written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class ArrayWriter:
         self._handles[name].write(np.ascontiguousarray(values, dtype=self._dtypes[name]).data)
 
     def close(self) -> dict[str, Any]:
-        """The description of every array, for the header."""
+        """Sync the files; return the description of every array, for the header."""
         for handle in self._handles.values():
             handle.flush()
             os.fsync(handle.fileno())
@@ -106,27 +106,28 @@ class ArrayWriter:
         }
 
     def abandon(self) -> None:
+        """Close the files without syncing them."""
         self._files.close()
 
 
 Build: TypeAlias = Callable[[ArrayWriter], dict[str, Any]]
-"""Appends the arrays and returns the facts: values that JSON can hold."""
+"""A function that appends the arrays and returns the facts: values that JSON can hold."""
 
 
 def cache_key(**parts: Any) -> str:
-    """One name for everything that a build depends on."""
+    """Hash everything that a build depends on into one name."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    """Where token arrays lie: the folder asked for, or one below the user's cache; in /tmp where that cannot be written."""
+    """Choose the folder of token arrays: the one given, or one below the user's cache; in /tmp where that cannot be written."""
     if cache_dir is not None:
         folder = Path(os.path.abspath(cache_dir))
         if (reason := _unusable(folder)) is not None:
-            raise ConfigError(f"cache_dir = {str(cache_dir)!r} cannot be written ({reason}). Name a folder that can.")
+            raise ConfigError(f"cache_dir = {str(cache_dir)!r} cannot be written ({reason}). Name a writable folder.")
         return folder
     folder = _home_cache() / "fleetx" / "text"
-    if (reason := _unusable(folder, mode=0o700)) is None:  # what was private text stays private as tokens
+    if (reason := _unusable(folder, mode=0o700)) is None:  # tokens of private text stay private
         return folder
     spare = Path(tempfile.gettempdir()) / f"fleetx-{os.getuid()}" / "text"
     if (spare_reason := _foreign(spare.parent) or _unusable(spare)) is not None:
@@ -134,14 +135,14 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
             f"neither {folder} ({reason}) nor {spare} ({spare_reason}) can hold token arrays. Pass cache_dir=FOLDER."
         )
     warn_user(
-        f"{folder} cannot be written ({reason}): token arrays go to {spare}, which may not outlive a restart. Pass "
+        f"{folder} cannot be written ({reason}): token arrays go to {spare}, which a restart may empty. Pass "
         f"cache_dir=FOLDER to keep them elsewhere.",
     )
     return spare
 
 
 def cached(folder: Path, key: str, build: Build, *, what: str) -> Cached:
-    """The arrays of this key: mapped if they are there, built if not, by one process of the node while the others wait."""
+    """Map the arrays of this key; if they are missing, one process of the node builds them while the others wait."""
     home = folder / key
     if (found := _open(home)) is not None:
         return found
@@ -152,18 +153,18 @@ def cached(folder: Path, key: str, build: Build, *, what: str) -> Cached:
             _write(home, build)
         except OSError as error:
             if (found := _open(home)) is not None:
-                return found  # on a file system without locks another process has come first
+                return found  # on a file system without locks another process was faster
             raise DataError(
                 f"{what} cannot be written to {folder}: {error.strerror or error}. Pass another cache_dir=FOLDER."
             ) from error
     if (found := _open(home)) is None:
-        raise DataError(f"{home} was written and cannot be read back: look at that disk, or pass another cache_dir=FOLDER.")
+        raise DataError(f"{home} was written and cannot be read back: check that disk, or pass another cache_dir=FOLDER.")
     return found
 
 
 def _write(home: Path, build: Build) -> None:
     mine = f".{home.name}-{socket.gethostname()}-"
-    for left in home.parent.glob(f"{mine}*"):  # by a process of this node that was killed: we hold the lock, so it is gone
+    for left in home.parent.glob(f"{mine}*"):  # left by a killed process of this node: a living one would hold the lock
         shutil.rmtree(left, ignore_errors=True)
     aside = home.parent / f"{mine}{uuid.uuid4().hex}"
     aside.mkdir()
@@ -189,16 +190,16 @@ def _write(home: Path, build: Build) -> None:
 
 
 def _open(home: Path, *, complain: bool = False) -> Cached | None:
-    """The arrays if every file is what was written, else nothing."""
+    """Map the arrays if every file is unchanged; None where anything is missing or damaged."""
     if not home.is_dir():
         return None
     try:
         if _is_like_tmp(home.parent) and home.lstat().st_uid != os.getuid():
-            raise ValueError("they were put by somebody else into a folder that everybody may write to")
+            raise ValueError("another user put them into a folder that all users may write to")
         header = json.loads((home / "header.json").read_text(encoding="utf-8"))
         body = header["body"]
         if header["sha256"] != _hash_of(body):
-            raise ValueError("its header is not what was written")
+            raise ValueError("its header has changed since it was written")
         arrays = {name: _map(home / _file(name), **described) for name, described in body["arrays"].items()}
         return Cached(home, arrays, body["facts"], header["sha256"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -213,9 +214,9 @@ def _file(name: str) -> str:
 
 def _map(path: Path, *, dtype: str, mark: str) -> Array:
     if _fingerprint(path) != mark or np.dtype(dtype).kind not in "uib":
-        raise ValueError(f"{path.name} is not what was written")
+        raise ValueError(f"{path.name} has changed since it was written")
     if path.stat().st_size == 0:
-        return np.zeros(0, dtype=np.dtype(dtype))  # nothing cannot be mapped
+        return np.zeros(0, dtype=np.dtype(dtype))  # an empty file cannot be mapped
     return np.memmap(path, dtype=np.dtype(dtype), mode="r")
 
 
@@ -239,7 +240,7 @@ def _home_cache() -> Path:
 
 
 def _unusable(folder: Path, *, mode: int = 0o777) -> str | None:
-    """Why nothing can be written there, found by writing."""
+    """Return why the folder cannot be written, found by writing; None if it can."""
     try:
         folder.mkdir(mode=mode, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -249,7 +250,7 @@ def _unusable(folder: Path, *, mode: int = 0o777) -> str | None:
 
 
 def _foreign(folder: Path) -> str | None:
-    """/tmp is everybody's: a folder that another user made there first would let them choose our data."""
+    """Return why a folder in /tmp is not safe; None if it is. Another user could have created it, to choose our data."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         entry = folder.lstat()
@@ -257,16 +258,16 @@ def _foreign(folder: Path) -> str | None:
         return error.strerror or str(error)
     if stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.getuid() and not entry.st_mode & 0o077:
         return None
-    return "it belongs to somebody else, or is open to others"
+    return "it belongs to another user, or is open to others"
 
 
 def _is_like_tmp(folder: Path) -> bool:
-    """Everybody may put something into it, and take away only their own."""
+    """Check for /tmp's permissions: all users may create files, and delete only their own."""
     return folder.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH | stat.S_ISVTX
 
 
 def _sync_folder(path: Path) -> None:
-    """Make names durable: a file's own fsync does not cover the folder that lists it."""
+    """Sync a folder: a file's own fsync does not cover the folder that lists it."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""A WordPiece vocabulary: read from a `vocab.txt`, or trained so that the same text gives the same one on every machine."""
+"""Read a WordPiece vocabulary from a `vocab.txt`, or train one: the same text gives the same one on every machine."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Vocabulary:
         return hashlib.sha256("\n".join(self.tokens).encode()).hexdigest()
 
     def is_structural(self) -> npt.NDArray[np.bool_]:
-        """For each id whether it is never masked. [UNK] may be: it stands for a word."""
+        """Mark for each id whether it is never masked. [UNK] may be: it stands for a word."""
         structural = np.zeros(self.size, dtype=np.bool_)
         structural[[self.ids[token] for token in SPECIAL if token != "[UNK]"]] = True
         return structural
 
     def ordinary(self) -> npt.NDArray[np.int64]:
-        """The ids that may stand in for a masked one."""
+        """Return the ids that may replace a masked token."""
         return np.array([number for number, token in enumerate(self.tokens) if token not in SPECIAL], dtype=np.int64)
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """One token per line, the line number (from 0) is its id. ERNIE's `token<TAB>id` is the same when the ids agree."""
+    """Read one token per line; the line number (from 0) is its id. ERNIE's `token<TAB>id` is accepted where the ids agree."""
     if not path.exists():
         raise DataError(f"{path}: there is no such vocabulary. Give the path of a vocab.txt, or None to train one on raw text.")
     blocks = line_blocks(path, name=str(path), max_bytes=2**28, max_line_bytes=2**16)
@@ -93,22 +93,22 @@ def _token(line: bytes, number: int, path: Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{where} byte {line[error.start]:#04x} in column {error.start + 1} is not UTF-8.") from None
     if token == "" or "\0" in token:
-        raise DataError(f"{where} {line[:40]!r} is no token. Each line holds one, and none is empty.")
+        raise DataError(f"{where} {line[:40]!r} is not a token. Each line holds one, and none is empty.")
     if tab and number_text != str(number - 1):
         raise DataError(f"{where} gives {token!r} the id {number_text[:20]!r}; on this line it has to be {number - 1}.")
     return token
 
 
 def text_vocabulary(tokens: Iterable[str]) -> str:
-    """As `read_vocabulary` reads it."""
+    """Format tokens as the text of a vocab.txt."""
     return "".join(f"{token}\n" for token in tokens)
 
 
 def train_vocabulary(texts: Iterable[str], *, size: int) -> Vocabulary:
-    """A lower-cased WordPiece vocabulary of at most `size` tokens: special ones first, then characters, then pieces.
+    """Train a lower-cased WordPiece vocabulary of at most `size` tokens: special ones, then characters, then pieces.
 
     The library numbers characters in the order of a hash table and breaks ties by number, so that two runs differ. Here every
-    character has its number beforehand, whole and as a continuation, and the outcome is a function of the text alone.
+    character gets its number beforehand, whole and as a continuation, and the result depends on the text alone.
     """
     tokenizers = import_tokenizers()
     normalizer = _normalizer(lowercase=True)
@@ -136,7 +136,7 @@ def train_vocabulary(texts: Iterable[str], *, size: int) -> Vocabulary:
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Any:
-    """BERT's: clean, split at spaces and punctuation, longest pieces first. It adds no special tokens."""
+    """Make BERT's tokenizer: clean, split at spaces and punctuation, longest pieces first. It adds no special tokens."""
     tokenizers = import_tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = _normalizer(lowercase=vocabulary.lowercase)
@@ -163,7 +163,7 @@ def _normalizer(*, lowercase: bool) -> Any:
 
 
 def import_tokenizers() -> Any:
-    """The library, or the line that installs it."""
+    """Import `tokenizers`, or raise an error with the line that installs it."""
     try:
         import tokenizers
     except ImportError as error:
