@@ -23,7 +23,7 @@ from fleetx.auto.cost import Reducer
 from fleetx.engine.bind import give_up, rehearsal_of
 from fleetx.engine.dry_run import Rehearsal
 from fleetx.errors import FleetWarning
-from fleetx.recompute.memory_probe import gauge_for
+from fleetx.recompute.memory_probe import memory_probe_for
 from fleetx.recompute.planner import Planner
 from fleetx.recompute.profile import peak_bytes
 from fleetx.recompute.solve import least_peak
@@ -160,10 +160,10 @@ def _timed_once(pair: Pair, period: int) -> float:
 
 def peak_of(pair: Pair) -> int:
     """Bytes in use at most, in one update; of Local SGD in a whole period, which has an averaging. The larger of the ranks."""
-    gauge = gauge_for(pair.rehearsal.device, pair.rehearsal.lasting)
-    with gauge.watching():
+    probe = memory_probe_for(pair.rehearsal.device, pair.rehearsal.lasting)
+    with probe.watching():
         pair.update(pair.candidate.reducer.period)
-        found = gauge.peak()
+        found = probe.peak()
     return int(slowest(found))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fleetx.optim import Lamb, Lars, cpu, lists
+from fleetx.optim import Lamb, Lars, list_ops
 from tests.helpers.layerwise_reference import LambTensor, LarsTensor
 
 WAYS: dict[str, dict[str, Any]] = {"loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True}}
@@ -258,9 +258,9 @@ def test_tensors_larger_than_a_block_are_cut_without_a_trace(
     kind: Any, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 16 elements, blocks of 64 and portions of 1024: tensors below, at and above each."""
-    monkeypatch.setattr(cpu, "ROW_ELEMENTS", 16)
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr(lists, "PORTION_ELEMENTS", 1024)
+    monkeypatch.setattr(list_ops, "ROW_ELEMENTS", 16)
+    monkeypatch.setattr(list_ops, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(list_ops, "PORTION_ELEMENTS", 1024)
     sizes = [(3,), (64,), (65,), (13, 4, 5, 5), (1031,), (100, 7), (512,), (513,)]
     results = []
     for chosen in WAYS.values():

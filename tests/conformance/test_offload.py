@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fleetx import fleet
 from fleetx.engine.patching import patched
 from fleetx.errors import ConfigError, FleetWarning, RecomputeError
-from fleetx.recompute.offload import Parking
+from fleetx.recompute.offload import Offload
 from fleetx.recompute.replay import Replay
 from tests.helpers.budget_nets import allocated_in, feed_forward
 from tests.helpers.parking_runs import MOVERS, EarlyMover, LateMover, use_mover
@@ -207,22 +207,22 @@ def test_a_memory_that_every_decoder_layer_is_given_is_parked_and_fetched_once(l
 
 
 def test_a_segment_whose_first_unit_parks_has_its_input_back_once_for_all_its_units(mover: Any) -> None:
-    """Units 0-1 stored, 2 parks, 3 and 4 join it, 5 parks, 6 joins it, 7 computed again on its own."""
+    """Units 0-1 stored, 2 offloaded, 3 and 4 join it, 5 offloaded, 6 joins it, 7 computed again on its own."""
     torch.manual_seed(0)
     model, x = row_of_blocks(), torch.randn(BATCH, WIDE)
     torch.manual_seed(1)
     model(x).square().sum().backward()
     theirs = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    parking, made = Parking(mover), dict[int, Replay]()
+    offload, made = Offload(mover), dict[int, Replay]()
     for unit in range(2, BLOCKS):
         joins = made[unit - 1] if unit in (3, 4, 6) else None
-        parks = None if unit in (2, 5) else ()
-        made[unit] = Replay(str(unit), model[unit], torch.device("cpu"), joins=joins, parking=parking, parks=parks)
+        places = None if unit in (2, 5) else ()
+        made[unit] = Replay(str(unit), model[unit], torch.device("cpu"), joins=joins, offload=offload, offload_places=places)
     with patched((model[unit], replay) for unit, replay in made.items()):
         torch.manual_seed(1)
         loss = model(x).square().sum()
-        assert (mover.out, mover.back, parking.pool.host_bytes) == (2, 0, 2 * INPUT)
+        assert (mover.out, mover.back, offload.pool.host_bytes) == (2, 0, 2 * INPUT)
         loss.backward(retain_graph=True)
         assert (mover.out, mover.back) == (2, 2)
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], theirs, rtol=0, atol=0)
@@ -231,7 +231,7 @@ def test_a_segment_whose_first_unit_parks_has_its_input_back_once_for_all_its_un
         doubled = [2 * gradient for gradient in theirs]
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], doubled, rtol=0, atol=0)
         del loss
-    assert parking.pool.idle_bytes == parking.pool.host_bytes == 2 * INPUT
+    assert offload.pool.idle_bytes == offload.pool.host_bytes == 2 * INPUT
 
 
 def test_nothing_moves_without_gradients(late: LateMover) -> None:
@@ -319,8 +319,8 @@ def row_of_blocks() -> nn.Sequential:
 
 
 def parked(model: nn.Sequential, mover: Any, **which: Any) -> Any:
-    parking = Parking(mover)
-    return parking, patched((block, Replay(str(i), block, torch.device("cpu"), parking=parking)) for i, block in enumerate(model))
+    offload = Offload(mover)
+    return offload, patched((block, Replay(str(i), block, torch.device("cpu"), offload=offload)) for i, block in enumerate(model))
 
 
 def plain(model: nn.Sequential) -> Any:
@@ -348,7 +348,7 @@ def test_from_forward_to_backward_the_device_keeps_no_input_but_the_first_and_a_
 def test_host_memory_is_used_again_from_step_to_step_and_given_back_whatever_becomes_of_a_step() -> None:
     torch.manual_seed(0)
     model, x = row_of_blocks(), torch.randn(BATCH, WIDE)
-    parking, patches = parked(model, LateMover())
+    offload, patches = parked(model, LateMover())
     fail = False
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -359,7 +359,7 @@ def test_host_memory_is_used_again_from_step_to_step_and_given_back_whatever_bec
     with patches:
         for step in range(20):
             loss = model(x).sum()
-            in_use = parking.pool.host_bytes - parking.pool.idle_bytes
+            in_use = offload.pool.host_bytes - offload.pool.idle_bytes
             assert in_use == (BLOCKS - 1) * INPUT
             if step % 4 == 3:
                 fail = True
@@ -372,19 +372,19 @@ def test_host_memory_is_used_again_from_step_to_step_and_given_back_whatever_bec
                 loss.backward()
             del loss
             gc.collect()
-            assert parking.pool.idle_bytes == parking.pool.host_bytes
+            assert offload.pool.idle_bytes == offload.pool.host_bytes
             at_most = (BLOCKS - 1 if step < 3 else 2 * (BLOCKS - 1)) * INPUT  # of a forward that fails, while another's is kept
-            assert parking.pool.host_bytes <= at_most
+            assert offload.pool.host_bytes <= at_most
 
 
 def test_batches_of_many_lengths_take_no_more_buffers_than_one() -> None:
     torch.manual_seed(0)
     model = row_of_blocks()
-    parking, patches = parked(model, LateMover())
+    offload, patches = parked(model, LateMover())
     with patches:
         for count in (17, 400, 3, 512, 256, 511, 100):
             model(torch.randn(count, WIDE)).sum().backward()
-    assert parking.pool.host_bytes <= (BLOCKS - 1) * INPUT
+    assert offload.pool.host_bytes <= (BLOCKS - 1) * INPUT
 
 
 def test_host_memory_that_cannot_be_had_is_refused_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

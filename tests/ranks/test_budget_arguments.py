@@ -40,7 +40,7 @@ def with_other_budgets(rank: int) -> str:
 
 def test_other_budgets_are_refused_on_all() -> None:
     told = run_ranks(with_other_budgets, 2)
-    assert told[0] == told[1] and "find_batch was asked for other things by the ranks" in told[0]
+    assert told[0] == told[1] and "find_batch was called with different arguments on the ranks" in told[0]
 
 
 def with_samples_of_other_lengths(rank: int) -> int:

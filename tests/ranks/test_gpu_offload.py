@@ -14,7 +14,7 @@ from fleetx import fleet
 from fleetx.engine.patching import PatchedForward, patched
 from fleetx.errors import ConfigError
 from fleetx.recompute.host_memory import CudaMover, Pool
-from fleetx.recompute.offload import Parking
+from fleetx.recompute.offload import Offload
 from fleetx.recompute.replay import Replay
 from tests.ranks.test_gpu_memory import NETS, TYPES, Encoder, alone_and_exact, cleared, loss_fn, sentences, train
 
@@ -74,10 +74,10 @@ def pool_of(model: nn.Module) -> Pool:
     for module in model.modules():
         forward = vars(module).get("forward")
         while isinstance(forward, PatchedForward):
-            if isinstance(forward.around, Replay) and forward.around._parking is not None:
-                return forward.around._parking.pool
+            if isinstance(forward.around, Replay) and forward.around._offload is not None:
+                return forward.around._offload.pool
             forward = forward.inner
-    raise LookupError("no unit parks")
+    raise LookupError("no unit offloads its inputs")
 
 
 def test_twenty_steps_lose_no_pinned_memory() -> None:
@@ -125,12 +125,12 @@ def test_copies_that_take_longer_than_the_units_are_waited_for() -> None:
     model = nn.Sequential(*(Sine() for _ in range(12)))
     x = torch.randn(2**24, device=device, requires_grad=True)
     (theirs,) = torch.autograd.grad(model(x).sum(), x)
-    parking = Parking(CudaMover(device))
-    with patched((unit, Replay(str(i), unit, device, parking=parking)) for i, unit in enumerate(model)):
+    offload = Offload(CudaMover(device))
+    with patched((unit, Replay(str(i), unit, device, offload=offload)) for i, unit in enumerate(model)):
         for _ in range(5):
             (ours,) = torch.autograd.grad(model(x).sum(), x)
             assert torch.equal(ours, theirs)
-    assert parking.pool.idle_bytes == parking.pool.host_bytes == 11 * x.nbytes
+    assert offload.pool.idle_bytes == offload.pool.host_bytes == 11 * x.nbytes
 
 
 def test_the_speed_of_copies_is_measured_once_and_plausible() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fleetx.recompute.memory_probe import CountingGauge
+from fleetx.recompute.memory_probe import CountingProbe
 from tests.helpers.budget_nets import lasting_bytes
 from tests.helpers.budget_runs import AMP, cross_entropy, distribute
 from tests.helpers.harness import raised, run_ranks
@@ -28,10 +28,10 @@ def bytes_of_step(name: str, count: int) -> int:
     """Without recompute, on one rank, as a ground for budgets."""
     seed()
     model, batch = NETS[name].build(), rows(0, count)
-    gauge = CountingGauge(lambda: [*model.parameters(), *model.buffers(), *batch])
-    with gauge.watching():
+    probe = CountingProbe(lambda: [*model.parameters(), *model.buffers(), *batch])
+    with probe.watching():
         cross_entropy(model, batch).backward()
-        return gauge.peak()
+        return probe.peak()
 
 
 def _plan(rank: int, name: str, counts: tuple[int, int], budget: int, settings: dict[str, Any]) -> tuple[Any, str, int]:
@@ -41,11 +41,11 @@ def _plan(rank: int, name: str, counts: tuple[int, int], budget: int, settings: 
         model, optimizer = distribute(NETS[name].build(), budget, batch, **settings)
     plan = optimizer.memory_plan
     optimizer.minimize(cross_entropy(model, batch))
-    gauge = CountingGauge(lambda: [])
+    probe = CountingProbe(lambda: [])
     before = lasting_bytes(model, optimizer, batch)
-    with gauge.watching():
+    with probe.watching():
         optimizer.minimize(cross_entropy(model, batch))
-        real = before + gauge.peak()
+        real = before + probe.peak()
     told = (
         plan.budget,
         plan.units,

@@ -154,8 +154,8 @@ def test_units_that_were_named_are_one_plan_whose_peak_and_time_follow_from_the_
         elements.append(Element(unit, kept, Way(frozenset({given}), 110, 100, again_s)))
         given = out
     elements.append(Element(None, Way(frozenset({given}), 0, 0)))
-    found = computed_again(Profile(("a", "b"), tuple(elements), sizes, 0), parks=False)
-    assert found.again == {0, 1} and found.seconds == 3.0 and not found.parks
+    found = computed_again(Profile(("a", "b"), tuple(elements), sizes, 0), offload=False)
+    assert found.again == {0, 1} and found.seconds == 3.0 and not found.offloads
     assert found.peak_bytes < 220  # both stored
 
 

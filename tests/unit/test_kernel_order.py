@@ -145,7 +145,7 @@ def test_the_table_holds_addresses_sizes_and_below_them_settings() -> None:
     for group in range(4):
         place = plan.place_of_lr(group)
         assert table[place : place + 2].view(torch.float64).tolist() == [0.5 * group, 0.25]
-    assert [(word >> 32, word & 0xFFFFFFFF) for word in plan.everyone.tolist()] == [(0, 0), (1, 1), (3, 2)]
+    assert [(word >> 32, word & 0xFFFFFFFF) for word in plan.all_tensors.tolist()] == [(0, 0), (1, 1), (3, 2)]
     assert [(word >> 32, word & 0xFFFFFFFF) for word in plan.adapted.tolist()] == [(0, 0), (1, 1)]
 
 

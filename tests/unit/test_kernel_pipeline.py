@@ -40,7 +40,7 @@ def train(part: str, *, kernels: bool, **settings: Any) -> dict[str, Any]:
 
     def look(update: Any, *_: Any) -> None:
         offsets.update(p.grad.data_ptr() % 16 for p in model.parameters())
-        given.append(bool(getattr(update, "_given", None)))
+        given.append(bool(getattr(update, "_gradient_norms", None)))
 
     refuse_before_step(ours.update, look)  # it only looks: any other hook may change gradients, and no norm is handed over
     ratios = []

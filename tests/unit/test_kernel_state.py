@@ -325,7 +325,7 @@ def test_with_the_interpreter_a_cpu_has_kernels_unless_others_are_asked_for(kind
 def without_triton(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from fleetx.optim import kernels
 
-    kernels._say_once.cache_clear()
+    kernels._warn_once.cache_clear()
     monkeypatch.setattr(kernels, "has_triton", lambda: False)
     return kernels
 

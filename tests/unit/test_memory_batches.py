@@ -85,7 +85,7 @@ def test_nothing_is_foretold_to_take_less_than_no_bytes_or_no_time() -> None:
 @pytest.mark.parametrize("other", ["units", "kept", "joins", "sizes", "length"])
 def test_profiles_of_two_ways_through_a_model_are_told_apart(other: str) -> None:
     one = straight(8)
-    assert Growth(8, one, 16, straight(16)).is_alike()
+    assert Growth(8, one, 16, straight(16)).is_comparable()
     element = one.elements[1]
     changed = {
         "units": Profile(("a", "b", "c", "e"), one.elements, one.sizes, one.floor),
@@ -96,7 +96,7 @@ def test_profiles_of_two_ways_through_a_model_are_told_apart(other: str) -> None
         "sizes": Profile(one.units, one.elements, {**one.sizes, 9: 1}, one.floor),
         "length": Profile(one.units, one.elements[:-1], one.sizes, one.floor),
     }[other]
-    assert not Growth(8, changed, 16, straight(16)).is_alike()
+    assert not Growth(8, changed, 16, straight(16)).is_comparable()
 
 
 # --- the largest that fits ------------------------------------------------------------------------------------------------------

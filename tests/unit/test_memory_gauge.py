@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fleetx.recompute.memory_probe import CountingGauge, gauge_for
+from fleetx.recompute.memory_probe import CountingProbe, memory_probe_for
 from tests.helpers.budget_nets import Checkpointed, Reshaped, allocated_in, bytes_of, conv_layers, feed_forward
 
 CLOSE = 0.01
@@ -34,10 +34,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def counted_in(work: Callable[[], Any], known: list[Tensor]) -> tuple[int, int]:
-    gauge = CountingGauge(lambda: known)
-    with gauge.watching():
+    probe = CountingProbe(lambda: known)
+    with probe.watching():
         work()
-        return gauge.peak(), gauge.now()
+        return probe.peak(), probe.now()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,34 +91,34 @@ def test_an_operation_in_place_adds_nothing_and_one_that_is_not_does() -> None:
 
 
 def test_memory_is_counted_from_its_making_to_its_end() -> None:
-    gauge = CountingGauge(lambda: [])
-    with gauge.watching():
+    probe = CountingProbe(lambda: [])
+    with probe.watching():
         first = torch.zeros(1000)
-        assert gauge.now() == 4000
+        assert probe.now() == 4000
         part = first[:10]
         del first
-        assert gauge.now() == 4000  # a view holds all of it
+        assert probe.now() == 4000  # a view holds all of it
         del part
-        assert gauge.now() == 0
+        assert probe.now() == 0
         for _ in range(5):  # memory at the same place, used again
             kept = torch.zeros(1000) + 1
-        assert gauge.now() == 4000
+        assert probe.now() == 4000
         del kept
-    assert gauge.peak() == 12_000  # the last result, and both tensors of the next
+    assert probe.peak() == 12_000  # the last result, and both tensors of the next
 
 
 def test_a_peak_is_the_most_since_the_last_one_was_read_and_reserved_is_the_most_of_all() -> None:
     known = torch.zeros(10)
-    gauge = CountingGauge(lambda: [known])
-    with gauge.watching():
+    probe = CountingProbe(lambda: [known])
+    with probe.watching():
         torch.zeros(1000)
-        assert gauge.peak() == 4040
+        assert probe.peak() == 4040
         torch.zeros(500)
-        assert gauge.peak() == 2040
-        assert gauge.peak() == 40
-        assert gauge.reserved() == 4040
-    with gauge.watching():
-        assert gauge.reserved() == gauge.peak() == gauge.now() == 40
+        assert probe.peak() == 2040
+        assert probe.peak() == 40
+        assert probe.reserved() == 4040
+    with probe.watching():
+        assert probe.reserved() == probe.peak() == probe.now() == 40
 
 
 def test_gradients_that_autograd_alone_holds_are_counted() -> None:
@@ -138,4 +138,4 @@ def test_sparse_tensors_are_let_pass() -> None:
 
 
 def test_a_cpu_is_gauged_by_counting() -> None:
-    assert isinstance(gauge_for(torch.device("cpu"), lambda: []), CountingGauge)
+    assert isinstance(memory_probe_for(torch.device("cpu"), lambda: []), CountingProbe)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fleetx.errors import ConfigError
 from fleetx.recompute.host_memory import Pool, mover_for
-from fleetx.recompute.offload import can_be_parked, is_dense
-from fleetx.recompute.offloadable import parked_way, parking_places
+from fleetx.recompute.offload import is_dense, is_offloadable
+from fleetx.recompute.offloadable import offload_places, offloaded_way
 from fleetx.recompute.profile import Way
 from fleetx.recompute.rows import pieces
 from fleetx.recompute.trace import record
@@ -67,7 +67,7 @@ def marked(x: Tensor) -> Tensor:
     ],
 )
 def test_only_what_the_graph_has_made_and_what_is_all_of_its_storage_can_be_parked(tensor: Tensor, answer: bool) -> None:
-    assert can_be_parked(tensor) is answer
+    assert is_offloadable(tensor) is answer
 
 
 # --- places ---------------------------------------------------------------------------------------------------------------------
@@ -145,9 +145,9 @@ def called_twice(net: Any, x: Tensor) -> Tensor:
 )
 def test_inputs_that_nobody_else_holds_afterwards_are_parked(use: Any, places: list[set[int]]) -> None:
     net = Net(use)
-    tape = record(net, dict(net.named_modules()), lambda: net(torch.ones(8, 4)).sum())
+    trace = record(net, dict(net.named_modules()), lambda: net(torch.ones(8, 4)).sum())
     names = [f"units.{i}" for i in range(len(places))]
-    assert parking_places(tape, pieces(tape, names)) == dict(zip(names, map(frozenset, places), strict=True))
+    assert offload_places(trace, pieces(trace, names)) == dict(zip(names, map(frozenset, places), strict=True))
 
 
 def test_so_are_those_that_are_held_until_the_models_forward_is_over() -> None:
@@ -158,17 +158,17 @@ def test_so_are_those_that_are_held_until_the_models_forward_is_over() -> None:
         return hidden[-1]
 
     net = Net(use)
-    tape = record(net, dict(net.named_modules()), lambda: net(torch.ones(8, 4)).sum())
+    trace = record(net, dict(net.named_modules()), lambda: net(torch.ones(8, 4)).sum())
     names = [f"units.{i}" for i in range(3)]
-    assert set(parking_places(tape, pieces(tape, names)).values()) == {frozenset({0})}
+    assert set(offload_places(trace, pieces(trace, names)).values()) == {frozenset({0})}
 
 
 def test_time_is_added_for_what_of_both_copies_the_unit_does_not_hide() -> None:
     again = Way(frozenset({0, 1}), 70, 50, seconds=1.0)
-    hidden = parked_way(again, {1}, {0: 100, 1: 400}, bytes_per_second=800.0)
-    assert hidden == Way(frozenset({0}), 70, 450, seconds=hidden.seconds, parked=400)
+    hidden = offloaded_way(again, {1}, {0: 100, 1: 400}, bytes_per_second=800.0)
+    assert hidden == Way(frozenset({0}), 70, 450, seconds=hidden.seconds, offloaded=400)
     assert hidden.seconds == pytest.approx(1.0 + 0.02 * 0.5 + 1e-6)
-    shown = parked_way(again, {1}, {0: 100, 1: 400}, bytes_per_second=100.0)
+    shown = offloaded_way(again, {1}, {0: 100, 1: 400}, bytes_per_second=100.0)
     assert shown.seconds == pytest.approx(1.0 + 2 * (4.0 - 1.0) + 0.02 * 4.0 + 1e-6)
 
 

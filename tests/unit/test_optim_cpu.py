@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fleetx.optim import Lamb, Lars, cpu
+from fleetx.optim import Lamb, Lars, list_ops
 
 both = pytest.mark.parametrize("kind", [Lars, Lamb])
 LOOP = {"foreach": False, "fused": False}
@@ -17,8 +17,8 @@ LOOP = {"foreach": False, "fused": False}
 @pytest.fixture(params=[True, False], ids=["kernels", "lists"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """With torch's kernels and as if torch had none."""
-    assert cpu.KERNELS
-    monkeypatch.setattr(cpu, "KERNELS", request.param)
+    assert list_ops.KERNELS
+    monkeypatch.setattr(list_ops, "KERNELS", request.param)
     return bool(request.param)
 
 
@@ -45,12 +45,12 @@ def called(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
 def test_the_norm_of_a_large_float32_tensor_is_right_to_seven_digits() -> None:
     """torch's own is off by 4e-5 here."""
     tensor = draw(1536, 1537)
-    assert cpu.norms([tensor]) == pytest.approx([tensor.double().norm().item()], rel=1e-7)
+    assert list_ops.cpu_norms([tensor]) == pytest.approx([tensor.double().norm().item()], rel=1e-7)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "gaps"])
 def test_norms_of_all_sizes_and_layouts_are_those_of_their_elements(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "ROW_ELEMENTS", 8)
+    monkeypatch.setattr(list_ops, "ROW_ELEMENTS", 8)
     tensors = []
     for channels in (0, 1, 2, 3, 8, 9, 64):
         tensor = draw(channels, 2, 2, 2, seed=channels)
@@ -58,7 +58,7 @@ def test_norms_of_all_sizes_and_layouts_are_those_of_their_elements(layout: str,
         tensors.append(torch.stack([tensor, tensor], dim=-1)[..., 0] if layout == "gaps" else tensor)
     tensors += [torch.tensor(-3.0), draw(7), draw(8), draw(9)]
     wanted = [tensor.double().square().sum().sqrt().item() for tensor in tensors]
-    assert cpu.norms(tensors) == pytest.approx(wanted, rel=1e-6)
+    assert list_ops.cpu_norms(tensors) == pytest.approx(wanted, rel=1e-6)
 
 
 # --- what the kernels are given -------------------------------------------------------------------------------------------
@@ -68,10 +68,10 @@ def test_kernels_take_tensors_that_lie_in_memory_alike() -> None:
     plain, other = draw(4, 3, 5, 5), draw(4, 3, 5, 5, seed=1)
     turned = other.to(memory_format=torch.channels_last)
     gaps = torch.stack([plain, plain], dim=-1)[..., 0]
-    assert cpu.kernels_take([plain, turned], [other, turned.clone(memory_format=torch.preserve_format)])
-    assert not cpu.kernels_take([plain], [turned])
-    assert not cpu.kernels_take([gaps], [gaps])
-    assert not cpu.kernels_take([plain.to("meta")], [other.to("meta")])
+    assert list_ops.kernels_take([plain, turned], [other, turned.clone(memory_format=torch.preserve_format)])
+    assert not list_ops.kernels_take([plain], [turned])
+    assert not list_ops.kernels_take([gaps], [gaps])
+    assert not list_ops.kernels_take([plain.to("meta")], [other.to("meta")])
 
 
 def step_once(params: list[nn.Parameter], **options: Any) -> Lars:
@@ -156,8 +156,8 @@ def test_float32_stays_beside_the_float64_loop(
     kind: Any, options: dict[str, Any], way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 2^12 elements: the largest tensor has nine. The measure is the largest value in a tensor."""
-    monkeypatch.setattr(cpu, "ROW_ELEMENTS", 2**10)
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr(list_ops, "ROW_ELEMENTS", 2**10)
+    monkeypatch.setattr(list_ops, "BLOCK_ELEMENTS", 2**12)
     found, ours = run(kind, torch.float32, **options)
     exact, reference = run(kind, torch.float64, **LOOP, **options)
     for a, b in zip(found, exact, strict=True):

@@ -10,7 +10,7 @@ from torch import nn
 
 from fleetx.errors import ConfigError
 from fleetx.optim import Lamb, Lars
-from fleetx.optim.param_groups import Known, exclusion, is_norm, known_from_model
+from fleetx.optim.param_groups import ParamInfo, exclusion, info_from_model, is_norm
 
 
 class RMSNormOfMine(nn.Module):
@@ -151,21 +151,21 @@ def test_words_that_need_names_are_refused_without_names(words: list[str]) -> No
 
 
 def test_a_tied_weight_is_one_parameter_under_its_first_name() -> None:
-    names = [known.name for known in known_from_model(Block()).values()]
+    names = [known.name for known in info_from_model(Block()).values()]
     assert "embedding.weight" in names and "head.weight" not in names
 
 
 def test_a_weight_that_a_norm_layer_shares_is_in_a_norm() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.LayerNorm([3, 3], bias=False))
     model[1].weight = model[0].weight
-    assert known_from_model(model) == {id(model[0].weight): Known("0.weight", 2, True)}
+    assert info_from_model(model) == {id(model[0].weight): ParamInfo("0.weight", 2, True)}
 
 
 def test_names_of_a_compiled_model_are_the_users() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     wrapped = nn.Module()
     wrapped.add_module("_orig_mod", model)
-    assert [known.name for known in known_from_model(wrapped).values()] == ["0.weight", "0.bias"]
+    assert [known.name for known in info_from_model(wrapped).values()] == ["0.weight", "0.bias"]
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(2), nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), nn.RMSNorm(2)])
@@ -180,9 +180,9 @@ def test_a_class_of_ones_own_with_norm_in_its_name_leaves_out_no_matrix() -> Non
 
 
 def test_a_word_for_biases_looks_at_the_last_part_of_the_name() -> None:
-    assert exclusion(Known("bias_net.weight", 2, False), ["bias"]) == '"bias" in its name'
-    assert exclusion(Known("bias_net.weight", 2, False), [".b_0"]) is None
-    assert exclusion(Known("a.bias", 1, False), [".b_0"]) == "bias"
+    assert exclusion(ParamInfo("bias_net.weight", 2, False), ["bias"]) == '"bias" in its name'
+    assert exclusion(ParamInfo("bias_net.weight", 2, False), [".b_0"]) is None
+    assert exclusion(ParamInfo("a.bias", 1, False), [".b_0"]) == "bias"
 
 
 def test_a_group_overrides_its_parameters_flags_each_for_itself() -> None:

@@ -36,13 +36,13 @@ from .subject import Subject
 # --- The user's own recompute, set beside `auto`: which plan it leads to, by the profile of a step without it ---------
 
 
-def computed_again(profile: Profile, *, parks: bool) -> Solution:
-    """Every unit; `parks`: with its inputs in host memory, where it has some that leave the device."""
+def computed_again(profile: Profile, *, offload: bool) -> Solution:
+    """Every unit; `offload`: with its inputs in host memory, where it has some that leave the device."""
     elements = [element for element in profile.elements if element.unit is not None and element.again is not None]
     again = frozenset(element.unit for element in elements if element.unit is not None)
-    parked = frozenset(element.unit for element in elements if element.unit is not None and parks and element.parks is not None)
-    seconds = sum(element.way(again=True, joins=False, parks=parks).seconds for element in elements)
-    return Solution(again, seconds, peak_bytes(profile, again, parks=parked), parks=parked)
+    offloaded = frozenset(e.unit for e in elements if e.unit is not None and offload and e.offloads is not None)
+    seconds = sum(element.way(again=True, joins=False, offloads=offload).seconds for element in elements)
+    return Solution(again, seconds, peak_bytes(profile, again, offloads=offloaded), offloads=offloaded)
 
 
 @final
@@ -56,7 +56,7 @@ class OwnRecompute:
         self.mover: Mover | None = mover_for(subject.device) if own.offload else None
 
     def plan(self, profile: Profile) -> Solution:
-        return computed_again(profile, parks=self.mover is not None)
+        return computed_again(profile, offload=self.mover is not None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def with_seconds(profile: Profile, measured: Profile, longer: float) -> Profile:
     """A profile whose units take so many times the seconds of another's."""
 
     def element(own: Element, other: Element) -> Element:
-        ways = {kind: (getattr(own, kind), getattr(other, kind)) for kind in ("stored", "again", "joins", "parks")}
+        ways = {kind: (getattr(own, kind), getattr(other, kind)) for kind in ("stored", "again", "joins", "offloads")}
         return replace(own, **{k: replace(a, seconds=b.seconds * longer) for k, (a, b) in ways.items() if a is not None})
 
     pairs = zip(profile.elements, measured.elements, strict=True)
@@ -275,7 +275,7 @@ def ladder_of(profile: Profile, limits: Sequence[int], names: bool = False) -> t
             if is_asked:
                 continue
             break
-        named = names and is_asked and not found.joins and not found.parks
+        named = names and is_asked and not found.joins and not found.offloads
         listed = tuple(profile.units[unit] for unit in sorted(found.again)) if named else ()
         rungs.setdefault(found.peak_bytes, Rung(found.peak_bytes, found.seconds, len(found.again), listed))
     return tuple(sorted(rungs.values(), key=lambda rung: rung.again_s))

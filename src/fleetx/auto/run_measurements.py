@@ -15,7 +15,7 @@ from ..engine.noise_scale import noise_scale_of
 from ..engine.patching import patched
 from ..engine.slots import PlanContext, Slot
 from ..errors import FleetError, first_line
-from ..recompute.memory_probe import gauge_for
+from ..recompute.memory_probe import memory_probe_for
 from ..recompute.replay import Replay
 from ..strategies import catalogue
 from . import candidate
@@ -205,15 +205,15 @@ def reduced_by(
     settings = reducer.steady().settings()
     expected = wire(reducer, gradients, link.link()).seconds
     with subject.bound(settings, rows=subject.few_rows()) as rehearsal, rehearsal.leaving_no_trace():
-        pipeline, gauge = rehearsal.optimizer.pipeline, gauge_for(rehearsal.device, rehearsal.lasting)
+        pipeline, probe = rehearsal.optimizer.pipeline, memory_probe_for(rehearsal.device, rehearsal.lasting)
         begun = time.perf_counter()
         # An update that ran out of memory would do so in the middle of its collectives. So see first that there is enough.
         agreed(rehearsal, lambda: _take(kept_bytes + MOST_KEPT_BYTES * gradients.numel, rehearsal.device))
-        with gauge.watching():
+        with probe.watching():
             _gather_gradients(rehearsal, units)
-            gauge.peak()
+            probe.peak()
             rehearsal.update()  # what it keeps is made here, and so is what the optimizer keeps
-            peak = gauge.peak()
+            peak = probe.peak()
         sent = pipeline.comm.bytes_sent
         seconds = []
         took = max(expected, *rehearsal.comm.gather_json(time.perf_counter() - begun))

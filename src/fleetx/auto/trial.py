@@ -21,7 +21,7 @@ from ..engine.dry_run import OutOfMemory, Rehearsal, Snapshot
 from ..engine.dry_steps import rehearsing
 from ..engine.report import Report
 from ..errors import FleetError, first_line
-from ..recompute.memory_probe import gauge_for
+from ..recompute.memory_probe import memory_probe_for
 from .candidate import Candidate
 from .clock import typical, wait_for
 from .cost import Rung
@@ -111,18 +111,18 @@ def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float) -> Tri
     times = Times(rehearsal, merges)
     of_round = expected_s * period * merges / candidate.merge_steps
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(SECONDS / max(of_round, 1e-9))))
-    gauge, is_gpu = gauge_for(rehearsal.device, rehearsal.lasting), rehearsal.device.type == "cuda"
-    with gauge.watching() if is_gpu else contextlib.nullcontext():
+    probe, is_gpu = memory_probe_for(rehearsal.device, rehearsal.lasting), rehearsal.device.type == "cuda"
+    with probe.watching() if is_gpu else contextlib.nullcontext():
         times.run_update()  # Local SGD's first is dense
         times.forget()
         for _ in range(rounds * period):
             times.run_update()
-        memory = [gauge.peak(), gauge.reserved()] if is_gpu else []
+        memory = [probe.peak(), probe.reserved()] if is_gpu else []
     if not memory:  # counting on a CPU takes time: not of updates that are timed
-        with gauge.watching():
+        with probe.watching():
             for _ in range(period):
                 times.run_update(is_timed=False)
-            memory = [gauge.peak(), gauge.reserved()]
+            memory = [probe.peak(), probe.reserved()]
     ranks = rehearsal.comm.gather_json([times.of_update(candidate), *memory, times.bytes_of_update(candidate)])
     seconds, peak, held, sent = (max(rank[i] for rank in ranks) for i in range(4))
     return Trial(float(seconds), int(peak), int(held), float(sent))

@@ -1,1 +1,1 @@
-"""Averaging weights instead of reducing gradients: the engine of Local SGD, adaptive Local SGD and DiLoCo."""
+"""Average weights instead of reducing gradients: the engine of Local SGD, adaptive Local SGD and DiLoCo."""

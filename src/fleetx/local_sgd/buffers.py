@@ -1,7 +1,7 @@
-"""Buffers at an averaging: floating ones (BatchNorm statistics) are averaged, integers (its counter) come from rank 0.
+"""Average buffers in a round: floating ones (BatchNorm statistics) become the mean, integers (its counter) rank 0's values.
 
-Always in full precision, and never by the outer optimizer: a statistic is not a weight. Large tables follow, once the round is
-settled, if a rank has changed one; those that belong to each rank stay out. See buffer_kinds.py, whose rules these are.
+Buffers are sent in full precision and never pass the outer optimizer: a statistic is not a weight. Large tables follow after the
+round, if a rank has changed one; buffers that belong to each rank are left out. The rules are those of engine/buffer_kinds.py.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from ..engine.unequal_buffers import UnequalBuffers, is_unequal, warn_of_unequal
 
 @final
 class Buffers:
+    """Average the buffers of one model."""
+
     def __init__(self, model: nn.Module, device: torch.device, local: Collection[str] = ()) -> None:
-        """`local`: names or patterns of buffers that belong to each rank."""
-        found = sort_buffers(model, local)
-        self._floats, self._integers = found.floats, list(found.integers.values())
-        self._integer_names = list(found.integers)
-        self.tables = Tables(found, device)
-        self._unequal = UnequalBuffers(found)
+        """Sort the model's buffers; `local` holds names or patterns of buffers that belong to each rank."""
+        sorted_buffers = sort_buffers(model, local)
+        self._floats, self._integers = sorted_buffers.floats, list(sorted_buffers.integers.values())
+        self._integer_names = list(sorted_buffers.integers)
+        self.tables = Tables(sorted_buffers, device)
+        self._unequal = UnequalBuffers(sorted_buffers)
         present = [buffer_of(owner) for owner in self._floats.values()]
         self._shapes = [buffer.shape for buffer in present]
         wide = any(buffer.dtype == torch.float64 for buffer in present)
         dtype = torch.float64 if wide else torch.float32
         self.common = torch.zeros(sum(buffer.numel() for buffer in present), dtype=dtype, device=device)
-        """The floating ones after the last average among all ranks, flat."""
+        """The floating buffers after the last average of all ranks, flat."""
         self._change = torch.zeros_like(self.common)
         self._sent: Tensor | None = None
+        """This rank's floating buffers when they were sent; None where it does not train on meanwhile."""
         self._sent_integers: Tensor | None = None
         self._of_first: Tensor | None = None
-        """Bytes of the integers: this rank's own when they were sent, where it trains on, and rank 0's."""
+        """Bytes of rank 0's integer buffers. `_sent_integers` holds this rank's own, sent while it trains on; else None."""
 
     @torch.no_grad()
     def begin(self) -> None:
-        """All ranks have the same now."""
+        """Take the current buffers, equal on all ranks, as the common ones."""
         self._read(self.common)
         self._unequal.renew_marks()
         self.tables.resume(())
@@ -70,6 +73,7 @@ class Buffers:
     # --- one round ----------------------------------------------------------------------------------------------
 
     def launch(self, comm: Comm, *, trains_on: bool, with_integers: bool = True) -> list[Pending]:
+        """Send the changes of this rank's buffers; `trains_on`: training goes on until they are settled."""
         pending: list[Pending] = []
         if self._floats:
             self._read(self._change)
@@ -83,7 +87,7 @@ class Buffers:
         return pending
 
     def settle(self, *, size: int = 1, inside: bool = False) -> None:
-        """`size`: how many ranks were averaged. `inside`: of this node alone, so that what all ranks have in common stays."""
+        """Write the mean of `size` ranks; `inside`: of this node's ranks alone, so that the common buffers stay."""
         average = apply_change(self.common, self._change)
         written = set() if inside else self._unequal.candidates()
         if not inside:
@@ -92,7 +96,7 @@ class Buffers:
         if self._sent is not None:
             now, change = torch.empty_like(average), average - self._sent
             self._read(now)
-            average = torch.where(change.isfinite(), now + change, average)  # from an infinity there is no change to speak of
+            average = torch.where(change.isfinite(), now + change, average)  # an infinite value has no finite change to add
         self._write(average)
         self._settle_integers(written)
         self._sent = None
@@ -123,27 +127,27 @@ class Buffers:
             if self._sent_integers is None or buffer.dtype == torch.bool:
                 buffer.copy_(theirs)
             else:
-                buffer.add_(theirs - own)  # what was counted since is kept
+                buffer.add_(theirs - own)  # keep what was counted since it was sent
         self._of_first = self._sent_integers = None
 
-    # --- what the ranks tell each other -------------------------------------------------------------------------
+    # --- what the ranks report ----------------------------------------------------------------------------------
 
     def news(self) -> dict[str, float]:
-        """Fields of this rank's row."""
+        """Return the buffers' fields of this rank's row."""
         return {"changed_tables": float(len(self.tables.changed())), "unequal_buffers": float(self._unequal.count())}
 
-    def heed(self, rows: Sequence[Row], comm: Comm) -> None:
-        """A round among all is settled. Every rank is here with the same rows, and does the same."""
+    def apply_reports(self, rows: Sequence[Row], comm: Comm) -> None:
+        """Equalise changed tables and warn of unequal buffers, after a round of all ranks. Collective."""
         unequal = self.tables.make_equal(comm) if any(row.changed_tables for row in rows) else set()
         unequal |= self._unequal.gather(comm) if any(row.unequal_buffers for row in rows) else set()
-        if comm.rank == 0:  # after the last collective: a warning may have been made an error
+        if comm.rank == 0:  # after the last collective: warnings may be turned into errors
             warn_of_unequal(unequal)
             self.tables.warn_of_let_go()
 
     # --- averaged() ---------------------------------------------------------------------------------------------
 
     def own(self, rows: Sequence[Row]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Copies of them all, to be put back to the bit: a forward in training mode counts too."""
+        """Copy all buffers, to put them back to the bit: a forward in training mode changes them too."""
         changed = any(row.changed_tables for row in rows)
         return [buffer.clone() for buffer in self._all()], self.tables.own() if changed else {}
 
@@ -156,6 +160,7 @@ class Buffers:
         return [*self._present(), *(buffer_of(owner) for owner in self._integers)]
 
     def show_mean(self, rows: Sequence[Row], comm: Comm) -> None:
+        """Write the mean of all ranks' buffers. Collective."""
         if self._floats:
             now = torch.empty_like(self.common)
             self._read(now)
@@ -168,7 +173,7 @@ class Buffers:
     # --- resume -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is under way must have arrived."""
+        """Return the state; a round under way must have arrived."""
         return {
             "common": self.common,
             "change": self._change,
@@ -193,5 +198,5 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 def _from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = flat.split([tensor.nbytes for tensor in like])
-    # A copy begins at an address that any type may begin at.
+    # Cloned, since a part may begin at an address that its type is not aligned to.
     return [part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

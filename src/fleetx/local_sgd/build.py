@@ -1,4 +1,4 @@
-"""From the settings that localsgd and adaptive_localsgd share to the stages of a step."""
+"""Build the stages of a step from the settings that localsgd and adaptive_localsgd share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .engine import Averaging, Wire
 from .outer import OuterRule
 from .period import Period
 
-# REDUCE under Local SGD: dense until the averaging has begun, afterwards nothing: each rank keeps its own gradients.
-
 
 @final
 class DenseAtFirst(KeepsNothing):
+    """REDUCE under Local SGD: dense until the averaging begins; afterwards each rank keeps its own gradients."""
+
     carries_tail = True
 
     def __init__(self, comm: Comm, averaging: Averaging) -> None:
@@ -33,11 +33,8 @@ class DenseAtFirst(KeepsNothing):
         return Pending(None) if self.is_local() else self._dense.start(bucket, step)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 class Settings(Protocol):
-    """What both parts have. Read only: parts are frozen."""
+    """The settings that both strategies have, read only."""
 
     @property
     def name(self) -> str: ...
@@ -60,7 +57,7 @@ class Settings(Protocol):
 
 
 def require_fit(part: Settings, *, longest_period: int, key: str) -> None:
-    """Refuse settings that mean nothing together."""
+    """Refuse settings that contradict each other."""
     if part.overlap_steps > longest_period:
         raise ConfigError(
             f'{part.name}_configs["overlap_steps"] is {part.overlap_steps}, and a new averaging begins after at most '
@@ -73,16 +70,16 @@ def require_fit(part: Settings, *, longest_period: int, key: str) -> None:
     if part.average_state and part.overlap_steps:
         raise ConfigError(
             f"{part.name}: average_state with overlap_steps {part.overlap_steps} would put moments of earlier weights on top of "
-            "what was learnt since, and a second moment may then fall below 0. Write average_state=False, or overlap_steps=0."
+            "later updates, and a second moment may then fall below 0. Write average_state=False, or overlap_steps=0."
         )
 
 
 def nothing_saved(part: Settings, *, longest_period: int, key: str, write: int) -> str | None:
-    """A sentence where every update is averaged among all ranks, and nothing else is asked for."""
+    """Return a sentence if every update is averaged over all ranks and no other setting is used; else None."""
     is_plain = (part.outer_lr, part.outer_momentum, part.wire_dtype) == (1.0, 0.0, "float32")
     if longest_period > 1 or not is_plain or part.across_nodes_every > 1 or part.overlap_steps:
         return None
-    # Not "no effect": moments of Adam, which each rank keeps for itself, would come to other weights.
+    # Not "no effect": with Adam each rank keeps its own moments, so the weights differ from synchronous training.
     return (
         f"{part.name} saves nothing with {key} = 1: weights are averaged after every update. "
         f'Write strategy.{part.name}_configs = {{"{key}": {write}}}.'

@@ -1,12 +1,12 @@
-"""AVERAGE: ranks train alone for a period, then meet. One engine for Local SGD, post-local, adaptive and DiLoCo.
+"""Fill AVERAGE: ranks train alone for a period, then average. One engine for Local SGD, post-local, adaptive and DiLoCo.
 
     update `begin`      the last dense one: all ranks are equal, and their weights become the anchor
-    update t            a round is launched when the period is over: the ranks tell each other their news, and send what
-                        they have moved since the anchor
-    update t + overlap  it is settled: the anchor takes the outer step, the weights follow
+    update t            a round is launched when the period is over: the ranks exchange their status rows, and send their
+                        deltas from the anchor
+    update t + overlap  the round is settled: the anchor takes the outer step, the weights follow
 
-When to launch and when to settle are functions of the update's index and of what all ranks have told, and of nothing else:
-every rank is in every round, whether or not it has skipped updates of its own.
+When to launch and when to settle depend on the update's index and on the rows of all ranks, and on nothing else: every rank
+takes part in every round, whether or not it has skipped updates of its own.
 """
 
 from __future__ import annotations
@@ -32,54 +32,62 @@ from .round import Round, round_from
 from .values import Values
 
 SMOOTHING = 0.9
-"""What the running mean of the loss keeps from one update to the next."""
+"""Weight of the old value in the running mean of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How a round travels."""
+    """How a round is sent."""
 
     dtype: torch.dtype = torch.float32
+    """Type of the deltas on the wire; float32 stands for the type in which averages are kept."""
     overlap_steps: int = 0
+    """Updates between launch and settling; 0: training waits for the round."""
     across_nodes_every: int = 1
+    """Every so many rounds include all ranks, the others those of a node; 1: all of them."""
 
 
 @final
 class Averaging:
+    """Run the rounds of one model."""
+
     def __init__(self, site: Site, *, begin_step: int, period: Period, rule: OuterRule, wire: Wire, average_state: bool) -> None:
         self._comm, self._device = site.comm, site.device
         self._begin_step, self.period_rule, self._wire = begin_step, period, wire
         self.needs_loss = period.needs_loss
         self._values = Values(site, rule, wire.dtype, average_state=average_state)
         self._inside = two_level(site.comm).inside if wire.across_nodes_every > 1 else site.comm
-        self._heed: Callable[[], Callable[[list[Row]], None] | None] = lambda: None
+        self._apply_rows: Callable[[], Callable[[list[Row]], None] | None] = lambda: None
+        """Weak reference to what acts on the ranks' rows: requests to stop, errors, loss scales."""
         self._begun = False
         self._next = 0
-        """The update after which the next round is launched."""
+        """Index of the update after which the next round is launched."""
         self._rounds = 0
-        self._flying: Round | None = None
+        self._round: Round | None = None
         self._loss: Tensor | None = None
         self._weight = self._weight_inside = 0.0
-        """Sums of the weights since the last round among all, and since the last of any kind."""
+        """Sums of the losses' weights since the last round of all ranks, and since the last round of any kind."""
         self._weighted = False
         self._waited = -1.0
+        """Seconds that this rank waited for the others in the last round of all ranks; -1.0: none so far."""
         self.waits: dict[int, float] | None = None
-        """Seconds in which each rank waited for the others, in the round before the last."""
+        """Seconds that each rank waited for the others in the round before the last; None: not known yet."""
         self.keeps_ranks_equal = False
-        """Whether the last round has left the same weights on all of its ranks."""
+        """Whether the last round left the same weights on all of its ranks."""
         self._showing_mean = False
         self._warned = False
 
-    # --- what others ask ------------------------------------------------------------------------------------------
+    # --- what the step reads --------------------------------------------------------------------------------------
 
     def attach(self, *, update: torch.optim.Optimizer, heed: Callable[[list[Row]], None]) -> None:
-        """`update`: the optimizer that really moves the parameters. `heed` acts on the ranks' news, and may raise on all."""
-        self._heed = weakref.WeakMethod(heed)  # a cycle would keep a discarded pair alive until somebody collects it
-        self._values.moved_by(update)
+        """Connect the engine: `update` is the optimizer that moves the parameters; `heed` acts on all ranks' rows, and may raise
+        on all of them."""
+        self._apply_rows = weakref.WeakMethod(heed)  # a cycle would keep a discarded pair alive until the next collection
+        self._values.use_optimizer(update)
 
     @property
     def begun(self) -> bool:
-        """Whether the coming update is made by each rank alone. Where not, it is dense."""
+        """Whether each rank makes the next update alone; until then updates are dense."""
         return self._begun
 
     @property
@@ -97,21 +105,21 @@ class Averaging:
 
     @torch.no_grad()
     def __call__(self, step: Step, news: News) -> bool:
-        """After every update, made or skipped. Whether a round among all ranks was settled."""
+        """Launch and settle rounds, after every update, made or skipped. Returns whether one of all ranks was settled."""
         self._note(news)
         if step.index < self._begin_step:
             return False
         if not self._begun:
             self._begin(step, news)
             return False
-        settled = self._settle_if_ripe(step.index)
-        if step.index >= self._next and self._flying is None:
+        settled = self._settle_if_due(step.index)
+        if step.index >= self._next and self._round is None:
             self._launch(step, news)
-            settled = self._settle_if_ripe(step.index) or settled
+            settled = self._settle_if_due(step.index) or settled
         return settled
 
-    def _settle_if_ripe(self, index: int) -> bool:
-        return self._flying is not None and index >= self._flying.settle_at and self._settle(index)
+    def _settle_if_due(self, index: int) -> bool:
+        return self._round is not None and index >= self._round.settle_at and self._settle(index)
 
     def _note(self, news: News) -> None:
         self._weighted = news.weight is not None
@@ -121,11 +129,11 @@ class Averaging:
             return
         loss = news.loss.double()
         before = loss if self._loss is None else torch.where(self._loss.isfinite(), self._loss, loss)
-        # A loss that is not finite is of an update that was skipped, or soon will be heard of.
+        # A loss that is not finite belongs to an update that was skipped, or whose error the next round reports.
         self._loss = torch.where(loss.isfinite(), SMOOTHING * before + (1 - SMOOTHING) * loss, before)
 
     def _begin(self, step: Step, news: News) -> None:
-        """All ranks have the same weights."""
+        """Start the first period: all ranks have the same weights, which become the anchor."""
         self._values.begin()
         self._begun = True
         if self.needs_loss:
@@ -140,76 +148,76 @@ class Averaging:
         self._rounds += not on_demand
         among_all = on_demand or self._rounds % self._wire.across_nodes_every == 0
         comm = self._comm if among_all else self._inside
-        if comm.size == 1 and not among_all:  # a node of one rank has nobody to meet
+        if comm.size == 1 and not among_all:  # a node of one rank has nothing to average
             return self._advance(step.index)
         settle_at = step.index + (self._wire.overlap_steps if among_all and not on_demand else 0)
         call, weight = ON_DEMAND if on_demand else BY_SCHEDULE, self._weight if among_all else self._weight_inside
         row = self._row(step, news)._replace(call=call, weight=weight)
-        flying = Round(step.index, settle_at, comm, *tell(row, comm), [])
-        # Where nothing goes on meanwhile, or shares or layouts must be known first, the news is awaited here: a request to
-        # stop or an error of one rank is then heard by all before anything is sent.
-        if not flying.trains_on or self._weighted or self._values.has_state:
-            self._hear(flying)
-        self._send(flying)
-        self._flying = flying
+        under_way = Round(step.index, settle_at, comm, *tell(row, comm), [])
+        # Where training does not go on meanwhile, or shares or layouts must be known first, the rows are awaited here: all
+        # ranks then act on one rank's error or request to stop before anything is sent.
+        if not under_way.trains_on or self._weighted or self._values.has_state:
+            self._receive_rows(under_way)
+        self._send(under_way)
+        self._round = under_way
         self._weight_inside = 0.0
         if among_all:
             self._weight = 0.0
         return None
 
-    def _send(self, flying: Round) -> None:
-        comm, among_all = flying.comm, flying.comm is self._comm
-        rows = flying.rows() if flying.told is None else []
+    def _send(self, under_way: Round) -> None:
+        comm, among_all = under_way.comm, under_way.comm is self._comm
+        rows = under_way.rows() if under_way.rows_pending is None else []
         share = share_of(rows, comm.rank) if rows else 1 / comm.size
-        flying.with_state = among_all and self._values.has_state and len({row.layout for row in rows}) == 1
-        flying.pending = self._values.launch(
-            share, comm, trains_on=flying.trains_on, among_all=among_all, with_state=flying.with_state
+        under_way.with_state = among_all and self._values.has_state and len({row.layout for row in rows}) == 1
+        under_way.pending = self._values.launch(
+            share, comm, trains_on=under_way.trains_on, among_all=among_all, with_state=under_way.with_state
         )
         if not among_all:
             self._comm.bytes_sent, comm.bytes_sent = self._comm.bytes_sent + comm.bytes_sent, 0.0
 
     def _settle(self, index: int, *, on_demand: bool = False) -> bool:
-        """Every rank of the round is here. Whether it was among all of them."""
-        flying = self._flying
-        assert flying is not None
-        self._hear(flying)
-        self._flying, among_all = None, flying.comm is self._comm
-        self.keeps_ranks_equal = not flying.trains_on
-        self._values.settle(flying.pending, flying.comm.size, among_all=among_all, with_state=flying.with_state)
+        """Finish the round under way, on all of its ranks. Returns whether it was one of all ranks."""
+        under_way = self._round
+        assert under_way is not None
+        self._receive_rows(under_way)
+        self._round, among_all = None, under_way.comm is self._comm
+        self.keeps_ranks_equal = not under_way.trains_on
+        self._values.settle(under_way.pending, under_way.comm.size, among_all=among_all, with_state=under_way.with_state)
         if not on_demand:
             if among_all:
-                self._renew_period(flying)
-            self._advance(index, launched_at=flying.launched_at)
+                self._renew_period(under_way)
+            self._advance(index, launched_at=under_way.launched_at)
         if among_all:
-            self._values.heed(flying.rows(), self._comm)
-        if among_all and self._values.has_state and not flying.with_state:
-            self._warn_of_layouts(flying)  # after the last collective: a warning may have been made an error
+            self._values.apply_reports(under_way.rows(), self._comm)
+        if among_all and self._values.has_state and not under_way.with_state:
+            self._warn_of_layouts(under_way)  # after the last collective: warnings may be turned into errors
         return among_all
 
-    def _hear(self, flying: Round) -> None:
-        """Wait for the others' news, and act on it: on all ranks alike. What a node hears alone waits for a round among all."""
-        if flying.told is None:
+    def _receive_rows(self, under_way: Round) -> None:
+        """Wait for the other ranks' rows and act on them, on all ranks alike; only rows of a round of all ranks are acted on."""
+        if under_way.rows_pending is None:
             return
         start = time.perf_counter()
-        flying.told.wait()
-        flying.told = None
-        require_together(flying.rows())
-        if flying.comm is self._comm:
+        under_way.rows_pending.wait()
+        under_way.rows_pending = None
+        require_together(under_way.rows())
+        if under_way.comm is self._comm:
             self._waited, before = time.perf_counter() - start, self._waited
-            rows = flying.rows()
+            rows = under_way.rows()
             self.waits = {rank: row.waited for rank, row in enumerate(rows)} if before >= 0 else None
-            heed = self._heed()
-            if heed is not None:
-                heed(rows)
+            apply_rows = self._apply_rows()
+            if apply_rows is not None:
+                apply_rows(rows)
 
-    def _renew_period(self, flying: Round) -> None:
-        rows = flying.rows()
-        line = self.period_rule.after_round(flying.launched_at, _mean_loss(rows), rows[0].lr)
+    def _renew_period(self, under_way: Round) -> None:
+        rows = under_way.rows()
+        line = self.period_rule.after_round(under_way.launched_at, _mean_loss(rows), rows[0].lr)
         if line is not None and self._comm.rank == 0:
             log.say(line)
 
     def _advance(self, index: int, *, launched_at: int | None = None) -> None:
-        """The next round: not before this one is settled, and later than it was launched."""
+        """Schedule the next round: not before this one is settled, and later than it was launched."""
         launched_at = index if launched_at is None else launched_at
         self._next = max(self._next + self.period_rule.now, index, launched_at + 1)
 
@@ -227,11 +235,11 @@ class Averaging:
             **self._values.news(),
         )
 
-    def _warn_of_layouts(self, flying: Round) -> None:
+    def _warn_of_layouts(self, under_way: Round) -> None:
         if not self._warned and self._comm.rank == 0:
             self._warned = True
             warn_user(
-                f"average_state: at update {flying.launched_at} some ranks have optimizer state that others have not yet "
+                f"average_state: at update {under_way.launched_at} some ranks have optimizer state that others have not yet "
                 "(they skipped updates, or left parameters unused). This averaging leaves the state as it is.",
             )
 
@@ -239,20 +247,20 @@ class Averaging:
 
     @torch.no_grad()
     def average_now(self, step: Step, news: News) -> None:
-        """A whole round among all, whatever the schedule says, which stays as it is. Every rank calls it."""
+        """Run a whole round of all ranks now, and leave the schedule as it is. Collective."""
         self.refuse_inside()
         if not self._begun:
             return
-        if self._flying is not None:
+        if self._round is not None:
             self._settle(step.index)
         self._launch(step, news, on_demand=True)
         self._settle(step.index, on_demand=True)
 
     @contextlib.contextmanager
     def mean_shown(self, index: int) -> Iterator[None]:
-        """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards. Every rank enters it."""
+        """Show the mean of all ranks' weights and statistics inside, each rank's own bits afterwards. Collective."""
         self.refuse_inside()
-        # Asked in the dense phase too: a call that one rank alone makes should not wait for a long run's end to be found.
+        # In the dense phase too, so that a call made by one rank alone is an error at once, and not late in a long run.
         gathered, pending = tell(Row(at=float(index), call=SHOWN, **self._values.news()), self._comm)
         pending.wait()
         rows = rows_of(gathered)
@@ -275,7 +283,7 @@ class Averaging:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """No collective: what is under way was sent by every rank, and is waited for."""
+        """Return the state, without a new collective: a round under way was sent by every rank, and is awaited."""
         return {
             "begun": self._begun,
             "next": self._next,
@@ -284,14 +292,14 @@ class Averaging:
             "loss": self._loss,
             "weights": [self._weight, self._weight_inside],
             "values": self._values.state_dict() if self._begun else None,
-            "flying": self._flying_state(),
+            "flying": self._round_state(),
         }
 
-    def _flying_state(self) -> dict[str, Any] | None:
-        if self._flying is None:
+    def _round_state(self) -> dict[str, Any] | None:
+        if self._round is None:
             return None
-        self._flying.arrive()
-        return {**self._flying.state_dict(), **self._values.flying_state()}
+        self._round.arrive()
+        return {**self._round.state_dict(), **self._values.round_state()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -299,15 +307,15 @@ class Averaging:
         self.period_rule.load_state_dict(state["period"])
         self._loss = None if state["loss"] is None else state["loss"].to(self._device)
         self._weight, self._weight_inside = map(float, state["weights"])
-        self._flying, self._waited, self.waits = None, -1.0, None
+        self._round, self._waited, self.waits = None, -1.0, None
         if self._begun:
             self._values.load_state_dict(state["values"])
-        flying = state["flying"]
-        if flying is not None:
-            self._flying = round_from(flying, self._comm, self._values.load_flying(flying))
+        under_way = state["flying"]
+        if under_way is not None:
+            self._round = round_from(under_way, self._comm, self._values.load_round(under_way))
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise if this state is of another kind of period; nothing is changed."""
+        """Raise if the state is of another kind of period. Nothing is changed."""
         if set(state["period"]) != set(self.period_rule.state_dict()):
             raise CheckpointError(
                 "one of the two runs has a fixed period (localsgd) and the other an adaptive one (adaptive_localsgd). "
@@ -315,8 +323,8 @@ class Averaging:
             )
 
     def forget(self) -> None:
-        """A checkpoint of a run without averaging was loaded: the coming update is dense, and begins anew."""
-        self._begun, self._flying, self._loss = False, None, None
+        """Start over with dense updates: a checkpoint of a run without averaging was loaded."""
+        self._begun, self._round, self._loss = False, None, None
         self._weight = self._weight_inside = 0.0
 
 

@@ -1,7 +1,7 @@
-"""Optimizer state at an averaging, where that is asked for: moments are averaged, counters of steps become the largest.
+"""Average optimizer state in a round (`average_state`): moments become the mean, step counts the largest.
 
-A rank that has skipped its first updates has no state yet. The ranks compare marks of their layouts; where these differ
-this round leaves the state alone, on all of them.
+A rank that has skipped its first updates has no state yet. The ranks compare hashes of their layouts; where these differ, the
+round leaves the state as it is, on all ranks.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from ..dist.comm import Comm, Pending
 from ..engine.bucket import wide_type
 
 STEP = "step"
-"""A count of updates. Other single numbers (a product of past factors) mean nothing without their rank's own count: they stay."""
+"""Key of the step count. Other single numbers (a product of past factors) belong to their rank's own count, and stay."""
 MASTER = "master"
-"""A parameter's float32 copy: averaged as the parameter, not as state."""
+"""Key of a parameter's float32 copy, which is averaged as the parameter and not as state."""
 
 
 @final
 class Moments:
+    """Average the state of one optimizer."""
+
     def __init__(self, params: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
         self._params, self.optimizer = params, optimizer
         self._flat: Tensor | None = None
         self._counts: Tensor | None = None
 
-    def _found(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Tensors of the state, and its counts of steps, in one order on every rank."""
+    def _averaged_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the state's tensors and its step counts, in one order on every rank."""
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Tensor] = {}
         for name, param in self._params.items():
@@ -46,14 +48,15 @@ class Moments:
                     numbers[f"{name}/{key}"] = value
         return tensors, numbers
 
-    def mark(self) -> float:
-        """Of the layout; equal marks can be averaged."""
-        tensors, numbers = self._found()
-        told = "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in [*tensors.items(), *numbers.items()])
-        return float(int.from_bytes(hashlib.sha256(told.encode()).digest()[:6], "big"))
+    def layout_hash(self) -> float:
+        """Hash names, shapes and types of the state; ranks with equal hashes can average."""
+        tensors, numbers = self._averaged_state()
+        layout = "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in [*tensors.items(), *numbers.items()])
+        return float(int.from_bytes(hashlib.sha256(layout.encode()).digest()[:6], "big"))
 
     def launch(self, share: float, comm: Comm) -> list[Pending]:
-        tensors, numbers = self._found()
+        """Send this rank's state, its moments multiplied by `share`."""
+        tensors, numbers = self._averaged_state()
         pending = []
         if tensors:
             wide = max((wide_type(t.dtype) for t in tensors.values()), key=lambda dtype: dtype.itemsize)
@@ -65,7 +68,8 @@ class Moments:
         return pending
 
     def settle(self) -> None:
-        tensors, numbers = self._found()
+        """Write the mean, once it has arrived."""
+        tensors, numbers = self._averaged_state()
         if self._flat is not None:
             parts = self._flat.split([t.numel() for t in tensors.values()])
             torch._foreach_copy_(list(tensors.values()), [p.view(t.shape) for p, t in zip(parts, tensors.values(), strict=True)])

@@ -1,8 +1,8 @@
-"""The mathematics of one averaging, on flat tensors.
+"""Compute the outer step of an averaging, on flat tensors.
 
-delta   what a rank's weights have moved since the last average, the anchor
-move    of the anchor: torch's SGD on the mean delta, as if its negative were a gradient; with lr 1 and no momentum it is
-        the mean delta itself: plain averaging
+delta   a rank's weights less the anchor, which is the last average
+move    what is added to the anchor: torch's SGD step with the negative mean delta as the gradient; with lr 1 and no
+        momentum it is the mean delta itself: plain averaging
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """lr 1 without momentum takes the average as it is; with momentum this is DiLoCo."""
+    """Settings of the outer SGD: lr 1 without momentum takes the average as it is; with momentum this is DiLoCo."""
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -27,7 +27,7 @@ class OuterRule:
 
 
 def outer_move(mean_delta: Tensor, velocity: Tensor | None, rule: OuterRule) -> Tensor:
-    """What is to be added to the anchor, written over `mean_delta`. `velocity` is there where the rule has momentum.
+    """Compute what is added to the anchor, in place of `mean_delta`, and update `velocity` (None without momentum).
 
     Signs are those of a delta, not of a gradient: velocity and move are both negated, which changes no bit.
     """

@@ -1,4 +1,4 @@
-"""When to average: after how many updates, as a function of what all ranks know alike.
+"""Decide after how many updates to average, from numbers that are equal on all ranks.
 
 fixed      begin + k, begin + 2k, ...
 adaptive   AdaComm (Wang and Joshi 2019): the period falls with the loss, and rises when the learning rate falls
@@ -16,7 +16,7 @@ from ..errors import warn_user
 def adaptive_period(
     loss: float, lr: float, *, first_loss: float, first_lr: float, first_period: int, most: int, formula: str, now: int
 ) -> int:
-    """With r = lr0*loss / (lr*loss0): ceil(sqrt(r) * k0) ("paper") or ceil(sqrt(r * k0)) ("fleet"). No number: `now` stays."""
+    """Return ceil(sqrt(r) * k0) ("paper") or ceil(sqrt(r * k0)) ("fleet"), r = lr0*loss / (lr*loss0); `now` if that fails."""
     try:
         ratio = (first_lr * loss) / (lr * first_loss)
         root = math.sqrt(ratio * first_period) if formula == "fleet" else math.sqrt(ratio) * first_period
@@ -31,10 +31,10 @@ class Period(Protocol):
     """Updates between the last averaging and the next."""
 
     def begin(self, loss: float, lr: float) -> None:
-        """The dense updates are over; the same numbers on every rank."""
+        """Start after the last dense update, with loss and rate equal on every rank."""
 
     def after_round(self, index: int, loss: float, lr: float) -> str | None:
-        """Renew `now`, from what the ranks agree on; a line for the log where it changed."""
+        """Update `now` from numbers equal on every rank; return a line for the log if it changed, else None."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -68,7 +68,7 @@ class AdaptivePeriod:
         self._first, self._most, self._formula = min(first, most), most, formula
         self._init = first
         self._speaks = speaks
-        """Of equal ranks one warns."""
+        """Whether this rank prints warnings: one of all equal ranks does."""
         self.now = self._first
         self._loss, self._lr = math.nan, math.nan
         self._warned = False
@@ -102,7 +102,7 @@ class AdaptivePeriod:
             if self._speaks:
                 warn_user(
                     f"adaptive_localsgd: the learning rate at update {index} is {lr:g}, above the {self._lr:g} of "
-                    "`begin_step`, so that the period shrinks for want of progress that nobody expects yet. "
+                    "`begin_step`, so that the period shrinks although the loss need not have fallen yet. "
                     'Put adaptive_localsgd_configs["begin_step"] at the end of the warm-up.',
                 )
 

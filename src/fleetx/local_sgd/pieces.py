@@ -1,7 +1,7 @@
-"""The weights of a model as a few flat pieces, each sent by one collective, and what an averaging keeps of each.
+"""Average a model's weights as a few flat pieces, each sent by one collective.
 
-Averaging is memory traffic: on a CPU the work goes stretch by stretch, so that all that is done to one finds it in the cache.
-Of a 16-bit parameter whose optimizer trains a float32 copy (`master` in its state), that copy is what is averaged.
+Averaging is memory traffic: on a CPU the work goes stretch by stretch, so that every operation finds its stretch in the cache.
+Where the optimizer trains a float32 copy of a 16-bit parameter (`master` in its state), the copy is averaged.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .outer import OuterRule, outer_move
 
 PIECES_WANTED = 6
 SMALLEST_PIECE_BYTES, LARGEST_PIECE_BYTES = 4 * 2**20, 32 * 2**20
-"""While one piece travels the next is made ready, and the one before is settled: what training waits for beside the link is the
-first one's start and the last one's end. Smaller ones would be latency."""
+"""While one piece is sent the next is prepared and the one before is settled, so training waits for the link, the first piece's
+start and the last one's end. Smaller pieces would cost latency."""
 STRETCH = 2**17
-"""Elements: a few arrays of them fit in a core's cache."""
+"""Elements processed at a time: a few arrays of this length fit in a core's cache."""
 Master: TypeAlias = Callable[[Tensor], Tensor | None]
-"""The float32 copy of a parameter that its optimizer keeps, if any."""
+"""Returns the float32 copy of a parameter that its optimizer keeps; None if it keeps none."""
 
 
 @final
 class Piece:
-    """Some parameters of one type, flat."""
+    """Average some parameters of one type, as flat tensors."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rule: OuterRule, wire_dtype: torch.dtype) -> None:
         self.names = [name for name, _ in named]
@@ -40,17 +40,17 @@ class Piece:
         numel = sum(p.numel() for p in self.params)
         wide = wide_type(first.dtype)
         self.anchor = torch.zeros(numel, dtype=wide, device=first.device)
-        """The last average among all ranks."""
+        """The last average of all ranks."""
         self.velocity = torch.zeros_like(self.anchor) if rule.momentum else None
-        # float32 is the usual, and means the type in which averages are kept: float64 weights travel whole.
+        # float32, the default, stands for the type in which averages are kept: float64 weights are sent in float64.
         narrow = wire_dtype if wire_dtype != torch.float32 else wide
         self.wire = torch.zeros(numel, dtype=narrow, device=first.device)
-        """A delta on its way out, the mean delta when it is back."""
+        """This rank's delta while it is sent, the mean delta once it has arrived."""
         self.trains_on = False
-        """While its delta is under way, this rank's weights go on changing."""
+        """Whether this rank's weights go on changing while its delta is under way."""
         self.sent: Tensor | None = None
         self.sent_share = 1.0
-        """What it put on the wire then, and the share by which that was multiplied."""
+        """The share by which this rank's delta in `sent` was multiplied; `sent` is None where nothing was kept."""
         self._is_dense = all(torch.ops.aten.is_non_overlapping_and_dense(param) for param in self.params)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -64,17 +64,17 @@ class Piece:
         torch._foreach_copy_(self.views(flat), [named[name].to(flat.device) for name in self.names])
 
     def read(self, flat: Tensor, master: Master) -> None:
-        """The weights, into a flat tensor."""
+        """Copy the weights into a flat tensor."""
         torch._foreach_copy_(self.views(flat), [weight for weight, _ in self._weights(master)])
 
     def _weights(self, master: Master) -> list[tuple[Tensor, Tensor]]:
-        """What is trained, and the parameter that shows it."""
+        """Pair what is trained (the master copy, else the parameter itself) with its parameter."""
         return [(copy if (copy := master(param)) is not None else param.detach(), param) for param in self.params]
 
     def _stretches(self, master: Master, *, changes: bool) -> Iterator[tuple[Tensor, slice]]:
-        """The weights as rows of memory, each with its place in the flat tensors; with `changes` what is written there stays."""
+        """Iterate over the weights as rows of memory, with their slices of the flat tensors; `changes`: writes are kept."""
         if self.anchor.device.type != "cpu" or not self._is_dense:
-            staged = torch.empty_like(self.anchor)  # on a GPU few large kernels are what counts
+            staged = torch.empty_like(self.anchor)  # on a GPU a few large kernels are faster than many small ones
             self.read(staged, master)
             yield staged, slice(None)
             if changes:
@@ -112,32 +112,32 @@ class Piece:
         if share:
             self.sent.copy_(self.wire)
             return
-        for weights, at in self._stretches(master, changes=False):  # this rank counts nothing, and its delta is dropped too
+        for weights, at in self._stretches(master, changes=False):  # no share in the mean: its own delta is dropped too
             self.sent[at].copy_(weights - self.anchor[at])
 
     def settle(self, master: Master) -> None:
-        """The mean is here: take the outer step, and give the weights what it found."""
+        """Take the outer step with the mean delta, and bring the weights to the new anchor."""
         velocity = self.velocity
         for weights, at in self._stretches(master, changes=True):
             mean, own = scratch(len(weights), self.anchor)
             move = outer_move(mean.copy_(self.wire[at]), None if velocity is None else velocity[at], self._rule)
             self.anchor[at].add_(move)
             if self.trains_on and self.sent is not None:
-                # What this rank has learnt since, and what the wire had no digits for, stays on top of the average.
+                # What this rank has trained since, and what the cast to the wire lost, stays on top of the average.
                 weights.add_(move.sub_(own.copy_(self.sent[at]), alpha=1 / self.sent_share))
             else:
                 weights.copy_(self.anchor[at])
         self.trains_on = False
 
     def settle_inside(self, master: Master) -> None:
-        """The mean of this node's ranks: the anchor, which all ranks share, stays."""
+        """Set the weights to the mean of this node's ranks; the anchor, which is common to all ranks, stays."""
         for weights, at in self._stretches(master, changes=True):
             mean, _ = scratch(len(weights), self.anchor)
             weights.copy_(mean.copy_(self.wire[at]).add_(self.anchor[at]))
 
 
 def scratch(numel: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Two rows to compute in: on a CPU always the same ones, which the cache then knows."""
+    """Return two rows to compute in: on a CPU always the same ones, which stay in the cache."""
     if like.device.type != "cpu" or numel > STRETCH:
         return like.new_empty(numel), like.new_empty(numel)
     rows = _rows(like.dtype)
@@ -150,6 +150,7 @@ def _rows(dtype: torch.dtype) -> Tensor:
 
 
 def pieces_of(params: Mapping[str, nn.Parameter], rule: OuterRule, wire_dtype: torch.dtype) -> list[Piece]:
+    """Split a model into about `PIECES_WANTED` pieces, within the limits of size."""
     total = sum(param.nbytes for param in params.values())
     piece_bytes = min(max(total // PIECES_WANTED, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
     return [Piece(run, rule, wire_dtype) for run in bucket_runs(list(params.items()), bucket_bytes=piece_bytes)]

@@ -1,4 +1,4 @@
-"""One averaging under way: when it was launched, who takes part, what they have told, what is still on the wire."""
+"""One round under way: when it was launched, which ranks take part, their rows, and what is still on the wire."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from ..engine.rank_status import Row, rows_of
 
 @dataclass(slots=True)
 class Round:
+    """A round from its launch until it is settled."""
+
     launched_at: int
+    """Index of the update after which it was launched."""
     settle_at: int
+    """Index of the update after which it is settled."""
     comm: Comm
     """All ranks, or those of this node."""
     gathered: Tensor
-    """The ranks' rows, once they have come."""
-    told: Pending | None
-    """None: heard already."""
+    """The ranks' rows, once they have arrived."""
+    rows_pending: Pending | None
+    """The collective that gathers the rows; None once they were acted on."""
     pending: list[Pending]
+    """The collectives of what is averaged."""
     with_state: bool = False
-    """Optimizer state is averaged too."""
+    """Whether optimizer state is averaged too."""
 
     def rows(self) -> list[Row]:
         return rows_of(self.gathered)
@@ -36,23 +41,23 @@ class Round:
         return self.settle_at > self.launched_at
 
     def arrive(self) -> None:
-        """Wait for all of it. What the ranks have told is heeded later, where it would have been."""
-        if self.told is not None:
-            self.told.wait()
-            self.told = Pending(None)
+        """Wait for all collectives. The rows are acted on later, when the round is settled."""
+        if self.rows_pending is not None:
+            self.rows_pending.wait()
+            self.rows_pending = Pending(None)
         for pending in self.pending:
             pending.wait()
         self.pending = [Pending(None) for _ in self.pending]
 
     def state_dict(self) -> dict[str, Any]:
-        """Once it has arrived."""
-        heard = self.told is None
+        """Return the state of a round that has arrived."""
+        heard = self.rows_pending is None
         return {"launched_at": self.launched_at, "settle_at": self.settle_at, "heard": heard, "rows": self.gathered}
 
 
 def round_from(state: Mapping[str, Any], comm: Comm, pending: list[Pending]) -> Round:
-    """Of a run that saved. Its requests to stop and failures are left out: it has heard of them, or was ended otherwise."""
+    """Rebuild a saved round, without its requests to stop and its errors: the run that saved has acted on them, or ended."""
     rows = [Row(*row)._replace(stops=0.0, failed_at=0.0, missing=0.0) for row in state["rows"].tolist()]
     gathered = torch.tensor(rows, dtype=torch.float64, device=comm.control_device)
-    told = None if state["heard"] else Pending(None)
-    return Round(int(state["launched_at"]), int(state["settle_at"]), comm, gathered, told, pending)
+    rows_pending = None if state["heard"] else Pending(None)
+    return Round(int(state["launched_at"]), int(state["settle_at"]), comm, gathered, rows_pending, pending)

@@ -1,4 +1,4 @@
-"""All that an averaging averages: weights, buffers and, by choice, optimizer state."""
+"""Average a model's weights, its buffers and, with `average_state`, its optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from .outer import OuterRule
 from .pieces import Piece, pieces_of
 
 Own: TypeAlias = tuple[list[list[Tensor]], tuple[list[Tensor], dict[str, Tensor]]]
-"""Copies of weights, by piece; and of buffers, small and large."""
+"""Copies of one rank's weights, by piece, and of its buffers, small and large."""
 
 
 @final
 class Values:
+    """All that a round averages."""
+
     def __init__(self, site: Site, rule: OuterRule, wire_dtype: torch.dtype, *, average_state: bool) -> None:
         alone = site.comm.size == 1
-        # Alone and without an outer optimizer there is nothing to average, and a delta added back would round.
+        # One rank without an outer optimizer has nothing to average, and adding its delta back would round.
         self._pieces = [] if alone and rule.is_plain else pieces_of(site.params, rule, wire_dtype)
         self._buffers = None if alone else Buffers(site.model, site.device, site.local_buffers)
         self._moments = Moments(site.params, site.optimizer) if average_state and not alone else None
         self._optimizer = site.optimizer
         self._has_momentum = rule.momentum > 0
 
-    def moved_by(self, optimizer: Optimizer) -> None:
-        """The optimizer that really moves the parameters: a strategy may have put its own in place."""
+    def use_optimizer(self, optimizer: Optimizer) -> None:
+        """Set the optimizer that moves the parameters: a strategy may have replaced the user's."""
         self._optimizer = optimizer
         if self._moments is not None:
             self._moments.optimizer = optimizer
@@ -44,17 +46,17 @@ class Values:
         return self._moments is not None
 
     def layout(self) -> float:
-        """A mark of the optimizer state's layout, where that is averaged."""
-        return 0.0 if self._moments is None else self._moments.mark()
+        """Return the hash of the optimizer state's layout; 0.0 where state is not averaged."""
+        return 0.0 if self._moments is None else self._moments.layout_hash()
 
     def _master(self, param: Tensor) -> Tensor | None:
-        held: Tensor | None = self._optimizer.state[param].get(MASTER) if param in self._optimizer.state else None
-        return held
+        master: Tensor | None = self._optimizer.state[param].get(MASTER) if param in self._optimizer.state else None
+        return master
 
     # --- one round ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All ranks have the same values now: from these on changes are counted."""
+        """Take the current values, equal on all ranks, as the anchor."""
         for piece in self._pieces:
             piece.read(piece.anchor, self._master)
             if piece.velocity is not None:
@@ -63,7 +65,7 @@ class Values:
             self._buffers.begin()
 
     def launch(self, share: float, comm: Comm, *, trains_on: bool, among_all: bool, with_state: bool) -> list[Pending]:
-        """In one order on every rank: the pieces first."""
+        """Send everything, in one order on every rank: the pieces first."""
         pending = [piece.launch(share, comm, self._master, trains_on=trains_on) for piece in self._pieces]
         if self._buffers is not None:
             pending += self._buffers.launch(comm, trains_on=trains_on, with_integers=among_all)
@@ -72,30 +74,30 @@ class Values:
         return pending
 
     def settle(self, pending: list[Pending], size: int, *, among_all: bool, with_state: bool) -> None:
-        """A piece is settled as soon as it is here, while the next may still be on its way."""
+        """Write the means; each piece is settled as soon as it arrives, while the next may still be under way."""
         for number, piece in enumerate(self._pieces):
             pending[number].wait()
             (piece.settle if among_all else piece.settle_inside)(self._master)
-        for one in pending[len(self._pieces) :]:
-            one.wait()
+        for rest in pending[len(self._pieces) :]:
+            rest.wait()
         if self._buffers is not None:
             self._buffers.settle(size=size, inside=not among_all)
         if with_state and self._moments is not None:
             self._moments.settle()
 
     def news(self) -> dict[str, float]:
-        """Of buffers: fields of this rank's row."""
+        """Return the buffers' fields of this rank's row."""
         return {} if self._buffers is None else self._buffers.news()
 
-    def heed(self, rows: Sequence[Row], comm: Comm) -> None:
-        """A round among all is settled, and every rank is here."""
+    def apply_reports(self, rows: Sequence[Row], comm: Comm) -> None:
+        """Act on what the rows report about buffers, after a round of all ranks. Collective."""
         if self._buffers is not None:
-            self._buffers.heed(rows, comm)
+            self._buffers.apply_reports(rows, comm)
 
     # --- averaged() ---------------------------------------------------------------------------------------------
 
     def own(self, rows: Sequence[Row]) -> Own:
-        """Copies of this rank's weights and buffers, to be put back to the bit."""
+        """Copy this rank's weights and buffers, to put them back to the bit."""
         weights = [[param.clone() for param in piece.params] for piece in self._pieces]
         return weights, self._buffers.own(rows) if self._buffers is not None else ([], {})
 
@@ -106,14 +108,14 @@ class Values:
             self._buffers.put_back(own[1])
 
     def show_mean(self, rows: Sequence[Row], comm: Comm) -> None:
-        """Every rank is here. What a round has under way is not touched."""
+        """Write the mean of all ranks' weights and buffers; a round under way is not touched. Collective."""
         means = [torch.empty_like(piece.anchor) for piece in self._pieces]
         pending = []
         for piece, mean in zip(self._pieces, means, strict=True):
             piece.read(mean, self._master)
             pending.append(comm.all_reduce(mean.sub_(piece.anchor).div_(comm.size)))
-        for piece, mean, one in zip(self._pieces, means, pending, strict=True):
-            one.wait()
+        for piece, mean, sent in zip(self._pieces, means, pending, strict=True):
+            sent.wait()
             torch._foreach_copy_(piece.params, piece.views(mean.add_(piece.anchor)))
         if self._buffers is not None:
             self._buffers.show_mean(rows, comm)
@@ -127,8 +129,8 @@ class Values:
             "buffers": None if self._buffers is None else self._buffers.state_dict(),
         }
 
-    def flying_state(self) -> dict[str, Any]:
-        """Of a round under way that has arrived."""
+    def round_state(self) -> dict[str, Any]:
+        """Return the state of a round under way that has arrived."""
         share = self._pieces[0].sent_share if self._pieces else 1.0
         mean, sent = self._by_name(lambda piece: piece.wire), self._by_name(lambda piece: piece.sent)
         return {"mean": mean, "sent": sent, "share": share}
@@ -137,7 +139,7 @@ class Values:
         return {name: t for piece in self._pieces for name, t in piece.by_name(part(piece)).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What the run that saved did not have begins anew: one rank alone has no anchor, and all have what it saved."""
+        """Load anchor, velocity and buffers; what was not saved (one rank alone has no anchor) starts from the weights."""
         self.begin()
         for piece in self._pieces:
             piece.trains_on = False
@@ -148,7 +150,7 @@ class Values:
         if self._buffers is not None and state["buffers"] is not None:
             self._buffers.load_state_dict(state["buffers"])
 
-    def load_flying(self, state: Mapping[str, Any]) -> list[Pending]:
+    def load_round(self, state: Mapping[str, Any]) -> list[Pending]:
         for piece in self._pieces:
             piece.put(piece.wire, state["mean"])
             if state["sent"]:

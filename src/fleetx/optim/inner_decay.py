@@ -1,4 +1,4 @@
-"""Refuse weight decay in the optimizer that LARS or LAMB takes the place of, and say what to write instead."""
+"""Refuse weight decay in the optimizer that LARS or LAMB replaces, with the lines to write instead."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from ..engine.optimizer_swap import parameter_names
 from ..engine.slots import Part, Site
 from ..errors import ConfigError
-from .param_groups import DEFAULT_EXCLUSIONS, Known, exclusion, known_from_model
+from .param_groups import DEFAULT_EXCLUSIONS, ParamInfo, exclusion, info_from_model
 
 
 def require_no_decay(part: Part, site: Site, *, key: str, excluded: Sequence[str]) -> None:
-    """The inner decay would act outside the trust ratio. Groups without decay beside others become exclusions."""
+    """Refuse inner weight decay, which would act outside the trust ratio; groups without decay become exclusions."""
     groups = site.optimizer.param_groups
     decays = {float(group["weight_decay"]) for group in groups}
     if decays == {0.0}:
@@ -28,35 +28,35 @@ def require_no_decay(part: Part, site: Site, *, key: str, excluded: Sequence[str
     decayed = [name for group, named in zip(groups, names, strict=True) if group["weight_decay"] for name in named]
     words = exclusion_words(plain, decayed, site.model) if plain else list(excluded)
     if words is None:
-        said = '"decay": False, "adapt": False in each group that has none'
-        _refuse_decay(part, decays, f'{write}, strategy.{part.name}_configs = {{"{key}": {max(decays):g}}}, and {said}')
+        flags = '"decay": False, "adapt": False in each group that has none'
+        _refuse_decay(part, decays, f'{write}, strategy.{part.name}_configs = {{"{key}": {max(decays):g}}}, and {flags}')
     listed = ", ".join(f'"{word}"' for word in words)
     line = f'strategy.{part.name}_configs = {{"{key}": {max(decays):g}, "exclude_from_weight_decay": [{listed}]}}'
     _refuse_decay(part, decays, f"{write}, and {line}")
 
 
 def _refuse_decay(part: Part, decays: set[float], write: str) -> NoReturn:
-    found = " and ".join(f"{decay:g}" for decay in sorted(decays))
+    listed = " and ".join(f"{decay:g}" for decay in sorted(decays))
     raise ConfigError(
-        f"strategy.{part.name} decays weights itself, inside the trust ratio; the optimizer has weight_decay {found}. "
+        f"strategy.{part.name} decays weights itself, inside the trust ratio; the optimizer has weight_decay {listed}. "
         f"Write {write}."
     )
 
 
 def exclusion_words(plain: Sequence[str], decayed: Sequence[str], model: nn.Module) -> list[str] | None:
-    """Few words that leave out all the plain parameters and none of the decayed; None if names cannot tell them apart."""
-    known = {k.name: k for k in known_from_model(model).values()}
+    """Find few words that exclude all of `plain` and none of `decayed`; None if names cannot separate them."""
+    infos = {info.name: info for info in info_from_model(model).values()}
 
     def leaves_out(word: str) -> set[str]:
-        return {n for n in [*plain, *decayed] if exclusion(known.get(n, Known(n, 2, False)), [word]) is not None}
+        return {n for n in [*plain, *decayed] if exclusion(infos.get(n, ParamInfo(n, 2, False)), [word]) is not None}
 
     pieces = {".".join(p[i:j]) for p in (n.split(".") for n in plain) for i in range(len(p)) for j in range(i + 1, len(p) + 1)}
     reach = {word: leaves_out(word) for word in [*DEFAULT_EXCLUSIONS, *sorted(pieces, key=lambda w: (len(w), w))]}
-    reach = {word: found for word, found in reach.items() if not found & set(decayed)}
+    reach = {word: names for word, names in reach.items() if not names & set(decayed)}
     words: list[str] = []
     left = set(plain)
     while left:
-        useful = [word for word, found in reach.items() if found & left]
+        useful = [word for word, names in reach.items() if names & left]
         if not useful:
             return None
         best = max(useful, key=lambda word: (word in DEFAULT_EXCLUSIONS, len(reach[word] & left)))

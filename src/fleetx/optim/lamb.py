@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962), by Fleet's kernel: corrected for bias, the ratio not clamped.
+"""LAMB (You et al. 2020, arXiv 1904.00962), as in Fleet's kernel: bias-corrected, the ratio not clamped.
 
 m     = beta1 * m + (1 - beta1) * g
 s     = beta2 * s + (1 - beta2) * g * g
@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 from ..config.kinds import boolean, number
 from ..errors import ConfigError
-from . import cpu
 from .layerwise import Layerwise
-from .lists import Norm, norms, scaled_rates, subtract
+from .list_ops import Norm, adam_by_kernel, directions_by_adam, kernels_take, norms, scaled_rates, subtract
 from .options import Default
 from .param_groups import DEFAULT_EXCLUSIONS, Flags
 from .work import Work, as_number
 
 
 def trust_ratio(weight_norm: Norm, direction_norm: Norm) -> Norm:
-    """The relative step of an adapted tensor is then the learning rate itself. Of tensors, or of plain numbers."""
+    """Return the ratio that makes an adapted tensor's relative step the learning rate; of tensors, or of plain numbers."""
     positive = (weight_norm > 0) & (direction_norm > 0)
     if positive is False:
         return 1.0
@@ -48,7 +47,7 @@ def lamb_update(
     decay: float,
     adapt: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """New parameter, new moments, trust ratio. `step` counts from 1."""
+    """Compute the new parameter, new moments and trust ratio of one tensor; `step` counts from 1."""
     mean = beta1 * mean + (1 - beta1) * grad
     square = beta2 * square + (1 - beta2) * grad * grad
     direction = mean / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + eps) + decay * param
@@ -70,19 +69,19 @@ def directions(
     beta2: float,
     eps: float,
 ) -> list[Tensor]:
-    """The direction of each tensor, with decay; its moments are brought up to date in place."""
+    """Update the moments in place, and return each tensor's direction, with decay."""
     torch._foreach_lerp_(means, grads, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
     counts = torch.stack(steps).double()  # 1 - beta2^t loses four digits in float32
-    below = list(torch._foreach_sqrt(squares))
-    torch._foreach_div_(below, (1 - beta2**counts).sqrt().tolist())
-    torch._foreach_add_(below, eps)
-    torch._foreach_mul_(below, (1 - beta1**counts).tolist())
-    found = list(torch._foreach_div(means, below))
+    denominators = list(torch._foreach_sqrt(squares))
+    torch._foreach_div_(denominators, (1 - beta2**counts).sqrt().tolist())
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_mul_(denominators, (1 - beta1**counts).tolist())
+    result = list(torch._foreach_div(means, denominators))
     if decay:
-        torch._foreach_add_(found, params, alpha=decay)
-    return found
+        torch._foreach_add_(result, params, alpha=decay)
+    return result
 
 
 def lamb_lists(
@@ -99,20 +98,20 @@ def lamb_lists(
     decay: float,
     adapt: bool,
 ) -> Tensor | None:
-    """`lamb_update` of many tensors, in place; the trust ratios of adapted ones."""
+    """Update many tensors as `lamb_update`, in place; return their trust ratios, None where they are not adapted."""
     fixed = {"beta1": beta1, "beta2": beta2, "eps": eps}
-    on_kernels = cpu.kernels_take(params, grads, means, squares)
+    on_kernels = kernels_take(params, grads, means, squares)
     if on_kernels and not adapt and not decay:
-        cpu.adam(params, grads, means, squares, steps=steps, lr=float(lr), **fixed)
+        adam_by_kernel(params, grads, means, squares, steps=steps, lr=float(lr), **fixed)
         return None
     if on_kernels:
-        weights, found, lengths = cpu.directions_by_adam(params, grads, means, squares, steps=steps, decay=decay, **fixed)
+        weights, moves, lengths = directions_by_adam(params, grads, means, squares, steps=steps, decay=decay, **fixed)
     else:
-        weights, found = params, directions(params, grads, means, squares, steps=steps, decay=decay, **fixed)
-        lengths = norms([*params, *found]) if adapt else []
+        weights, moves = params, directions(params, grads, means, squares, steps=steps, decay=decay, **fixed)
+        lengths = norms([*params, *moves]) if adapt else []
     ratios, rates = scaled_rates(lr, lengths, trust_ratio) if adapt else (None, [lr] * len(params))
     blocks_of_each = len(weights) // len(params)
-    subtract(weights, found, factors=rates * blocks_of_each)
+    subtract(weights, moves, factors=rates * blocks_of_each)
     return ratios
 
 

@@ -1,10 +1,10 @@
-"""LARS (You et al. 2017, arXiv 1708.03888), by Fleet's kernel: the rate of the day is kept in the velocity.
+"""LARS (You et al. 2017, arXiv 1708.03888), as in Fleet's kernel: the learning rate is folded into the velocity.
 
     ratio = coeff * |p| / (|g| + decay * |p| + epsilon)       1 where the tensor is not adapted, or a norm is zero
     v     = momentum * v + lr * ratio * (g + decay * p)       decay is 0 where the tensor is not decayed
     p     = p - v
 
-A learning rate that changes does not rescale what the velocity holds already: not so in optimizers that wrap torch's SGD.
+A change of the learning rate does not rescale the velocity; in optimizers that wrap torch's SGD it does.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from ..config.kinds import boolean, number
-from . import cpu
 from .layerwise import Layerwise
-from .lists import Norm, Numbers, norms, scaled_rates
+from .list_ops import Norm, Numbers, kernels_take, lars_by_sgd, norms, rate_survives, scaled_rates
 from .options import Default
 from .param_groups import DEFAULT_EXCLUSIONS
 from .work import Work, as_number
 
 
 def trust_ratio(weight_norm: Norm, grad_norm: Norm, *, decay: float, coefficient: float, epsilon: float) -> Norm:
-    """Of tensors, or of plain numbers, with which a CPU is faster."""
+    """Return the trust ratio, of tensors or of plain numbers, which are faster on a CPU."""
     positive = (weight_norm > 0) & (grad_norm > 0)
     if positive is False:
         return 1.0
@@ -46,7 +45,7 @@ def lars_update(
     epsilon: float,
     adapt: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New parameter, new velocity, trust ratio."""
+    """Compute the new parameter, new velocity and trust ratio of one tensor."""
     ratio = param.new_ones(())
     if adapt:
         norms = torch.linalg.vector_norm(param), torch.linalg.vector_norm(grad)
@@ -67,18 +66,14 @@ def lars_lists(
     epsilon: float,
     adapt: bool,
 ) -> Tensor | None:
-    """`lars_update` of many tensors, in place; the trust ratios of adapted ones."""
+    """Update many tensors as `lars_update`, in place; return their trust ratios, None where they are not adapted."""
     ratios = None
     rates: Numbers = [lr] * len(params)
     if adapt:
         ratio = functools.partial(trust_ratio, decay=decay, coefficient=coefficient, epsilon=epsilon)
         ratios, rates = scaled_rates(lr, norms([*params, *grads]), ratio)
-    if (
-        momentum
-        and cpu.kernels_take(params, grads, velocities)
-        and all(cpu.rate_survives(r, params[0].dtype) for r in set(rates))
-    ):
-        cpu.lars_by_sgd(params, grads, velocities, rates=rates, momentum=momentum, decay=decay)
+    if momentum and kernels_take(params, grads, velocities) and all(rate_survives(r, params[0].dtype) for r in set(rates)):
+        lars_by_sgd(params, grads, velocities, rates=rates, momentum=momentum, decay=decay)
         return ratios
     steps = torch._foreach_add(grads, params, alpha=decay) if decay else grads
     steps = torch._foreach_mul(steps, rates)
@@ -93,8 +88,8 @@ class Lars(Layerwise):
     """SGD with momentum and one trust ratio per tensor. `params`: tensors, named tensors, or groups.
 
     `decay` and `adapt` (True or False) in a group override the exclusions for all its parameters.
-    `carry_norms` keeps each parameter's norm from the last update (kernels only); whatever else writes parameters in the
-    usual way makes it be measured anew; after a write to `param.data` call `forget_norms()`.
+    `carry_norms` keeps each parameter's norm from the last update (kernels only). Any other write to a parameter makes the next
+    step compute its norm again, except a write to `param.data`: call `forget_norms()` after that.
     """
 
     spellings: ClassVar[dict[str, str]] = {"weight_decay": "lars_weight_decay", "eps": "epsilon"}
@@ -129,7 +124,7 @@ class Lars(Layerwise):
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, lars_coeff=lars_coeff, lars_weight_decay=lars_weight_decay, epsilon=epsilon)
         self.carry_norms = boolean().check("carry_norms", carry_norms)
-        self._given: dict[int, Tensor] = {}
+        self._gradient_norms: dict[int, Tensor] = {}
         super().__init__(
             params,
             {**defaults, "maximize": maximize},
@@ -148,27 +143,27 @@ class Lars(Layerwise):
 
     @property
     def wants_gradient_norms(self) -> bool:
-        """Whether `take_gradient_norms` saves the kernels a pass over the gradients."""
+        """Whether the kernels run, which `take_gradient_norms` saves a pass over the gradients."""
         return self.kernels() is not None
 
     def take_gradient_norms(self, params: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
-        """The norms of the gradients as the coming step finds them, from whoever has read these anyway. For one step."""
-        self._given = {id(param): norm for param, norm in zip(params, norms, strict=True)}
+        """Accept the gradients' norms, for the next step alone, from a caller that has computed them already."""
+        self._gradient_norms = {id(param): norm for param, norm in zip(params, norms, strict=True)}
 
-    def given_norms(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """In this order; None unless all are there, in float32."""
-        if not self._given:
+    def accepted_norms(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the accepted norms in the order of `params`; None unless all are there, in float32."""
+        if not self._gradient_norms:
             return None
-        norms = [self._given.get(id(param)) for param in params]
+        norms = [self._gradient_norms.get(id(param)) for param in params]
         if not norms or any(norm is None or norm.dtype != torch.float32 for norm in norms):
             return None
         return [norm for norm in norms if norm is not None]
 
     def after_kernels(self) -> None:
-        self._given = {}
+        self._gradient_norms = {}
 
     def forget_norms(self) -> None:
-        """Somebody has written parameters through `.data`, which nobody can see."""
+        """Drop carried norms: call it after writing parameters through `.data`, which leaves no trace."""
         if self._kernels:
             self._kernels.forget_norms()
 

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: groups and their spellings, flags per parameter, state, and the choice between three ways to run.
+"""Share between LARS and LAMB: groups and their spellings, flags per parameter, state, and the choice between three ways to run.
 
 loop       the pure function, tensor by tensor       foreach=False, fused=False: the reference
 foreach    list operations, cut to the cache         the default, on any device
@@ -22,7 +22,7 @@ from ..engine.update import Update, load_in_place
 from ..errors import ConfigError
 from .options import (
     Default,
-    in_our_words,
+    in_own_names,
     refuse_arguments,
     refuse_near_misses,
     refuse_no_rate,
@@ -32,10 +32,10 @@ from .options import (
 from .param_groups import (
     FROZEN,
     Flags,
-    Known,
+    ParamInfo,
     description,
     exclusion,
-    known_parameters,
+    info_of_groups,
     moves,
     require_distinct_names,
     require_own_model,
@@ -46,15 +46,15 @@ from .work import NARROW, Work, gather, write_back
 
 
 class Layerwise(Update, abc.ABC):
-    """Abstract: a torch optimizer that scales each tensor's step."""
+    """Abstract torch optimizer that scales each tensor's step by a trust ratio."""
 
     spellings: ClassVar[Mapping[str, str]]
-    """What torch users may write for a key."""
+    """Names that users of other optimizers may write, each with our own."""
     instead: ClassVar[Mapping[str, str]]
-    """What to write for an argument that other optimizers have."""
+    """For arguments that other optimizers have: what to write instead."""
     decay_key: ClassVar[str]
     moments: ClassVar[tuple[str, ...]]
-    """State of the parameter's shape, by name."""
+    """Names of the state tensors that have the parameter's shape."""
     counts_steps: ClassVar[bool]
     carry_norms: bool = False
 
@@ -73,34 +73,34 @@ class Layerwise(Update, abc.ABC):
         self.exclude = names().check("exclude_from_weight_decay", exclude)
         self._model = model
         self._want_foreach, self._want_fused = _checked_choice(foreach, fused)
-        self._known: list[list[Known]] = []
+        self._infos: list[list[ParamInfo]] = []
         self._decided_by: list[tuple[Any, ...]] = []
         self.flags: list[list[Flags]] = []
-        """Of each group, of each of its parameters."""
+        """Flags of every parameter, group by group."""
         self._complete = False
         self._ratios: TrustRatios | None = None
         self._kernels: Any = None
         self._kernels_device: torch.device | None = None
         if isinstance(params, nn.Module):
             raise ConfigError(f"{kind} was given a model as its parameters. Write {kind}(model.parameters(), ..., model=model).")
-        defaults = {**defaults, **self._defaults_in_other_words(defaults, synonyms)}
-        self._required = tuple(defaults)  # now: torch adds keys of its own to `defaults` when a state is loaded
+        defaults = {**defaults, **self._checked_defaults(defaults, synonyms)}
+        self._required = tuple(defaults)  # copied now: torch adds keys of its own to `defaults` when a state is loaded
         super().__init__(params, {**defaults, "decay": None, "adapt": None})
         self._complete = True
         devices = {param.device for group in self.param_groups for param in group["params"]}
         if self.carry_norms or fused:
             refuse_without_kernels(devices, carry_norms=self.carry_norms, foreach=foreach, fused=fused)
-        require_own_model(self._known, model)
-        require_words_mean_something(self.exclude, [k for group in self._known for k in group], complete=True)
+        require_own_model(self._infos, model)
+        require_words_mean_something(self.exclude, [k for group in self._infos for k in group], complete=True)
 
-    def _defaults_in_other_words(self, defaults: Mapping[str, Any], synonyms: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked_defaults(self, defaults: Mapping[str, Any], synonyms: Mapping[str, Any]) -> dict[str, Any]:
         kind = type(self)
         unknown = [name for name in synonyms if name not in self.spellings]
         known = list(inspect.signature(kind).parameters) if unknown else []
         refuse_arguments(kind.__name__, unknown, known=known, instead=self.instead)
         given = {key: value for key, value in defaults.items() if not isinstance(value, Default)}
         plain = {key: float(value) for key, value in defaults.items() if isinstance(value, Default)}
-        return {**plain, **in_our_words({**given, **synonyms}, self.spellings, where=f"{kind.__name__}(...)")}
+        return {**plain, **in_own_names({**given, **synonyms}, self.spellings, where=f"{kind.__name__}(...)")}
 
     # --- what a rule supplies ---------------------------------------------------------------------------------
 
@@ -109,14 +109,14 @@ class Layerwise(Update, abc.ABC):
 
     @abc.abstractmethod
     def update_one_by_one(self, work: Work) -> list[Tensor]:
-        """The pure function, tensor by tensor; returns the trust ratio of each."""
+        """Update tensor by tensor, by the pure function; return the trust ratio of each."""
 
     @abc.abstractmethod
     def update_lists(self, work: Work) -> list[Tensor]:
-        """List operations; returns vectors of trust ratios of adapted tensors."""
+        """Update by list operations; return vectors of trust ratios of adapted tensors."""
 
     def after_kernels(self) -> None:
-        """What was given for one step is used up."""
+        """Drop what was accepted for one step alone."""
 
     def default_adapt(self, group: dict[str, Any], flags: Flags) -> Flags:
         return flags
@@ -125,21 +125,21 @@ class Layerwise(Update, abc.ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):  # torch refuses others
-            param_group = in_our_words(param_group, self.spellings, where=f"group {len(self.param_groups)}")
+            param_group = in_own_names(param_group, self.spellings, where=f"group {len(self.param_groups)}")
         super().add_param_group(param_group)
         try:
             self._check(len(self.param_groups) - 1, self.param_groups[-1])
-            known = [*self._known, *known_parameters(self.param_groups[-1:], self._model)]
-            require_distinct_names(known)
-            require_words_mean_something(self.exclude, [k for group in known for k in group], complete=self._complete)
+            infos = [*self._infos, *info_of_groups(self.param_groups[-1:], self._model)]
+            require_distinct_names(infos)
+            require_words_mean_something(self.exclude, [k for group in infos for k in group], complete=self._complete)
         except ConfigError:
             self.param_groups.pop()
             raise
-        self._known = known
+        self._infos = infos
         self._decide_flags()
 
     def adopt_groups(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> None:
-        """Take over another optimizer's very group dicts, of the same parameters: schedulers and the user hold them."""
+        """Take over another optimizer's group dicts themselves: schedulers and the user refer to them."""
         for place, group in enumerate(groups):
             group.update(settings)
             self._check(place, group)
@@ -165,34 +165,34 @@ class Layerwise(Update, abc.ABC):
 
     def _decide_flags(self) -> None:
         self.flags = [
-            [self._decide(group, known) for known in of_group]
-            for group, of_group in zip(self.param_groups, self._known, strict=True)
+            [self._decide(group, info) for info in of_group]
+            for group, of_group in zip(self.param_groups, self._infos, strict=True)
         ]
         self._decided_by = self._deciding()
         self._kernels = None
 
     def parameters_with_flags(self) -> Iterator[tuple[dict[str, Any], Tensor, str, Flags]]:
-        """Group, parameter, name, flags: in the order of the groups."""
+        """Iterate over group, parameter, name and flags, in the order of the groups."""
         number_of_parameter = itertools.count()
-        for group, known, flags in zip(self.param_groups, self._known, self.flags, strict=True):
-            for param, known_of, flags_of in zip(group["params"], known, flags, strict=True):
+        for group, infos, flags in zip(self.param_groups, self._infos, self.flags, strict=True):
+            for param, info, flags_of in zip(group["params"], infos, flags, strict=True):
                 unnamed = f"parameter {next(number_of_parameter)}"
-                yield group, param, known_of.name or unnamed, flags_of
+                yield group, param, info.name or unnamed, flags_of
 
-    def _decide(self, group: dict[str, Any], known: Known) -> Flags:
-        reason = exclusion(known, self.exclude)
+    def _decide(self, group: dict[str, Any], info: ParamInfo) -> Flags:
+        reason = exclusion(info, self.exclude)
         flags = Flags(reason is None, reason is None, reason or "not excluded")
-        given = {key: group[key] for key in ("decay", "adapt") if group.get(key) is not None}
-        if "decay" in given:
-            flags = dataclasses.replace(flags, decay=given["decay"])
-        flags = dataclasses.replace(self.default_adapt(group, flags), **given)
-        if given:
-            said = ", ".join(f"{key}={value}" for key, value in given.items())
-            flags = dataclasses.replace(flags, why=f"its group says {said}")
+        explicit = {key: group[key] for key in ("decay", "adapt") if group.get(key) is not None}
+        if "decay" in explicit:
+            flags = dataclasses.replace(flags, decay=explicit["decay"])
+        flags = dataclasses.replace(self.default_adapt(group, flags), **explicit)
+        if explicit:
+            listed = ", ".join(f"{key}={value}" for key, value in explicit.items())
+            flags = dataclasses.replace(flags, why=f"its group says {listed}")
         return flags
 
     def _deciding(self) -> list[tuple[Any, ...]]:
-        """What flags depend on, in the groups: a schedule, or a state that is loaded, may change it."""
+        """Return the group settings that flags depend on: a schedule, or loading a state, may change them."""
         keys = ("decay", "adapt", "always_adapt")
         return [(*map(group.get, keys), group[self.decay_key] > 0) for group in self.param_groups]
 
@@ -200,14 +200,14 @@ class Layerwise(Update, abc.ABC):
         return {name: {"decay": flags.decay, "adapt": flags.adapt} for _, _, name, flags in self.parameters_with_flags()}
 
     def describe(self) -> str:
-        """One line per parameter: is it decayed, is it adapted, and why."""
+        """Return a table with one line per parameter: is it decayed, is it adapted, and why."""
         return description(
             (name, param, dataclasses.replace(flags, decay=flags.decay and group[self.decay_key] > 0) if moves(param) else FROZEN)
             for group, param, name, flags in self.parameters_with_flags()
         )
 
     def trust_ratios(self) -> TrustRatios | None:
-        """Those of the last update; None before the first, or where no tensor is adapted. Reading one waits for the device."""
+        """Return the last update's trust ratios; None before the first update, or where no tensor is adapted."""
         return self._ratios
 
     # --- one update -------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Layerwise(Update, abc.ABC):
         if kernels is not None:
             try:
                 self._ratios = kernels.step(self)
-            finally:  # a step that was refused has used it up as well
+            finally:  # also after a step that was refused
                 self.after_kernels()
             return loss
         if self.carry_norms:
@@ -237,16 +237,16 @@ class Layerwise(Update, abc.ABC):
         ratios: list[Tensor] = []
         for work in gather(self):
             for part in work.cut():
-                found = self.update_one_by_one(part) if one_by_one else self.update_lists(part)
+                values = self.update_one_by_one(part) if one_by_one else self.update_lists(part)
                 if part.adapt:
                     names += part.names
-                    ratios += found
+                    ratios += values
         write_back(self)
         self._ratios = TrustRatios(names, ratios) if names else None
         return loss
 
     def _fused(self) -> Any:
-        """The kernels, where they are wanted and possible; chosen anew when parameters have become others."""
+        """Return the kernels where they are wanted and possible, else None; chosen again when parameters were replaced."""
         kernels = self.kernels()
         if kernels is not None and not kernels.still_fits():
             self._kernels = None
@@ -254,6 +254,7 @@ class Layerwise(Update, abc.ABC):
         return kernels
 
     def kernels(self) -> Any:
+        """Return the kernels where they are wanted and possible, else None."""
         if self._want_fused is False or self._want_foreach:
             return None
         device = next((p.device for group in self.param_groups for p in group["params"]), None)
@@ -274,7 +275,7 @@ class Layerwise(Update, abc.ABC):
     # --- state ------------------------------------------------------------------------------------------------
 
     def state_of(self, param: Tensor, *, count_on: torch.device) -> dict[str, Any]:
-        """The state of one parameter, made at its first update."""
+        """Return the state of one parameter, which is created at its first update."""
         state: dict[str, Any] = self.state[param]
         if not state:
             wide = torch.float32 if param.dtype in NARROW else param.dtype
@@ -282,17 +283,17 @@ class Layerwise(Update, abc.ABC):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=count_on)
             for name in self.moments:
                 state[name] = torch.zeros_like(param, dtype=wide, memory_format=torch.preserve_format)
-        if param.dtype in NARROW and "master" not in state:  # also where a float32 run saved the state
+        if param.dtype in NARROW and "master" not in state:  # also after loading the state of a float32 run
             state["master"] = param.detach().to(torch.float32)
         for name, value in state.items():
             if name != "step" and (value.stride() != param.stride() or value.device != param.device):
                 state[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)  # kernels walk memory
         if self.counts_steps and state["step"].device != count_on:
-            state["step"] = state["step"].to(count_on)  # it was saved by another way to run
+            state["step"] = state["step"].to(count_on)  # it was saved by one of the other ways to run
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts state to its parameter's type; what is kept wider than a 16-bit parameter is put back."""
+        """Load a state, and restore the float32 state of 16-bit parameters, which torch casts to the parameter's type."""
         self._refuse_foreign(state_dict)
         load_in_place(self, super().load_state_dict, state_dict)
         params = [p for group in self.param_groups for p in group["params"]]
@@ -313,9 +314,9 @@ class Layerwise(Update, abc.ABC):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's: no hooks, and no `step` that a scheduler has wrapped. A copy finds its kernels anew."""
-        left = ("step", "_opt_called", "_fleetx_owner")
-        own = {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_") and k not in left}
+        """Pickle as torch does, without hooks and without a `step` wrapped by a scheduler. A copy chooses its kernels itself."""
+        left_out = ("step", "_opt_called", "_fleetx_owner")
+        own = {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_") and k not in left_out}
         return {**own, "_kernels": None, "_ratios": None}
 
 

@@ -1,4 +1,4 @@
-"""What a group may not say: settings without effect, slips in keys, rates that are none, kernels where there are none."""
+"""Refuse settings of a group: those without effect, misspelt keys, rates that are not finite, kernels where none can run."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from torch import Tensor
 from ..engine.triton_support import runs_here
 from ..errors import ConfigError, did_you_mean
 
-# --- What users write for a setting: other optimizers' names for it, slips, and two names at once ---------------------
+# --- arguments under other optimizers' names ---------------------------------------------------------------------------
 
 
 @final
 class Default(float):
-    """The default of an argument, told from the same number given by the user."""
+    """The default of an argument, distinct from the same number given by the user."""
 
 
-def in_our_words(given: Mapping[str, Any], spellings: Mapping[str, str], *, where: str) -> dict[str, Any]:
-    """A copy under our own keys. Two spellings of one setting are refused: which of the values was meant?"""
+def in_own_names(settings: Mapping[str, Any], spellings: Mapping[str, str], *, where: str) -> dict[str, Any]:
+    """Return a copy under our own keys; refuse two spellings of one setting, since either value may be meant."""
     for theirs, ours in spellings.items():
-        if theirs in given and ours in given:
+        if theirs in settings and ours in settings:
             raise ConfigError(
-                f"{where} has {theirs}={given[theirs]!r} and {ours}={given[ours]!r}, which are one setting. Write one of them."
+                f"{where} has {theirs}={settings[theirs]!r} and {ours}={settings[ours]!r}, which are one setting. "
+                "Write one of them."
             )
-    return {spellings.get(key, key): value for key, value in given.items()}
+    return {spellings.get(key, key): value for key, value in settings.items()}
 
 
 def refuse_arguments(kind: str, given: Iterable[str], *, known: Iterable[str], instead: Mapping[str, str]) -> None:
-    """As Python refuses an argument that nobody knows, with what to write for it."""
+    """Raise a TypeError for the first unknown argument, as Python does, with what to write instead."""
     known = [name for name in known if name != "synonyms"]
     for name in given:
         hint = f" {instead[name]}." if name in instead else did_you_mean(name, known)
         raise TypeError(f"{kind}() has no argument {name!r}.{hint} It takes {', '.join(known)}.")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- settings of a group ----------------------------------------------------------------------------------------------
 
 OF_OTHERS = ("nesterov", "dampening", "amsgrad", "differentiable")
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 NEAR = 0.85
-"""Of two keys: above it they are taken for one, misspelt. The user's own keys are to stay possible."""
+"""Similarity above which an unknown key counts as a misspelt one; below, it is a key of the user's own."""
 
 
 def refuse_no_rate(number: int, lr: Any) -> None:
-    """Before anything moves. A rate on a device is not looked at: nobody waits for it."""
+    """Refuse a learning rate that is not finite or below 0. One on a device is not read: that would wait for the device."""
     if (not isinstance(lr, Tensor) or lr.device.type == "cpu") and not 0.0 <= lr < math.inf:
-        raise ConfigError(f"lr of group {number} is {lr!r}; it must be a finite number at least 0. Look at who has set it.")
+        raise ConfigError(f"lr of group {number} is {lr!r}; it must be a finite number at least 0. Check the code that sets it.")
 
 
 def refuse_without_effect(kind: str, number: int, group: Mapping[str, Any], spellings: Mapping[str, str]) -> None:
-    """Also in mid-run: whoever sets one of these means it."""
+    """Refuse settings that this optimizer does not read; checked at every step, since they may be set during the run."""
     for key in OF_OTHERS:
         if group.get(key):
             raise ConfigError(f"group {number} has {key}={group[key]!r}, and {kind} knows no {key}. Leave it out.")
@@ -66,7 +67,7 @@ def refuse_without_effect(kind: str, number: int, group: Mapping[str, Any], spel
 
 
 def refuse_near_misses(kind: str, number: int, group: Iterable[str], known: Iterable[str]) -> None:
-    """`lars_coef`, `adapts`: a key that nobody reads, and that somebody has meant."""
+    """Refuse keys such as `lars_coef` or `adapts`, which are not read and look like misspelt ones."""
     known = [*known]
     for key in group:
         if key in known or key in OF_SCHEDULERS or key in ("params", "param_names"):
@@ -79,14 +80,13 @@ def refuse_near_misses(kind: str, number: int, group: Iterable[str], known: Iter
 def refuse_without_kernels(
     devices: Iterable[torch.device], *, carry_norms: bool, foreach: bool | None, fused: bool | None
 ) -> None:
-    """What is asked of the kernels where they cannot run. Parameters on the meta device are on their way to another."""
-
-    nowhere = [device for device in devices if device.type != "meta"]
-    possible = not nowhere or any(map(runs_here, nowhere))
+    """Refuse options of the kernels where they cannot run; parameters on the meta device may still move to a GPU."""
+    placed = [device for device in devices if device.type != "meta"]
+    possible = not placed or any(map(runs_here, placed))
     if carry_norms and (foreach or fused is False or not possible):
         raise ConfigError("carry_norms=True saves the kernels a pass, and they do not run here. Leave it out.")
     if fused and not possible:
         raise ConfigError(
-            f"fused=True, but the kernels run on CUDA devices, and some parameters are on {nowhere[0]}. Leave fused out, and "
+            f"fused=True, but the kernels run on CUDA devices, and some parameters are on {placed[0]}. Leave fused out, and "
             "list operations are used where kernels cannot run; or move the parameters first."
         )

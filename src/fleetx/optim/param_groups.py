@@ -1,4 +1,4 @@
-"""Which tensors are decayed and which are adapted: two flags per parameter, each with its reason.
+"""Decide which tensors are decayed and which are adapted: two flags per parameter, with the reason.
 
     decayed    the weight decay of its group acts on it
     adapted    its step is scaled by a trust ratio
@@ -20,13 +20,15 @@ from ..errors import ConfigError, did_you_mean
 
 NORM_WORDS = ("norm", "batch_norm", "layer_norm")
 BIAS_WORDS = ("bias", ".b_0")
-"""What Paddle calls its layers is understood as well: those names do not exist in a PyTorch model."""
+"""Words for norm layers and biases, also by Paddle's names for them, which do not occur in PyTorch models."""
 
 DEFAULT_EXCLUSIONS = ("norm", "bias")
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
+    """Whether one parameter is decayed and adapted, and why."""
+
     decay: bool
     adapt: bool
     why: str
@@ -36,39 +38,41 @@ FROZEN = Flags(False, False, "frozen")
 
 
 def moves(param: Tensor) -> bool:
-    """Whether an update may change it. A gradient may also be set by hand."""
+    """Return whether an update may change the parameter; a frozen one may have a gradient set by hand."""
     return param.requires_grad or param.grad is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a parameter. `in_norm` is None where nobody has said which module holds it."""
+class ParamInfo:
+    """What decides about one parameter."""
 
     name: str | None
+    """None where it was given without a name."""
     dimensions: int
     in_norm: bool | None = None
+    """Whether a norm layer holds it; None where its module is not known."""
 
 
-def exclusion(known: Known, words: Sequence[str]) -> str | None:
-    """Why this parameter is left out by these words; None if it is not."""
+def exclusion(info: ParamInfo, words: Sequence[str]) -> str | None:
+    """Return why these words exclude the parameter; None if they do not."""
     norms, biases = any(w in NORM_WORDS for w in words), any(w in BIAS_WORDS for w in words)
-    if known.name is None:
-        return "one dimension, no name" if (norms or biases) and known.dimensions <= 1 else None
-    if norms and known.in_norm:
+    if info.name is None:
+        return "one dimension, no name" if (norms or biases) and info.dimensions <= 1 else None
+    if norms and info.in_norm:
         return "norm layer"
-    if biases and known.name.rpartition(".")[2].endswith("bias"):
+    if biases and info.name.rpartition(".")[2].endswith("bias"):
         return "bias"
-    if norms and known.in_norm is None and known.dimensions <= 1:
+    if norms and info.in_norm is None and info.dimensions <= 1:
         return "one dimension, module not known"
-    return next((f'"{word}" in its name' for word in words if word in known.name), None)
+    return next((f'"{word}" in its name' for word in words if word in info.name), None)
 
 
-def require_words_mean_something(words: Sequence[str], known: Iterable[Known], *, complete: bool) -> None:
-    """A word that leaves nothing out is a slip, unless it stands for a kind of layer, or more parameters are to come."""
-    everything = list(known)
-    named = [k.name for k in everything if k.name is not None]
+def require_words_mean_something(words: Sequence[str], infos: Iterable[ParamInfo], *, complete: bool) -> None:
+    """Refuse a word that excludes nothing, unless it names a kind of layer or more parameters follow (not `complete`)."""
+    every = list(infos)
+    named = [k.name for k in every if k.name is not None]
     special = (*NORM_WORDS, *BIAS_WORDS)
-    unnamed = len(named) < len(everything)
+    unnamed = len(named) < len(every)
     kinds = {w in NORM_WORDS for w in words if w in special}
     if unnamed and (any(w not in special for w in words) or len(kinds) == 1):
         raise ConfigError(
@@ -85,21 +89,21 @@ def require_words_mean_something(words: Sequence[str], known: Iterable[Known], *
             )
 
 
-def require_own_model(known: Sequence[Sequence[Known]], model: object) -> None:
-    """Another model than that of the parameters knows nothing of their names and layers."""
+def require_own_model(infos: Sequence[Sequence[ParamInfo]], model: object) -> None:
+    """Refuse a model that does not hold the parameters: it cannot give their names and layers."""
     if model is None:
         return
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {type(model).__name__}; it must be the nn.Module that holds the parameters.")
-    if not any(k.in_norm is not None for of_group in known for k in of_group) and any(known):
+    if not any(k.in_norm is not None for of_group in infos for k in of_group) and any(infos):
         raise ConfigError(
             f"model is {type(model).__name__}, and none of the parameters given is in it. Give the model that holds them."
         )
 
 
-def require_distinct_names(known: Iterable[Sequence[Known]]) -> None:
-    """Ratios and checkpoints tell tensors by their names."""
-    counts = Counter(k.name for of_group in known for k in of_group if k.name is not None)
+def require_distinct_names(infos: Iterable[Sequence[ParamInfo]]) -> None:
+    """Refuse duplicate names: trust ratios and checkpoints identify tensors by name."""
+    counts = Counter(k.name for of_group in infos for k in of_group if k.name is not None)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise ConfigError(
@@ -111,35 +115,35 @@ TORCHS_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.R
 
 
 def is_norm(module: nn.Module, param: Tensor) -> bool:
-    """Whether this is a norm layer's own parameter. One of the user's is told by its class's name, and there a matrix is a
-    layer's weight: `NormLinear`, `PreNormMLP`."""
+    """Return whether `param` belongs to a norm layer. A class of the user's counts by its name, except for its matrices, which
+    are layers' weights (`NormLinear`, `PreNormMLP`)."""
     return isinstance(module, TORCHS_NORMS) or (param.ndim <= 1 and "norm" in type(module).__name__.lower())
 
 
-def known_from_model(model: nn.Module) -> dict[int, Known]:
-    """By identity of the parameter; one that is tied has its first name, and is in a norm if any of its owners is one."""
-    found: dict[int, Known] = {}
+def info_from_model(model: nn.Module) -> dict[int, ParamInfo]:
+    """Collect all parameters by id; a tied one has its first name, and is in a norm if any of its owners is one."""
+    infos: dict[int, ParamInfo] = {}
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
-            seen = found.get(id(param), Known(full.replace("_orig_mod.", ""), param.ndim, False))
-            found[id(param)] = dataclasses.replace(seen, in_norm=bool(seen.in_norm) or is_norm(module, param))
-    return found
+            info = infos.get(id(param), ParamInfo(full.replace("_orig_mod.", ""), param.ndim, False))
+            infos[id(param)] = dataclasses.replace(info, in_norm=bool(info.in_norm) or is_norm(module, param))
+    return infos
 
 
-def known_parameters(groups: Sequence[Mapping[str, object]], model: nn.Module | None) -> list[list[Known]]:
-    """For each group, what is known of each of its parameters."""
-    by_id = known_from_model(model) if isinstance(model, nn.Module) else {}
-    listed: list[list[Known]] = []
+def info_of_groups(groups: Sequence[Mapping[str, object]], model: nn.Module | None) -> list[list[ParamInfo]]:
+    """Return what is known of every parameter, group by group."""
+    by_id = info_from_model(model) if isinstance(model, nn.Module) else {}
+    listed: list[list[ParamInfo]] = []
     for group in groups:
         params: Sequence[Tensor] = group["params"]  # type: ignore[assignment]
         names: Sequence[str | None] = group.get("param_names") or [None] * len(params)  # type: ignore[assignment]
-        listed.append([by_id.get(id(p)) or Known(name, p.ndim) for p, name in zip(params, names, strict=True)])
+        listed.append([by_id.get(id(p)) or ParamInfo(name, p.ndim) for p, name in zip(params, names, strict=True)])
     return listed
 
 
 def description(rows: Iterable[tuple[str, Tensor, Flags]]) -> str:
-    """One line per parameter."""
+    """Format a table with one line per parameter."""
     lines = [("parameter", "shape", "decayed", "adapted", "why")]
     for name, param, flags in rows:
         shape = "x".join(map(str, param.shape)) or "scalar"

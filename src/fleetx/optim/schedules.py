@@ -1,4 +1,4 @@
-"""Learning rates for large batches: scaled from a reference batch, warmed up, then decayed.
+"""Set learning rates for large batches: scaled from a reference batch, warmed up, then decayed.
 
     lr       = linear_scaled_lr(0.1, batch=8192, reference_batch=256)
     schedule = Polynomial(optimizer, total_steps=3000, warmup_steps=300)     # schedule.step() when report.due
@@ -28,21 +28,21 @@ STEPS, WARMUP_STEPS, POSITIVE = integer(1), integer(0), number(above=0.0)
 START_FACTOR, END_LR = optional(number(0.0, 1.0)), number(0.0)
 
 
-# --- from a reference batch -------------------------------------------------------------------------------------------
+# --- rates scaled from a reference batch ------------------------------------------------------------------------------
 
 
 def linear_scaled_lr(lr: float, *, batch: float, reference_batch: float) -> float:
-    """A batch k times as large takes a k times as large rate: right while the gradient's noise dominates."""
+    """Scale the rate by k for a batch k times as large: right while the gradient's noise dominates."""
     return float(POSITIVE.check("lr", lr)) * _growth(batch, reference_batch)
 
 
 def sqrt_scaled_lr(lr: float, *, batch: float, reference_batch: float) -> float:
-    """A batch k times as large takes a rate sqrt(k) times as large: the noise of a step stays as it was. Usual with LAMB."""
+    """Scale the rate by sqrt(k) for a batch k times as large: the noise of a step stays as it was. Usual with LAMB."""
     return float(POSITIVE.check("lr", lr)) * math.sqrt(_growth(batch, reference_batch))
 
 
 def noise_scaled_lr(lr: float, *, batch: float, reference_batch: float, noise_scale: float) -> float:
-    """Linear far below the gradient noise scale, level far above it. All three in one unit, such as samples."""
+    """Scale linearly far below the gradient noise scale, not at all far above it. All three in one unit, such as samples."""
     scale = number(0.0).check("noise_scale", noise_scale)
     large, small = POSITIVE.check("batch", batch), POSITIVE.check("reference_batch", reference_batch)
     return float(POSITIVE.check("lr", lr) * (1.0 + scale / small) / (1.0 + scale / large))
@@ -52,13 +52,13 @@ def _growth(batch: float, reference_batch: float) -> float:
     return float(POSITIVE.check("batch", batch) / POSITIVE.check("reference_batch", reference_batch))
 
 
-# --- of the update index ----------------------------------------------------------------------------------------------
+# --- factors of the update index --------------------------------------------------------------------------------------
 
 
 def warmup_factor(update: int, *, warmup_steps: int, start_factor: float | None = None) -> float:
-    """A straight line from `start_factor` at update 0 to 1 at update `warmup_steps`, and 1 from there on.
+    """Rise in a straight line from `start_factor` at update 0 to 1 at update `warmup_steps`, and stay at 1.
 
-    None starts at 1 / (warmup_steps + 1): equal steps up from 0, without an update made at the rate 0."""
+    None starts at 1 / (warmup_steps + 1): equal steps up from 0, without an update at the rate 0."""
     if update >= warmup_steps:
         return 1.0
     start = 1.0 / (warmup_steps + 1) if start_factor is None else start_factor
@@ -66,34 +66,34 @@ def warmup_factor(update: int, *, warmup_steps: int, start_factor: float | None 
 
 
 def progress(update: int, *, total_steps: int, warmup_steps: int = 0) -> float:
-    """How far the decay is: 0 until the warm-up ends, 1 from `total_steps` on."""
+    """Return how far the decay is: 0 until the warm-up ends, 1 from `total_steps` on."""
     if update >= total_steps:
         return 1.0
     return max(0.0, (update - warmup_steps) / (total_steps - warmup_steps)) if total_steps > warmup_steps else 0.0
 
 
 def polynomial_factor(progress: float, *, power: float = 2.0) -> float:
-    """What is left of the way to the end value: (1 - progress) ** power."""
+    """Return what remains of the way to the end value: (1 - progress) ** power."""
     return float((1.0 - progress) ** power)
 
 
 def cosine_factor(progress: float) -> float:
-    """What is left of the way to the end value: half a cosine, from 1 to 0."""
+    """Return what remains of the way to the end value: half a cosine, from 1 to 0."""
     return (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
 def between(lr: Rate, end_lr: float, factor: float) -> Rate:
-    """`lr` at factor 1, `end_lr` at factor 0, both to the bit."""
+    """Interpolate: `lr` at factor 1, `end_lr` at factor 0, both to the bit."""
     if factor == 1.0:
         return lr
     return (lr - end_lr) * factor + end_lr
 
 
-# --- as torch schedulers ----------------------------------------------------------------------------------------------
+# --- torch schedulers -------------------------------------------------------------------------------------------------
 
 
 class Schedule(LRScheduler, abc.ABC):
-    """A closed form of the update index for each group's own rate, which may be a tensor. State is plain numbers."""
+    """Abstract schedule: a closed form of the update index, times each group's own rate. State is plain numbers."""
 
     def __init__(self, optimizer: Optimizer, last_epoch: int) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -103,11 +103,11 @@ class Schedule(LRScheduler, abc.ABC):
 
     @abc.abstractmethod
     def lr_at(self, update: int, lr: float | Tensor) -> float | Tensor:
-        """The rate of this update, for a group whose full rate is `lr`."""
+        """Return the rate of this update for a group whose full rate is `lr`, a number or a tensor."""
 
     @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What it was built with."""
+        """Return the arguments it was built with, which a saved state must match."""
 
     def get_lr(self) -> list[float | Tensor]:
         return [self.lr_at(self.last_epoch, lr) for lr in self.base_lrs]
@@ -115,7 +115,7 @@ class Schedule(LRScheduler, abc.ABC):
     _get_closed_form_lr = get_lr
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch, but another schedule than the one built here is refused: which of the two was meant?"""
+        """Load as torch does, but refuse the state of another schedule, since either of the two may be meant."""
         for name, mine in {"kind": self.kind, **self.settings()}.items():
             if name not in state_dict or state_dict[name] != mine:
                 raise ConfigError(
@@ -148,7 +148,7 @@ def _checked_end(end_lr: float, optimizer: Optimizer) -> float:
 
 @final
 class Warmup(Schedule):
-    """From `start_factor` times the rate up to the rate in `warmup_steps` updates; then it stays."""
+    """Raise the rate from `start_factor` of it to all of it in `warmup_steps` updates; then keep it."""
 
     def __init__(
         self, optimizer: Optimizer, *, warmup_steps: int, start_factor: float | None = None, last_epoch: int = -1
@@ -165,7 +165,7 @@ class Warmup(Schedule):
 
 
 class Decay(Schedule):
-    """Warm-up, then from the rate down to `end_lr`, reached after `total_steps` updates; there it stays."""
+    """Abstract: warm up, then lower the rate to `end_lr`, reached after `total_steps` updates, and keep it there."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Decay(Schedule):
 
     @abc.abstractmethod
     def factor(self, progress: float) -> float:
-        """What is left of the way to `end_lr`."""
+        """Return what remains of the way to `end_lr`."""
 
     def lr_at(self, update: int, lr: float | Tensor) -> float | Tensor:
         if update < self.warmup_steps:

@@ -1,4 +1,4 @@
-"""The trust ratios of one update: kept on the device, read when somebody looks."""
+"""Hold the trust ratios of one update on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @final
 class TrustRatios:
-    """By how much each adapted tensor's step was scaled. Making this never waits for the device; reading a value does."""
+    """Factors on the steps of adapted tensors. Creating this never waits for the device; reading a value does."""
 
     def __init__(self, names: Sequence[str | None], values: Sequence[Tensor]) -> None:
-        """`values`: vectors that together hold one number per name; None is the name of a tensor that is not adapted."""
+        """Hold `values`, vectors with one number per name in all; the name of a tensor that is not adapted is None."""
         self._names, self._values = names, values
 
     @functools.cached_property
@@ -23,7 +23,7 @@ class TrustRatios:
         return self.named(torch.cat([v.detach().reshape(-1).double().cpu() for v in self._values]))
 
     def on_device(self) -> Tensor:
-        """All of them, for those who cannot wait for the device; `named` tells them apart later."""
+        """Return all ratios as one vector, without waiting for the device; `named` assigns them to names later."""
         return torch.cat([v.detach().reshape(-1).double() for v in self._values])
 
     def named(self, ratios: Tensor) -> dict[str, float]:

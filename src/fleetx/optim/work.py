@@ -1,4 +1,4 @@
-"""One update's work: tensors gathered by group, flags and type, for the ways to run that are not kernels."""
+"""Gather one update's tensors by group, flags and type, for the loop and the list operations."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .lists import portions
+from .list_ops import portions
 
 if TYPE_CHECKING:
     from .layerwise import Layerwise
 
 NARROW = (torch.float16, torch.bfloat16)
-"""Parameters of these types have a float32 copy in the state, which is what training moves."""
+"""Parameters of these types have a float32 copy in the state, which the update changes."""
 
 
 def as_number(lr: float | Tensor) -> float | Tensor:
-    """A learning rate on the CPU is a plain number; one on a device stays there, so that nobody waits for it."""
+    """Return a learning rate on the CPU as a plain number; one on a device stays there, since reading it would wait."""
     return float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
 
 
 @dataclass(slots=True)
 class Work:
-    """What one update changes in tensors of one group with the same flags. Of 16-bit parameters: their float32 copies."""
+    """The tensors of one group, flags and type that one update changes; for 16-bit parameters their float32 copies."""
 
     group: dict[str, Any]
     decay: bool
@@ -37,6 +37,7 @@ class Work:
     counts: list[Tensor] = field(default_factory=list)
 
     def cut(self) -> Iterator[Work]:
+        """Split into portions that fit the cache."""
         for part in portions(self.params):
             yield Work(
                 self.group,
@@ -51,7 +52,7 @@ class Work:
 
 
 def gather(optimizer: Layerwise) -> list[Work]:
-    """Tensors with a gradient. Their steps are counted here."""
+    """Gather all tensors with a gradient, and count their steps."""
     works: dict[Any, Work] = {}
     for group, param, name, flags in optimizer.parameters_with_flags():
         if param.grad is None:
@@ -68,18 +69,18 @@ def gather(optimizer: Layerwise) -> list[Work]:
         work.names.append(name)
         work.params.append(weight)
         work.grads.append(-grad if group["maximize"] else grad)
-        for kept, moment in zip(work.moments, optimizer.moments, strict=True):
-            kept.append(state[moment])
+        for tensors, moment in zip(work.moments, optimizer.moments, strict=True):
+            tensors.append(state[moment])
         if optimizer.counts_steps:
             work.counts.append(state["step"])
     for work in works.values():
         if work.counts:
-            torch._foreach_add_(work.counts, torch.ones(()))  # now: a gradient that is refused leaves no count behind
+            torch._foreach_add_(work.counts, torch.ones(()))  # only now: a gradient that is refused must not be counted
     return list(works.values())
 
 
 def write_back(optimizer: Layerwise) -> None:
-    """16-bit parameters follow their float32 copies."""
+    """Copy the float32 copies into their 16-bit parameters."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.dtype in NARROW and param.grad is not None:
@@ -87,7 +88,7 @@ def write_back(optimizer: Layerwise) -> None:
 
 
 def wide_copy(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The float32 copy. Where somebody else has written the parameter since, what was written counts."""
+    """Return the float32 copy, updated where the parameter was written by other code since."""
     master: Tensor = state["master"]
     torch.where(master.to(param.dtype) == param, master, param.to(master.dtype), out=master)
     return master

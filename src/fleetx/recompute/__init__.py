@@ -1,1 +1,1 @@
-"""Less memory in a step: which modules to compute again in backward (units), and how to do that to the bit (replay)."""
+"""Save memory in a step: which modules to compute again in backward (units, plan), and how to do so to the bit (replay)."""

@@ -1,4 +1,4 @@
-"""How a step grows with its batch, and how a wanted global batch is made of micro-batches. Pure."""
+"""Predict how a step grows with its batch, and split a global batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from ..engine.dry_run import OutOfMemory, Sample
 from ..engine.trees import map_tensors, tensors_in
 from ..errors import ConfigError
 from .planner import Planner
-from .profile import Profile, Way
+from .profile import KINDS, Profile, Way
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Two profiles of one model, of a smaller and a larger batch."""
+    """The profiles of one model at two batch sizes."""
 
     small: int
+    """Rows of the smaller batch."""
     of_small: Profile
     large: int
+    """Rows of the larger batch."""
     of_large: Profile
 
-    def is_alike(self) -> bool:
-        """Whether both batches took one way through the model."""
+    def is_comparable(self) -> bool:
+        """Return whether both batches took the same path through the model."""
         return self.of_small.is_like(self.of_large)
 
     def at(self, batch: int) -> Profile:
-        """A straight line through both, for every number."""
+        """Predict the profile of another batch: a straight line through both, for every number."""
 
         def line(low: float, high: float) -> float:
             return low + (high - low) * (batch - self.small) / (self.large - self.small)
@@ -42,14 +44,14 @@ class Growth:
                 high.kept,
                 forward_extra=round(line(low.forward_extra, high.forward_extra)),
                 backward_extra=round(line(low.backward_extra, high.backward_extra)),
-                seconds=max(low.seconds / 4, line(low.seconds, high.seconds)),  # of a very small batch the line may say nothing
+                seconds=max(low.seconds / 4, line(low.seconds, high.seconds)),  # the line may reach 0 for a very small batch
                 brought=round(line(low.brought, high.brought)),
-                parked=round(line(low.parked, high.parked)),
+                offloaded=round(line(low.offloaded, high.offloaded)),
             )
 
         elements = [
-            replace(two, **{kind: way(getattr(one, kind), getattr(two, kind)) for kind in ("stored", "again", "joins", "parks")})
-            for one, two in zip(self.of_small.elements, self.of_large.elements, strict=True)
+            replace(high, **{kind: way(getattr(low, kind), getattr(high, kind)) for kind in KINDS})
+            for low, high in zip(self.of_small.elements, self.of_large.elements, strict=True)
         ]
         floor = max(self.of_small.floor, round(line(self.of_small.floor, self.of_large.floor)))
         sizes = {s: max(0, round(line(self.of_small.sizes[s], self.of_large.sizes[s]))) for s in self.of_large.sizes}
@@ -57,7 +59,7 @@ class Growth:
 
 
 def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:
-    """The largest number from 1 on that fits, where a smaller one fits if a larger does; 0 if none does."""
+    """Find the largest number from 1 to `at_most` that fits, if all below it fit too; 0 if none does."""
     low, high = 0, 1
     while high <= at_most and fits(high):
         low, high = high, 2 * high
@@ -69,7 +71,7 @@ def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:
 
 
 def merged(global_batch: int, *, ranks: int, largest: int) -> tuple[int, int]:
-    """The fewest micro-steps that make up the global batch exactly, and their batch, which is at most `largest`."""
+    """Return the fewest micro-steps that make up the global batch exactly, and their batch, which is at most `largest`."""
     if global_batch % ranks:
         raise ConfigError(
             f"global_batch is {global_batch}, which {ranks} ranks cannot share equally. Write a multiple of {ranks}, such as "
@@ -81,33 +83,35 @@ def merged(global_batch: int, *, ranks: int, largest: int) -> tuple[int, int]:
 
 
 def sizes_to_try(stored: int, largest: int, *, count: int = 5) -> Sequence[int]:
-    """Batches among which the fastest is looked for: the largest without recompute, the largest of all, and some between and
-    below. Beyond a size that fills the device, more only costs memory."""
-    found = {largest, stored or largest}
-    found |= {max(1, (stored or largest) // 2), max(1, (stored or largest) * 3 // 4)}
+    """List the batches to time: the largest without recompute, the largest of all, and some between and below.
+
+    Beyond a size that fills the device, a larger batch only costs memory."""
+    sizes = {largest, stored or largest}
+    sizes |= {max(1, (stored or largest) // 2), max(1, (stored or largest) * 3 // 4)}
     if stored and largest > stored:
-        found |= {max(1, round(stored * (largest / stored) ** (i / (count - 2)))) for i in range(1, count - 2)}
-    return sorted(found)
+        sizes |= {max(1, round(stored * (largest / stored) ** (i / (count - 2)))) for i in range(1, count - 2)}
+    return sorted(sizes)
 
 
-# How a step grows with its batch, measured: at a size that fits with every unit computed again, and at half of it.
-# So much is known of batches that fit by a better plan only, segments or none: measuring them would not.
+# --- growth measured at a size that fits with every unit computed again, and at half of it ----------------------------
+#
+# Larger batches fit only by segments or host memory, and cannot be measured: a measured step needs all inputs of units.
 
 Units = Mapping[str, nn.Module]
 
 
 def rows_of(sample: Any, size: int) -> Any:
-    """A batch of this size, of the sample's rows, over and over: the first dimension of every tensor counts them."""
+    """Make a batch of this size by repeating the sample's rows, which the first dimension of every tensor counts."""
     return map_tensors(lambda tensor: tensor[torch.arange(size, device=tensor.device) % len(tensor)], sample)
 
 
 def rows_in(sample: Any) -> set[int]:
-    """How many rows its tensors have: one number, if they are a batch."""
+    """Return the row counts of the sample's tensors: one number, if they are a batch."""
     return {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(sample)}
 
 
 def measured_growth(planner_for: Callable[[int, Units | None], Planner], size: int, *, who: str) -> tuple[Growth, Planner]:
-    """At `size`, or the largest half, quarter, ... of it that fits at all; and the planner for that. Collective."""
+    """Measure the growth at `size`, or at the largest half, quarter, ... of it that fits; return also its planner. Collective."""
     while True:
         try:
             large = planner_for(size, None)
@@ -121,18 +125,18 @@ def measured_growth(planner_for: Callable[[int, Units | None], Planner], size: i
             if size <= 2:
                 raise ConfigError(f"{who}: not even a batch of 2 fits into this device's memory ({error}).") from None
             size = max(2, size // 2)
-    if not growth.is_alike():
+    if not growth.is_comparable():
         raise ConfigError(
-            f"{who}: batches of {growth.small} and {growth.large} rows took other ways through the model, so nothing can be "
-            "foretold from them. Give a larger sample."
+            f"{who}: batches of {growth.small} and {growth.large} rows took different paths through the model, so nothing can be "
+            "predicted from them. Give a larger sample."
         )
     return growth, large
 
 
 def profile_from_smaller(planner: Planner) -> Profile | None:
-    """Of a batch that cannot be measured itself; None if the sample has no rows to leave out. Collective.
+    """Predict the profile of a sample that cannot be measured, from parts of it; None if it has too few rows. Collective.
 
-    The ranks' batches may differ in size: each leaves out the same share of its own."""
+    The ranks' samples may differ in size: each leaves out the same share of its own."""
     rehearsal = planner.rehearsal
     counts = rows_in(rehearsal.sample.source)
     own = counts.pop() if len(counts) == 1 else 0

@@ -1,4 +1,4 @@
-"""The buffers of a tree of modules before a forward that may write them, put back for its second run."""
+"""Snapshot the buffers of a tree of modules before a forward, and put them back for its second run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 SMALL_BYTES = 2**16
+"""BufferSnapshot up to this size are always copied."""
 Place = tuple[int, str]
-"""Which module of the tree, and the name of a buffer in it."""
+"""Index of a module in the tree, and the name of a buffer in it."""
 
 
 @final
-class Buffers:
-    """As they were before one call."""
+class BufferSnapshot:
+    """The buffers as they were before one call."""
 
     def __init__(self, modules: Sequence[nn.Module], copied: set[Place] | None) -> None:
-        """`copied`: which large ones are, for they may be written; None: all."""
+        """Copy small buffers, and those large ones that the forward may write: the places in `copied`, or all if it is None."""
         self._modules = modules
-        self._then = [dict(module._buffers) for module in modules]
+        self._before = [dict(module._buffers) for module in modules]
         self._copies: dict[int, Tensor] = {}  # by id: one tensor under two names stays one
         self.uncopied: list[Tensor] = []
-        for i, (module, then) in enumerate(zip(modules, self._then, strict=True)):
-            for name, buffer in then.items():
+        for i, (module, before) in enumerate(zip(modules, self._before, strict=True)):
+            for name, buffer in before.items():
                 if buffer is None or id(buffer) in self._copies:
                     continue
                 if copied is None or (i, name) in copied or is_small(buffer) or isinstance(module, _NormBase):
@@ -35,30 +36,30 @@ class Buffers:
                     self.uncopied.append(buffer)
 
     def written(self) -> set[Place]:
-        """After a call for which all were copied: the places that it wrote. Of the others, copies of large ones are given up.
+        """Return the places that a call wrote, after one for which all buffers were copied; drop copies of other large ones.
 
-        By value: torch's norm layers, and who writes through `.data`, do so without a change of the tensor's version. It
-        waits for a GPU, so ask once."""
-        found: set[Place] = set()
-        for i, then in enumerate(self._then):
-            for name, buffer in then.items():
+        Values are compared: torch's norm layers, and writes through `.data`, do not change the tensor's version. That waits
+        for a GPU, so call it once."""
+        places: set[Place] = set()
+        for i, before in enumerate(self._before):
+            for name, buffer in before.items():
                 if buffer is None or id(buffer) not in self._copies:
                     continue
                 if not is_equal(buffer, self._copies[id(buffer)]):
-                    found.add((i, name))
+                    places.add((i, name))
                 elif not is_small(buffer):
                     del self._copies[id(buffer)]
                     self.uncopied.append(buffer)
-        return found
+        return places
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """What is written, replaced or made meanwhile goes with them; those of now are there again afterwards."""
+        """Run the block with the buffers of the snapshot; writes to them are dropped, and the current ones return afterwards."""
         again = {key: copy.clone() for key, copy in self._copies.items()}  # there may be a third run (retain_graph)
         now = [module._buffers for module in self._modules]
         try:
-            for module, then in zip(self._modules, self._then, strict=True):
-                vars(module)["_buffers"] = {name: again.get(id(buffer), buffer) for name, buffer in then.items()}
+            for module, before in zip(self._modules, self._before, strict=True):
+                vars(module)["_buffers"] = {name: again.get(id(buffer), buffer) for name, buffer in before.items()}
             yield
         finally:
             for module, buffers in zip(self._modules, now, strict=True):

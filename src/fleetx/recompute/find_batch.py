@@ -1,7 +1,7 @@
-"""The batch finder: the largest micro-batch that a budget allows, and the fastest one, with the recompute plan of each.
+"""Find the largest micro-batch that a budget allows, and the fastest one, with the recompute plan of each.
 
-Two small batches are measured; what a step of any other needs follows, and is then tried. Every decision rests on numbers that
-all ranks share, so they try the same batches in the same order. A rank that runs out of memory tells the others before the next
+Two small batches are measured; from them the needs of any other are predicted, and then tried. Every decision rests on numbers
+that all ranks share, so they try the same batches in the same order. A rank that runs out of memory reports it before the next
 collective, and that batch does not fit. Afterwards the model and the optimizer are as they were, to the bit.
 """
 
@@ -25,39 +25,47 @@ if TYPE_CHECKING:
     from ..strategy import DistributedStrategy
 
 MOST = 1 << 20
+"""Rows of a micro-batch at most."""
 
 Resize = Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch that was tried, with the plan it takes."""
+    """A micro-batch whose speed was measured, with its plan."""
 
     size: int
-    """Of one rank and one micro-step."""
+    """Rows of one rank and one micro-step."""
     samples_per_second: float
-    """Of all ranks, forward and backward alone."""
+    """Of all ranks together, by forward and backward alone."""
     peak_bytes: int
+    """Bytes held at the peak of a step, the most of all ranks."""
     recomputed: tuple[str, ...]
+    """Names of the modules computed again in backward."""
     merge_steps: int
-    """Micro-steps to one update: as many as make up the global batch that was asked for."""
+    """Micro-steps per update that make up the requested global batch; 1 where none was requested."""
     strategy: DistributedStrategy
-    """The one given, with recompute and gradient_merge as this batch wants them: for fleet.distribute(..., sample=sample)."""
+    """The user's strategy with recompute and gradient_merge set for this batch: for fleet.distribute(..., sample=sample)."""
     sample: Any
+    """A batch of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBatches:
+    """The result of `fleet.find_batch`."""
+
     budget: int
+    """Bytes that a step may hold."""
     most: int
     """The largest micro-batch that fits."""
     stored: int
-    """The largest with nothing computed again, as foretold; 0 if none."""
+    """The largest that is predicted to fit with nothing computed again; 0 if none."""
     largest: Batch
-    """As `most`; or, for a global batch, the largest that makes it up without a rest."""
+    """The batch of `most` rows; with a global batch, the largest that divides it."""
     fastest: Batch
+    """The batch of the most samples per second."""
     tried: tuple[Batch, ...]
-    """All whose speed was measured, by size."""
+    """All batches whose speed was measured, by size."""
 
     def __str__(self) -> str:
         rows = [
@@ -73,22 +81,23 @@ class FoundBatches:
 
 
 def size_of(sample: Any) -> int:
+    """Return the batch size of a sample, if all its tensors have one length."""
     sizes = rows_in(sample)
     if len(sizes) != 1 or not min(sizes):
         raise ConfigError(
-            f"find_batch cannot tell the batch size of the sample: {_told(sizes)}. Give tensors of one "
+            f"find_batch cannot tell the batch size of the sample: {_describe(sizes)}. Give tensors of one "
             "length, or resize=lambda sample, size: ... and size=..., which say how a batch of another size is made."
         )
     return sizes.pop()
 
 
-def _told(sizes: set[int]) -> str:
+def _describe(sizes: set[int]) -> str:
     return f"its tensors have {', '.join(map(str, sorted(sizes)))} rows" if sizes else "there is no tensor in it"
 
 
 @final
 class Finder:
-    """Inside `rehearsal.leaving_no_trace()`, on every rank."""
+    """Try batches of one model; used inside `rehearsal.leaving_no_trace()`, on every rank."""
 
     def __init__(
         self, rehearsal: Rehearsal, budget: int, resize: Resize, size: int, wanted: Sequence[str], *, offload: bool
@@ -110,22 +119,23 @@ class Finder:
         return Planner(rehearsal, self._wanted, units=units, mover=self._mover)
 
     def stored(self) -> int:
+        """Predict the largest batch that fits with nothing computed again; 0 if none."""
         return largest_that(lambda size: peak_bytes(self._growth.at(size), ()) <= self._aim, at_most=MOST)
 
     def largest(self) -> int:
-        """Tried: by the plan of least peak it keeps to the budget, and the next one tried did not."""
-        foretold = largest_that(lambda size: smallest_budget(self._growth.at(size), **ANY_WAY) <= self._aim, at_most=MOST)
-        if not foretold:
+        """Find, by trying, the largest batch that keeps to the budget with the plan of least peak."""
+        predicted = largest_that(lambda size: smallest_budget(self._growth.at(size), **ANY_WAY) <= self._aim, at_most=MOST)
+        if not predicted:
             least = smallest_budget(self._growth.at(1), **ANY_WAY)
             raise ConfigError(
                 f"budget is {self._budget} bytes ({binary(self._budget)}); a batch of 1 needs {binary(least)}, with everything "
                 "computed again that can be."
             )
-        return self._by_trying(foretold)
+        return self._by_trying(predicted)
 
-    def _by_trying(self, foretold: int) -> int:
-        """The largest that fits, to a sixty-fourth: downwards in ever larger steps, until one does, then between the two."""
-        fits, too_large, size, stride = 0, foretold + max(2, foretold // 16), foretold, max(1, foretold // 16)
+    def _by_trying(self, predicted: int) -> int:
+        """Find the largest batch that fits, to a sixty-fourth: downwards in growing steps until one fits, then by bisection."""
+        fits, too_large, size, stride = 0, predicted + max(2, predicted // 16), predicted, max(1, predicted // 16)
         while size:
             peak = self.peak(size, self._least(size))
             if peak is not None and peak <= self._budget:
@@ -140,7 +150,7 @@ class Finder:
                 size, stride = (size - stride if size > 2 * stride else size // 2), 2 * stride
         if not fits:
             raise ConfigError(
-                f"find_batch: a batch of {foretold} was foretold to fit into {binary(self._budget)}, and not even one of "
+                f"find_batch: a batch of {predicted} was predicted to fit into {binary(self._budget)}, and not even one of "
                 f"{too_large} did. Is there less memory free than the budget?{self._ran_out}"
             )
         return fits
@@ -149,11 +159,11 @@ class Finder:
         return least_peak(self._growth.at(size))
 
     def solution(self, size: int) -> Solution:
-        """The cheapest plan for this size."""
+        """Return the cheapest plan for this size."""
         return cheapest_that_fits(self._growth.at(size), self._aim) or self._least(size)
 
     def peak(self, size: int, solution: Solution) -> int | None:
-        """Bytes held, by trying; None where memory ran out."""
+        """Run one step and return the bytes held; None where memory ran out."""
         profile = self._growth.at(size)
         try:
             return max(profile.floor, self.planner(size, self._units).real(profile, solution)[1])
@@ -162,7 +172,7 @@ class Finder:
             return None
 
     def try_size(self, size: int) -> tuple[float, int, tuple[str, ...]] | None:
-        """Samples per second of this rank, bytes held, and what is computed again; None if it does not keep to the budget."""
+        """Return samples per second of this rank, bytes held and what is computed again; None if over the budget."""
         profile, solution = self._growth.at(size), self.solution(size)
         peak = self.peak(size, solution)
         if peak is None or peak > self._budget:
@@ -172,7 +182,7 @@ class Finder:
             return None
         try:
             seconds = self.planner(size, self._units).seconds(profile, solution)
-        except OutOfMemory:  # it is at the edge: one step fitted, some in a row did not
+        except OutOfMemory:  # at the edge one step may fit and several in a row not
             return None
         return size / seconds, peak, tuple(profile.units[unit] for unit in sorted(solution.again))
 
@@ -186,11 +196,14 @@ def found_batches(
     size: int,
     global_batch: int | None,
 ) -> FoundBatches:
+    """Find the batches for a budget. Collective."""
     ranks = rehearsal.comm.size
-    asked = rehearsal.comm.gather_json([budget, global_batch, size])
-    if len({(one[0], one[1]) for one in asked}) > 1:
-        raise ConfigError(f"find_batch was asked for other things by the ranks: [budget, global_batch, size] are {asked}.")
-    size = min(one[2] for one in asked)
+    requests = rehearsal.comm.gather_json([budget, global_batch, size])
+    if len({(request[0], request[1]) for request in requests}) > 1:
+        raise ConfigError(
+            f"find_batch was called with different arguments on the ranks: [budget, global_batch, size] are {requests}."
+        )
+    size = min(request[2] for request in requests)
     with rehearsal.leaving_no_trace():
         recompute = strategy.recompute_configs
         finder = Finder(rehearsal, budget, resize, size, recompute["checkpoints"], offload=recompute["offload"])
@@ -198,16 +211,17 @@ def found_batches(
         stored = min(finder.stored(), most)
         sizes = sizes_to_try(stored, most)
         if global_batch is not None:
-            sizes = sorted({merged(global_batch, ranks=ranks, largest=one)[1] for one in sizes})
-        speeds = {one: finder.try_size(one) for one in sizes}
+            sizes = sorted({merged(global_batch, ranks=ranks, largest=limit)[1] for limit in sizes})
+        speeds = {rows: finder.try_size(rows) for rows in sizes}
     batches: list[Batch] = []
-    for one, tried in speeds.items():
+    for rows, tried in speeds.items():
         if tried is not None:
-            steps = 1 if global_batch is None else global_batch // ranks // one
+            steps = 1 if global_batch is None else global_batch // ranks // rows
             chosen = settings_for(
                 strategy, budget=budget if tried[2] else None, merge_steps=None if global_batch is None else steps
             )
-            batches.append(Batch(one, tried[0] * ranks, tried[1], tried[2], steps, chosen, resize(rehearsal.sample.source, one)))
+            sample = resize(rehearsal.sample.source, rows)
+            batches.append(Batch(rows, tried[0] * ranks, tried[1], tried[2], steps, chosen, sample))
     if not batches:
         raise ConfigError(f"find_batch: no batch kept to {binary(budget)} when it was run.")
     by_speed = max(batches, key=lambda batch: batch.samples_per_second)
@@ -215,13 +229,13 @@ def found_batches(
 
 
 def without_memory_parts(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The strategy as it is measured: what the finder chooses itself is left out."""
+    """Return the strategy without recompute and gradient_merge, which the finder chooses itself."""
     left_out = {f"{name}{end}" for name in ("recompute", "gradient_merge") for end in ("", "_configs")}
     return type(strategy).from_dict({name: value for name, value in strategy.to_dict().items() if name not in left_out})
 
 
 def settings_for(strategy: DistributedStrategy, *, budget: int | None, merge_steps: int | None) -> DistributedStrategy:
-    """With the plan's budget, or no recompute; and these merge steps, or those that the strategy has."""
+    """Return the strategy with this recompute budget (None: no recompute) and merge steps (None: those that it has)."""
     chosen, recompute, merge = without_memory_parts(strategy), strategy.recompute_configs, strategy.gradient_merge_configs
     if budget is not None:
         chosen.recompute = True

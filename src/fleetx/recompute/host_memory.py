@@ -1,4 +1,4 @@
-"""Host memory for what a device is short of: buffers that are used again, and copies that run beside the device's own work."""
+"""Provide host memory for offload: buffers that are reused, and copies that run beside the device's own work."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PROBE_BYTES = 64 * 2**20
 
 
 class Mover(Protocol):
-    """Copies between a device and host memory. They run in the order in which they were begun, so a buffer may be given to the
-    next one before the last is over."""
+    """Copies between a device and host memory. They run in the order in which they were begun, so a buffer may be reused for
+    the next copy before the last one is over."""
 
     device: torch.device
 
     def buffer(self, size: int) -> Tensor:
-        """So many bytes in host memory."""
+        """Allocate `size` bytes in host memory."""
 
     def begin(self, target: Tensor, source: Tensor) -> Any:
-        """A copy that waits for all that the device was told to do so far, and for nothing later; returns a mark of its end."""
+        """Start a copy after all work queued on the device so far; return a mark of its end."""
 
     def wait(self, mark: Any) -> None:
-        """What the device is told from now on waits for the copy."""
+        """Let work queued on the device from now on wait for the copy."""
 
     def bytes_per_second(self) -> float:
-        """Measured, of the slower direction."""
+        """Measure the speed of the slower direction."""
 
 
 def mover_for(device: torch.device) -> Mover | None:
-    """None where the device's memory is the host's."""
+    """Return the mover of a GPU; None where the device's memory is the host's."""
     return CudaMover(device) if device.type == "cuda" else None
 
 
@@ -47,7 +47,7 @@ def warn_of_no_offload(device: torch.device) -> None:
 
 @final
 class CudaMover:
-    """One stream for both directions: that is what keeps copies in order."""
+    """Copies on a GPU, by one stream for both directions, which keeps them in order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -73,7 +73,7 @@ class CudaMover:
         return self._speed
 
     def _seconds(self, target: Tensor, source: Tensor) -> float:
-        """The second copy's: the first one finds pages that nobody has touched."""
+        """Time the second of two copies: the first one may have to map pages that were never used."""
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -87,20 +87,20 @@ class CudaMover:
 
 @final
 class Pool:
-    """Buffers in host memory. There are never more of them than were in use at one time."""
+    """Buffers in host memory, never more of them than were in use at one time."""
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         self._make = make
         self._idle: list[Tensor] = []
         self.host_bytes = 0
-        """Of all buffers there are."""
+        """Bytes of all buffers, in use or idle."""
 
     @property
     def idle_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._idle)
 
     def take(self, size: int) -> Tensor:
-        """At least so many bytes: the smallest idle buffer that has them, else a new one in the place of the largest idle one."""
+        """Return at least `size` bytes: the smallest idle buffer of that size, else a new one in place of the largest idle."""
         enough = [buffer for buffer in self._idle if buffer.nbytes >= size]
         if enough:
             return self._without(min(enough, key=lambda buffer: buffer.nbytes))

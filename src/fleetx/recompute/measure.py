@@ -1,7 +1,7 @@
-"""One step with every unit computed again, measured piece by piece: from it the peak of every other plan follows.
+"""Measure one step with every unit computed again, piece by piece: from it the peak of every other plan is predicted.
 
-That step needs little memory, so it can be run where the plain one would not fit; and it shows each unit twice, without saving
-(forward) and with (when it is computed again). Marks are set where a piece begins and ends:
+That step needs little memory, so it can run where the plain one would not fit; and it runs each unit twice, without saving
+(forward) and with (when it is computed again). Memory is read where a piece begins and ends:
 
     forward     | glue | unit 1 | glue | unit 2 | glue, loss |
     backward                                     | loss, glue | unit 2 again | its backward, glue | unit 1 again | ...
@@ -21,21 +21,22 @@ from torch import Tensor, nn
 
 from ..engine.patching import patched
 from ..errors import ConfigError
-from .memory_probe import Gauge
+from .memory_probe import MemoryProbe
 from .profile import Element, Profile, Way
 from .rows import Piece, total
 from .trace import MODEL
 
 TIMED_STEPS = 3
 NO_TIME = 1e-9
-"""Seconds of a unit that backward never asked for: little, but not for nothing chosen."""
+"""Seconds of a unit that backward never needed: small, but not 0, so that it is not chosen without need."""
 
 
 @dataclass(slots=True)
 class Readings:
-    """Of one piece, in bytes, all that is in use."""
+    """Bytes in use around one piece."""
 
     at_start: int = 0
+    """When its forward begins."""
     forward_peak: int = 0
     again_start: int = 0
     """When it begins to be computed again; 0 if it never is."""
@@ -45,29 +46,29 @@ class Readings:
 
 @final
 class Marks:
-    """Called at the seams of a step; keeps the readings of each piece."""
+    """Reads the memory where pieces of a step begin and end."""
 
-    def __init__(self, pieces: Sequence[Piece], gauge: Gauge) -> None:
-        self._pieces, self._gauge = pieces, gauge
+    def __init__(self, pieces: Sequence[Piece], probe: MemoryProbe) -> None:
+        self._pieces, self._probe = pieces, probe
         self.readings = [Readings() for _ in pieces]
         self._at = 0
-        """The piece whose forward, or backward, is under way."""
+        """Index of the piece whose forward or backward is under way."""
         self._again = {name: [i for i, p in enumerate(pieces) if _name(p) == name] for name in map(_name, pieces)}
         self._enter(0)
 
     def _enter(self, piece: int) -> None:
         self._at = piece
-        self.readings[piece].at_start = self._gauge.now()
+        self.readings[piece].at_start = self._probe.now()
 
     def forward_seam(self) -> None:
-        """A call of a unit begins or ends."""
-        self.readings[self._at].forward_peak = self._gauge.peak()
+        """Read at the begin or end of a unit's call."""
+        self.readings[self._at].forward_peak = self._probe.peak()
         if self._at + 1 == len(self._pieces):
             raise another_way()
         self._enter(self._at + 1)
 
     def forward_ended(self) -> None:
-        self.readings[self._at].forward_peak = self._gauge.peak()
+        self.readings[self._at].forward_peak = self._probe.peak()
 
     def again_begins(self, name: str) -> None:
         self._read_backward()
@@ -75,18 +76,18 @@ class Marks:
         if not calls:
             raise another_way()
         self._at = calls.pop()
-        self.readings[self._at].again_start = self._gauge.now()
+        self.readings[self._at].again_start = self._probe.now()
 
     def again_ends(self) -> None:
         reading = self.readings[self._at]
-        reading.again_peak = max(reading.again_peak, self._gauge.peak())
+        reading.again_peak = max(reading.again_peak, self._probe.peak())
 
     def backward_ended(self) -> None:
         self._read_backward()
 
     def _read_backward(self) -> None:
         reading = self.readings[self._at]
-        reading.backward_peak = max(reading.backward_peak, self._gauge.peak())
+        reading.backward_peak = max(reading.backward_peak, self._probe.peak())
 
 
 def another_way() -> ConfigError:
@@ -102,7 +103,7 @@ def _name(piece: Piece) -> str:
 
 @final
 class Stopwatch:
-    """Seconds of each second run of a unit, by name, in the order of backward."""
+    """Times each second run of a unit, by name, in the order of backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -131,12 +132,15 @@ class Stopwatch:
 
 
 @dataclass(slots=True)
-class Probe:
-    """Patches around units, outside and inside of what computes them again."""
+class UnitHooks:
+    """Functions to call around units: outside and inside of what computes them again."""
 
     outer: Callable[[], None] = lambda: None
+    """Called where a unit's first run begins and ends."""
     begins: Callable[[str], None] = lambda name: None
+    """Called where a unit's second run begins."""
     ends: Callable[[str], None] = lambda name: None
+    """Called where a unit's second run ends."""
     _first: bool = field(default=False)
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -167,15 +171,15 @@ class Probe:
 
 
 Again = Callable[[str, nn.Module], Callable[..., Any]]
-"""What is patched around a unit so that it is computed again."""
+"""Returns what is patched around a unit so that it is computed again."""
 
 
-def run_probed(units: Mapping[str, nn.Module], again: Again, probe: Probe, step: Callable[[], None]) -> None:
-    """`units` may hold the model itself, whose end is a seam too."""
+def run_hooked(units: Mapping[str, nn.Module], again: Again, hooks: UnitHooks, step: Callable[[], None]) -> None:
+    """Run a step with hooks around units, and around the end of the model itself where `units` holds it."""
     own = [(name, module) for name, module in units.items() if name != MODEL]
-    inner = [(module, probe.within(name)) for name, module in own]
+    inner = [(module, hooks.within(name)) for name, module in own]
     middle = [(module, again(name, module)) for name, module in own]
-    outer = [(module, probe.around if name != MODEL else probe.around_model) for name, module in units.items()]
+    outer = [(module, hooks.around if name != MODEL else hooks.around_model) for name, module in units.items()]
     with patched([*inner, *middle, *outer]):
         step()
 
@@ -184,15 +188,15 @@ def measured(
     pieces: Sequence[Piece],
     units: Mapping[str, nn.Module],
     again: Again,
-    gauge: Gauge,
+    probe: MemoryProbe,
     *,
     forward: Callable[[], Tensor],
     backward: Callable[[Tensor], None],
 ) -> list[Readings]:
-    """Bytes: one step."""
-    with gauge.watching():
-        marks = Marks(pieces, gauge)
-        probe = Probe(marks.forward_seam, marks.again_begins, lambda name: marks.again_ends())
+    """Measure the memory of one step, piece by piece."""
+    with probe.watching():
+        marks = Marks(pieces, probe)
+        hooks = UnitHooks(marks.forward_seam, marks.again_begins, lambda name: marks.again_ends())
 
         def step() -> None:
             loss = forward()
@@ -200,18 +204,18 @@ def measured(
             backward(loss)
             marks.backward_ended()
 
-        run_probed(units, again, probe, step)
+        run_hooked(units, again, hooks, step)
     return marks.readings
 
 
 def timed(
     units: Mapping[str, nn.Module], again: Again, device: torch.device, step: Callable[[], None], *, steps: int = TIMED_STEPS
 ) -> dict[str, list[float]]:
-    """Seconds of each second run, medians over some steps, in the order of forward."""
+    """Measure the seconds of each unit's second runs: medians over some steps, in the order of forward."""
     runs: list[dict[str, list[float]]] = []
     for _ in range(steps):
         watch = Stopwatch(device)
-        run_probed(units, again, Probe(begins=lambda name, w=watch: w.begin(), ends=watch.end), step)  # type: ignore[misc]
+        run_hooked(units, again, UnitHooks(begins=lambda name, w=watch: w.begin(), ends=watch.end), step)  # type: ignore[misc]
         runs.append(watch.seconds())
     if len({tuple((name, len(found)) for name, found in sorted(run.items())) for run in runs}) > 1:
         raise another_way()
@@ -236,7 +240,7 @@ def profile_of(
     lingering: frozenset[int] = frozenset(),
     outlasting: frozenset[int] = frozenset(),
 ) -> Profile:
-    """What each way of each piece needs beyond what is kept, from a step in which every unit was computed again."""
+    """Derive what each way of each piece needs beyond what is kept, from a step in which every unit was computed again."""
     names = list(dict.fromkeys(p.call.name for p in pieces if p.call is not None))
     times = {name: iter(values) for name, values in seconds.items()}
     kept: set[int] = set()
@@ -264,14 +268,14 @@ def profile_of(
 def _ways(
     piece: Piece, reading: Readings, kept: Collection[int], before: int, sizes: Mapping[int, int], seconds: float
 ) -> tuple[Way, Way]:
-    """Stored, and computed again; `kept` by the pieces before it, `before` bytes of which count in forward."""
+    """Return the ways stored and computed again; `kept` by the pieces before it, `before` bytes of which count in forward."""
     with_inputs = total(sizes, {*kept, *piece.inputs})
     growth = reading.again_peak - reading.again_start
     anything_else = reading.again_start - with_inputs
-    """In use when it begins to be computed again, and kept by nobody: weights, gradients on their way."""
+    # In use when it begins to be computed again, and kept by no piece: weights, gradients of activations.
     made = total(sizes, piece.saved - piece.inputs - set(kept))
     transient = max(0, reading.backward_peak - reading.again_start - made)
-    if not reading.again_start:  # its outputs had no part in the loss
+    if not reading.again_start:  # its outputs were not used by the loss
         growth = anything_else = transient = 0
     stored = Way(piece.saved, reading.at_start - before + growth, anything_else + transient)
     peak_again = max(reading.again_peak, reading.backward_peak)
@@ -279,7 +283,7 @@ def _ways(
 
 
 def _joins(piece: Piece, previous: tuple[Piece, Way] | None, again: Way, sizes: Mapping[int, int]) -> Way | None:
-    """In a segment with the unit before, if it is given what that one returned, and they are called once each."""
+    """Return the way of joining a segment with the unit before, if its input is what that one returned; else None."""
     if previous is None or piece.call is None:
         return None
     gift = next((storage for call, storage in piece.call.given_by if call is previous[0].call), None)

@@ -1,6 +1,6 @@
-"""How many bytes a step has in use: a GPU's allocator knows; on a CPU every tensor that an operation makes is counted.
+"""Measure the bytes that a step has in use: by a GPU's allocator, or on a CPU by counting every storage that an operation makes.
 
-Counted are storages, once each, however many tensors share one. Workspaces inside a CPU kernel are not seen.
+Each storage counts once, however many tensors share it. Workspaces inside a CPU kernel are not seen.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..engine.trees import tensors_in
 
 
-class Gauge(Protocol):
-    """Bytes in use, all of them: also those from before the step."""
+class MemoryProbe(Protocol):
+    """Measures all bytes in use, including those from before the step."""
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a step that is to be measured."""
+        """Measure the block."""
 
-    def now(self) -> int: ...
+    def now(self) -> int:
+        """Return the bytes in use now."""
+
     def peak(self) -> int:
-        """The most since the last call of this or of `watching`: what follows is counted anew."""
+        """Return the most bytes in use since the last call of this method or of `watching`."""
 
     def reserved(self) -> int:
-        """The most bytes that the allocator held since `watching` began; as many as were in use, where none holds more."""
+        """Return the most bytes that the allocator held since `watching` began; on a CPU the most in use."""
 
 
-def gauge_for(device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> Gauge:
-    """`tensors`: those that live beyond a step, for a device whose allocator does not count."""
-    return AllocatorGauge(device) if device.type == "cuda" else CountingGauge(tensors)
+def memory_probe_for(device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> MemoryProbe:
+    """Return the probe of a device; `tensors` lists those that outlive a step, where the allocator does not count them."""
+    return AllocatorProbe(device) if device.type == "cuda" else CountingProbe(tensors)
 
 
 @final
-class AllocatorGauge:
-    """Of torch's allocator on a GPU."""
+class AllocatorProbe:
+    """Reads the statistics of torch's allocator on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._most_reserved = device, 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        gc.collect()  # what is in a circle would be counted, or go in the middle
+        gc.collect()  # garbage in cycles would be counted, or freed in the middle
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # or what an earlier step has left would be counted as held
+        torch.cuda.empty_cache()  # memory held for an earlier step would be counted as held
         torch.cuda.reset_peak_memory_stats(self._device)
         self._most_reserved = 0
         yield
@@ -68,7 +70,9 @@ class AllocatorGauge:
 
 
 @final
-class CountingGauge:
+class CountingProbe:
+    """Counts storages on a CPU."""
+
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
         self._counter = Counter()
@@ -96,7 +100,7 @@ class CountingGauge:
 
 
 class Counter(TorchDispatchMode):
-    """Every storage made by an operation while this mode is on, from its making to its end."""
+    """Counts every storage made by an operation while this mode is on, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,7 +114,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in((args, kwargs)):
-            self._meet(tensor, is_new=False)  # a view of one that is older than the mode is nothing new
+            self._meet(tensor, is_new=False)  # a view of an older storage is not new memory
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self._meet(tensor, is_new=True)
@@ -132,7 +136,7 @@ class Counter(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """None for tensors that are not made of one row of memory: sparse ones."""
+    """Return the tensor's storage; None for one without a single storage, such as a sparse tensor."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

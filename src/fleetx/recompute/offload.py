@@ -1,9 +1,9 @@
-"""Inputs that wait in host memory from forward to backward: the call of a unit parks them, and has them back to run again.
+"""Keep inputs of units in host memory from forward to backward: a unit's call offloads them, and fetches them to run again.
 
     forward     the copy out begins with the unit and runs beside it; when both are over, the device keeps nothing of the input
-    backward    the unit that runs again has its inputs back; those of the unit parked before it begin to come, beside its work
+    backward    the unit that runs again has its inputs back; those of the unit offloaded before it are fetched beside its work
 
-Bytes come and go in fixed places of a step, never "when the copy happens to be over": what is in use can be foretold.
+Memory is freed and allocated at fixed places of a step, never "when the copy happens to be over", so that it can be predicted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from ..engine.trees import map_leaves, tensors_in
 from .host_memory import Mover, Pool
 from .memory_probe import storage_of
-from .segments import Remembered
+from .segments import RecordedCall
 
 
-def can_be_parked(tensor: Tensor) -> bool:
-    """Made by the graph, and all that is in its storage: a part or a view of another tensor would free nothing."""
+def is_offloadable(tensor: Tensor) -> bool:
+    """Return whether offloading frees memory: the graph made the tensor, and it is alone in its storage, not a view or part."""
     if type(tensor) is not Tensor or tensor.grad_fn is None or tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    if vars(tensor):  # somebody has hung something on it, which a copy would not have
+    if vars(tensor):  # attributes set on the tensor, which a copy would not have
         return False
     if tensor._is_view() or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return False
@@ -35,7 +35,7 @@ def can_be_parked(tensor: Tensor) -> bool:
 
 
 def is_dense(shape: Collection[int], strides: Collection[int]) -> bool:
-    """Each element has a place of its own, and there is no place between them."""
+    """Return whether elements have distinct places in memory, without gaps."""
     span = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != span:
@@ -45,13 +45,13 @@ def is_dense(shape: Collection[int], strides: Collection[int]) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Its storage, whatever is in it."""
+    """View a tensor's whole storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @final
 class Copy:
-    """Under way. The memory at both ends stays until the device is told to wait for it: used again before, it would be torn."""
+    """A copy under way. It references the memory at both ends until the device waits for it, so that none is reused too early."""
 
     def __init__(self, mover: Mover, target: Tensor, source: Tensor) -> None:
         self._mover = mover
@@ -69,8 +69,8 @@ class Copy:
 
 
 @final
-class Parked:
-    """In the place of an argument: its bytes in host memory. They are there until nobody can ask for it any more."""
+class OffloadedTensor:
+    """Stands in for an argument whose bytes are in host memory; the buffer is returned to the pool with this object."""
 
     def __init__(self, tensor: Tensor, mover: Mover, pool: Pool) -> None:
         self._mover = mover
@@ -79,112 +79,114 @@ class Parked:
         buffer = pool.take(tensor.nbytes)
         weakref.finalize(self, pool.give, buffer).atexit = False
         self._buffer = buffer[: tensor.nbytes]
-        self._leaving = Copy(mover, self._buffer, bytes_of(tensor))
-        self._back: tuple[Tensor, Copy] | None = None
+        self._copy_out = Copy(mover, self._buffer, bytes_of(tensor))
+        self._copy_back: tuple[Tensor, Copy] | None = None
 
     def is_of(self, tensor: Tensor) -> bool:
-        """As it is now: one that was changed since is another."""
+        """Return whether this holds the tensor's present values: it must not have been changed since."""
         return self._of() is tensor and self._version == tensor._version
 
-    def leave(self) -> None:
-        """The device may use the memory for other things, once the copy is over."""
-        self._leaving.finish()
+    def release(self) -> None:
+        """Let the device reuse the memory once the copy is over."""
+        self._copy_out.finish()
 
     def fetch(self) -> None:
-        """Begin to bring it back, if it is not there or on its way."""
-        if self._back is None:
+        """Begin to copy it back, if that has not begun."""
+        if self._copy_back is None:
             tensor = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._mover.device)
-            self._back = tensor, Copy(self._mover, bytes_of(tensor), self._buffer)
+            self._copy_back = tensor, Copy(self._mover, bytes_of(tensor), self._buffer)
 
     def tensor(self) -> Tensor:
-        """To compute with, and still there afterwards."""
+        """Return the tensor to compute with; the host's copy stays valid."""
         self.fetch()
-        assert self._back is not None
-        tensor, copy = self._back
+        assert self._copy_back is not None
+        tensor, copy = self._copy_back
         copy.finish()
         leaf = tensor.detach().requires_grad_()
         return leaf.view_as(leaf)  # a view: of a leaf that requires gradients autocast would keep a copy in 16 bits
 
-    def let_go(self) -> None:
-        """Of what was brought back."""
-        self._back = None
+    def drop_copy(self) -> None:
+        """Drop what was copied back to the device."""
+        self._copy_back = None
 
 
 @final
-class Stay:
-    """What one call of a unit has parked. Its call holds it; `before` is weak, or one step would hold on to the last."""
+class CallOffload:
+    """What one call of a unit has offloaded. The call owns it; `before` is weak, or each step would keep the last one alive."""
 
-    def __init__(self, sources: dict[int, tuple[Tensor, Parked]], before: weakref.ref[Stay] | None) -> None:
+    def __init__(self, sources: dict[int, tuple[Tensor, OffloadedTensor]], before: weakref.ref[CallOffload] | None) -> None:
         self._sources = sources
         self._before = before
-        self.parked = [parked for _, parked in sources.values()]
+        self.tensors = [offloaded for _, offloaded in sources.values()]
 
-    def settle(self, call: Remembered) -> None:
-        """The unit's forward is over: let the call keep what is parked instead of what it was given."""
+    def settle(self, call: RecordedCall) -> None:
+        """Let the call keep what was offloaded instead of its arguments, once the unit's forward is over."""
         sources, self._sources = self._sources, {}
-        for parked in self.parked:
-            parked.leave()
+        for offloaded in self.tensors:
+            offloaded.release()
         if not sources:
             return
         call.arguments = map_leaves(Tensor, lambda t: sources[id(t)][1] if id(t) in sources else t, call.arguments)
-        still = {id(tensor) for tensor in tensors_in(call.arguments)}  # a dataclass may refuse to have a field replaced
-        stays = [id(tensor) not in sources or id(tensor) in still for tensor in call.unchanging]
-        call.unchanging = list(itertools.compress(call.unchanging, stays))
-        call.versions = list(itertools.compress(call.versions, stays))
+        still = {id(tensor) for tensor in tensors_in(call.arguments)}  # a dataclass may not allow replacing a field
+        remains = [id(tensor) not in sources or id(tensor) in still for tensor in call.unchanging]
+        call.unchanging = list(itertools.compress(call.unchanging, remains))
+        call.versions = list(itertools.compress(call.versions, remains))
 
-    def parked_before(self) -> list[Parked]:
+    def offloaded_before(self) -> list[OffloadedTensor]:
+        """Return what the unit before has offloaded; empty where its call is gone."""
         before = None if self._before is None else self._before()
-        return [] if before is None else before.parked
+        return [] if before is None else before.tensors
 
 
 @final
-class Parking:
-    """Of all units of one model."""
+class Offload:
+    """Offloads the inputs of all units of one model."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover, self.pool = mover, Pool(mover.buffer)
-        self._known: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
-        """By the tensor's id: one that several units are given is parked once."""
-        self._last: weakref.ref[Stay] | None = None
-        self._ahead: weakref.WeakSet[Parked] = weakref.WeakSet()
-        """Brought back for a unit that has not run yet."""
+        self._known: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakValueDictionary()
+        """Offloaded tensors by the id of the original: a tensor that several units receive is offloaded once."""
+        self._last: weakref.ref[CallOffload] | None = None
+        """The last call that has offloaded anything."""
+        self._fetched_ahead: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
+        """Tensors fetched for a unit that has not run again yet."""
 
-    def begin(self, arguments: Any, places: Collection[int] | None) -> Stay:
-        """A unit is called. `places` of its arguments' tensors, in order, are parked where they can be; None: all."""
-        sources: dict[int, tuple[Tensor, Parked]] = {}
+    def begin(self, arguments: Any, places: Collection[int] | None) -> CallOffload:
+        """Begin to offload the arguments of a unit's call: those of its tensors at `places`, in order, that can be; None: all."""
+        sources: dict[int, tuple[Tensor, OffloadedTensor]] = {}
         for place, tensor in enumerate(tensors_in(arguments)):
             is_wanted = (places is None or place in places) and id(tensor) not in sources
-            if is_wanted and tensor.device == self._mover.device and can_be_parked(tensor):
-                sources[id(tensor)] = tensor, self._parked(tensor)
-        stay = Stay(sources, self._last)
+            if is_wanted and tensor.device == self._mover.device and is_offloadable(tensor):
+                sources[id(tensor)] = tensor, self._offload(tensor)
+        call_offload = CallOffload(sources, self._last)
         if sources:
-            self._last = weakref.ref(stay)
-        return stay
+            self._last = weakref.ref(call_offload)
+        return call_offload
 
-    def _parked(self, tensor: Tensor) -> Parked:
+    def _offload(self, tensor: Tensor) -> OffloadedTensor:
         known = self._known.get(id(tensor))
         if known is None or not known.is_of(tensor):
-            known = self._known[id(tensor)] = Parked(tensor, self._mover, self.pool)
+            known = self._known[id(tensor)] = OffloadedTensor(tensor, self._mover, self.pool)
         return known
 
-    def go_on(self, stay: Stay) -> None:
-        """A unit runs again, and has taken what it parked: what the one before it has parked begins to come."""
-        coming = stay.parked_before()
-        for parked in coming:
-            parked.fetch()
-        for parked in [*stay.parked, *self._ahead]:
-            if parked not in coming:
-                parked.let_go()
-        self._ahead = weakref.WeakSet(coming)
+    def advance(self, call_offload: CallOffload) -> None:
+        """Begin to fetch the inputs of the unit before, once a unit that runs again has its own."""
+        upcoming = call_offload.offloaded_before()
+        for offloaded in upcoming:
+            offloaded.fetch()
+        for offloaded in [*call_offload.tensors, *self._fetched_ahead]:
+            if offloaded not in upcoming:
+                offloaded.drop_copy()
+        self._fetched_ahead = weakref.WeakSet(upcoming)
 
 
-def unparked(arguments: Any) -> Any:
-    """With tensors again in the places of those that are parked; where it was one tensor in two places, it is."""
-    found: dict[Parked, Tensor] = {}
+def restored(arguments: Any) -> Any:
+    """Return the arguments with their tensors on the device again; one tensor in two places stays one."""
+    tensors: dict[OffloadedTensor, Tensor] = {}
 
-    def there(parked: Parked) -> Tensor:
-        if parked not in found:
-            found[parked] = parked.tensor()
-        return found[parked]
+    def fetched(offloaded: OffloadedTensor) -> Tensor:
+        if offloaded not in tensors:
+            tensors[offloaded] = offloaded.tensor()
+        return tensors[offloaded]
 
-    return map_leaves(Parked, there, arguments)
+    return map_leaves(OffloadedTensor, fetched, arguments)

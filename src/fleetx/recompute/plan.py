@@ -1,4 +1,4 @@
-"""A budget becomes a plan: measure a step, solve, run the plan once and compare, correct it at most twice."""
+"""Make a plan for a budget: measure a step, solve, run the plan once and compare, correct it at most twice."""
 
 from __future__ import annotations
 
@@ -16,74 +16,79 @@ from .profile import Profile, host_bytes, passings, peak_bytes
 from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 
 CORRECTIONS = 2
+"""Plans tried after the first."""
 AFTER_RUNNING_OUT = 0.9
-"""Of what a plan was foretold to need, for the one after it, if there was not enough memory."""
+"""Factor on the predicted bytes of a plan that ran out of memory: the aim of the next one."""
 ALLOWANCE = 0.005
-"""Of the budget, left free by the first plan: predictions are about this good."""
+"""Share of the budget that the first plan leaves free: predictions are about this exact."""
 TOO_CAREFUL = 0.03
-"""Of the budget: a plan that leaves more of it unused than this, and still computes again, is tried anew with more."""
+"""Share of the budget: a plan that leaves more than this unused, and still recomputes, is followed by one that may use more."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What `recompute_configs["budget"]` came to. Bytes are the most in use, or held by the allocator, at any time of a step."""
+    """The plan for `recompute_configs["budget"]`, as predicted and as measured."""
 
     budget: int
+    """Bytes that a step may hold."""
     units: tuple[str, ...]
-    """Modules that could be computed again."""
+    """Modules that can be recomputed in backward."""
     recomputed: tuple[str, ...]
-    """Those that are."""
+    """Modules recomputed in backward."""
     segments: tuple[tuple[str, ...], ...]
-    """Of them those that keep one input among them, and are run twice more."""
+    """Rows of recomputed modules that keep one input among them, and run twice more."""
     parked: tuple[str, ...]
-    """Of those recomputed the ones whose inputs are in host memory from forward to backward."""
+    """Recomputed modules whose inputs are in host memory from forward to backward."""
     host_bytes: int
-    """So many of them, on the rank that has most."""
+    """Bytes of inputs in host memory (max over ranks)."""
     predicted_bytes: int
+    """Predicted peak of bytes in use during a step (max over ranks)."""
     real_bytes: int
+    """Measured peak of bytes in use (max over ranks)."""
     reserved_bytes: int
+    """Measured peak of bytes held by the allocator (max over ranks); equal to `real_bytes` on a CPU."""
     seconds_added: float
-    """To each step, as measured unit by unit."""
+    """Seconds added to each step, as measured unit by unit."""
     moments: tuple[Moment, ...]
-    """Memory over one step, piece by piece, as foretold."""
+    """Predicted memory over one step, piece by piece."""
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """A picture of it, as PNG, SVG or PDF."""
+        """Draw the memory of a step into a PNG, SVG or PDF file."""
         draw(path, self.moments, self.budget)
 
     def __str__(self) -> str:
         names = f" ({listed(self.recomputed, 4)})" if self.recomputed else ""
-        told = f"{len(self.recomputed)} of {len(self.units)} units are computed again{names}"
+        text = f"{len(self.recomputed)} of {len(self.units)} units are computed again{names}"
         if self.segments:
-            told += f", {sum(map(len, self.segments))} of them in {len(self.segments)} segments"
+            text += f", {sum(map(len, self.segments))} of them in {len(self.segments)} segments"
         if self.parked:
-            told += f", {len(self.parked)} of them with inputs in host memory ({binary(self.host_bytes)})"
+            text += f", {len(self.parked)} of them with inputs in host memory ({binary(self.host_bytes)})"
         held = "" if self.reserved_bytes == self.real_bytes else f", {binary(self.reserved_bytes)} reserved"
         return (
-            f"recompute: {told}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {binary(self.predicted_bytes)} "
+            f"recompute: {text}, about {self.seconds_added * 1e3:.1f} ms more a step. Peak: {binary(self.predicted_bytes)} "
             f"predicted, {binary(self.real_bytes)} real{held}; the budget is {binary(self.budget)}."
         )
 
 
 class Settled(NamedTuple):
-    """A plan that was run, with what it rests on."""
+    """A plan that was run, with its profile and solution."""
 
     plan: MemoryPlan
     profile: Profile
     solution: Solution
     ran_out: str | None = None
-    """What was said when there was not enough memory for it."""
+    """The error of running out of memory; None where there was enough."""
 
 
 def plan_for(budget: int, planner: Planner) -> Settled:
-    """The cheapest plan found whose step, run once, has kept to the budget."""
+    """Return the cheapest plan found whose step, run once, kept to the budget. Collective."""
     profile = _profiled(planner, budget)
     aim = int(budget * (1 - ALLOWANCE))
     fitting: Settled | None = None
     tried: list[Settled] = []
     for attempt in range(1 + CORRECTIONS):
-        is_last_hope = attempt == CORRECTIONS and fitting is None
-        solution = _solved(profile, min(aim, smallest_budget(profile, **ANY_WAY)) if is_last_hope else aim, budget)
+        is_last = attempt == CORRECTIONS and fitting is None
+        solution = _solved(profile, min(aim, smallest_budget(profile, **ANY_WAY)) if is_last else aim, budget)
         if solution is None or any(solution == settled.solution for settled in tried):
             break
         settled = _run(planner, profile, solution, budget)
@@ -97,18 +102,18 @@ def plan_for(budget: int, planner: Planner) -> Settled:
         spare = budget - held
         if spare >= 0 and (not solution.again or spare <= TOO_CAREFUL * budget):
             break
-        # The next plan is foretold to need as much less as this one was over; or half as much more as it left free.
-        foretold = min(aim, solution.peak_bytes)
-        aim = min(foretold + spare // 2, budget) if spare > 0 else foretold + spare - int(ALLOWANCE * budget)
+        # Aim lower by as much as this plan was over, or higher by half of what it left free.
+        predicted = min(aim, solution.peak_bytes)
+        aim = min(predicted + spare // 2, budget) if spare > 0 else predicted + spare - int(ALLOWANCE * budget)
     if fitting is None:
-        if not tried:  # what an allocator holds beyond it belongs to what is needed
+        if not tried:  # run one plan: what the allocator holds beyond its tensors is part of what is needed
             tried.append(_run(planner, profile, least_peak(profile), budget))
         raise ConfigError(_too_small(budget, profile, tried))
     return fitting
 
 
 def _profiled(planner: Planner, budget: int) -> Profile:
-    """Measured; or, where a step with every unit computed again does not fit, foretold from smaller batches."""
+    """Measure the profile; predict it from smaller batches where a step with every unit computed again does not fit."""
     try:
         return planner.profile()
     except OutOfMemory as error:
@@ -116,17 +121,17 @@ def _profiled(planner: Planner, budget: int) -> Profile:
         if profile is None:
             raise ConfigError(
                 f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and a step of this sample does not fit into '
-                "this device's memory even with every unit computed again; and smaller batches, from which it could be foretold, "
-                "cannot be made of it, since its tensors have less than 4 rows or not as many each. Use a smaller batch in "
-                f"sample=, or amp. ({error})"
+                "this device's memory even with every unit computed again. It cannot be predicted from smaller batches: the "
+                "sample's tensors have fewer than 4 rows or different lengths. Use a smaller batch in sample=, or amp. "
+                f"({error})"
             ) from None
         return profile
 
 
 def _solved(profile: Profile, aim: int, budget: int) -> Solution | None:
-    """Without host memory or segments if that is possible; and the plan of least peak if the allowance is all that is missing."""
-    found = cheapest_that_fits(profile, aim)
-    return found if found is not None or smallest_budget(profile, **ANY_WAY) > budget else least_peak(profile)
+    """Return the cheapest plan for `aim`; if there is none, but one for `budget`, that of least peak; else None."""
+    cheapest = cheapest_that_fits(profile, aim)
+    return cheapest if cheapest is not None or smallest_budget(profile, **ANY_WAY) > budget else least_peak(profile)
 
 
 def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) -> Settled:
@@ -141,8 +146,8 @@ def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) ->
         units=profile.units,
         recomputed=tuple(profile.units[unit] for unit in sorted(solution.again)),
         segments=_segments(profile, solution),
-        parked=tuple(profile.units[unit] for unit in sorted(solution.parks)),
-        host_bytes=host_bytes(profile, solution.parks),
+        parked=tuple(profile.units[unit] for unit in sorted(solution.offloads)),
+        host_bytes=host_bytes(profile, solution.offloads),
         predicted_bytes=solution.peak_bytes,
         real_bytes=in_use,
         reserved_bytes=held,
@@ -165,11 +170,11 @@ def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ..
 def _too_small(budget: int, profile: Profile, settled: Sequence[Settled]) -> str:
     if settled[-1].ran_out is not None:
         return (
-            f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and a plan that is foretold to '
-            f"need {binary(settled[-1].solution.peak_bytes)} found less memory than that on this device ({settled[-1].ran_out}). "
-            "Use a smaller batch in sample=, or amp; or end what else is using this memory."
+            f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and a plan that is predicted to need '
+            f"{binary(settled[-1].solution.peak_bytes)} found less memory than that on this device ({settled[-1].ran_out}). "
+            "Use a smaller batch in sample=, or amp; or end other programs that use this memory."
         )
-    tried = [one.plan for one in settled if one.ran_out is None]
+    tried = [attempt.plan for attempt in settled if attempt.ran_out is None]
     beyond = max((plan.reserved_bytes - plan.predicted_bytes for plan in tried), default=0)
     needed = int((smallest_budget(profile, **ANY_WAY) + max(0, beyond)) * (1 + 2 * ALLOWANCE))
     plain = peak_bytes(profile, ())
@@ -189,41 +194,41 @@ def _too_small(budget: int, profile: Profile, settled: Sequence[Settled]) -> str
     )
 
 
-# A picture of memory over one step: forward from left to right, then backward, piece by piece, under the budget.
+# --- the memory of one step, piece by piece ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A call of a unit, or glue, in forward or in backward."""
+    """A call of a unit, or the glue between calls, in forward or in backward."""
 
     unit: str
-    """Its name; empty for glue."""
+    """The unit's name; empty for glue."""
     is_backward: bool
     is_again: bool
-    """It is computed again."""
+    """Whether the unit is computed again."""
     kept_bytes: int
-    """By it and all before it, for a backward to come."""
+    """Bytes that it and all before it keep for their backward."""
     peak_bytes: int
-    """All that is in use at the most while it runs."""
+    """The most bytes in use while it runs."""
     parks: bool = False
-    """It has inputs in host memory from its forward to its backward."""
+    """Whether it has inputs in host memory from its forward to its backward."""
 
 
 def moments(profile: Profile, solution: Solution) -> tuple[Moment, ...]:
-    """As foretold by the profile, there and back."""
-    there: list[Moment] = []
-    back: list[Moment] = []
-    for passing in passings(profile, solution.again, solution.joins, solution.parks):
+    """Predict the memory of a step from its profile, through forward and then backward."""
+    forward: list[Moment] = []
+    backward: list[Moment] = []
+    for passing in passings(profile, solution.again, solution.joins, solution.offloads):
         unit, kept = passing.element.unit, passing.kept.all
         name = "" if unit is None else profile.units[unit]
-        again, parks = unit in solution.again, unit in solution.parks
-        there.append(Moment(name, False, again, kept, passing.forward, parks))
-        back.append(Moment(name, True, again, kept, passing.backward, parks))
-    return (*there, *reversed(back))
+        again, offloaded = unit in solution.again, unit in solution.offloads
+        forward.append(Moment(name, False, again, kept, passing.forward, offloaded))
+        backward.append(Moment(name, True, again, kept, passing.backward, offloaded))
+    return (*forward, *reversed(backward))
 
 
 def draw(path: str | os.PathLike[str], steps: Sequence[Moment], budget: int) -> None:
-    """As PNG, SVG or PDF, by the path's ending."""
+    """Draw moments under the budget; the path's ending says whether as PNG, SVG or PDF."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

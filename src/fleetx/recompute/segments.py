@@ -1,6 +1,6 @@
-"""Units in a row that keep one input among them: each but the first drops its own, which the unit before it returned.
+"""Let units in a row keep one input among them: each but the first drops its own, which the unit before it returned.
 
-When backward comes to the last of them, those before it are run once more, from the input that was kept, and each has its own
+When backward comes to the last of them, those before it run once more, from the input that was kept, and each gets its own
 again. So a segment costs its units' forward twice, and keeps as little as one unit.
 """
 
@@ -18,33 +18,30 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..engine.trees import map_leaves, tensors_in
 
-# What segments and host memory need to know of a unit's call: what it was given, so that something else can stand for it.
 
-
-class Remembered(Protocol):
-    """A call of a unit."""
+class RecordedCall(Protocol):
+    """What segments and host memory read of a unit's call, and replace in it."""
 
     arguments: Any
     unchanging: list[Tensor]
+    """Tensors that must not change before the second run; `versions` are their versions."""
     versions: list[int]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Gift:
-    """In the place of an argument that was dropped: how to have it again."""
+class DroppedInput:
+    """Stands in for an argument that was dropped, and computes it again."""
 
-    call: Remembered
-    """The one that returned it."""
+    call: RecordedCall
+    """The call that returned it."""
     run: Callable[[Any], Tensor]
+    """Runs that call's forward again."""
     requires_grad: bool
     autocast: tuple[dict[str, Any], ...]
 
     def again(self) -> Tensor:
-        """As in the first run, with gradients, so that the same kernels run; what they would save is dropped."""
+        """Compute it with gradients, so that the same kernels run as the first time; what they save is dropped."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(_drop, _never))
@@ -56,54 +53,54 @@ class Gift:
 
 
 @final
-class LastCall:
-    """What a unit returned last. Weak: whoever takes it as an argument decides whether it is kept."""
+class LastOutput:
+    """What a unit returned last, by weak reference: the call that takes it as an argument decides whether it is kept."""
 
     def __init__(self, out: Tensor, call: Any, run: Callable[[Any], Tensor]) -> None:
         self._out, self._version, self._requires_grad = weakref.ref(out), out._version, out.requires_grad
         self._call, self._run = weakref.ref(call), run
         self._autocast = tuple(_autocast_now(kind) for kind in dict.fromkeys(["cpu", out.device.type]))
 
-    def drop_from(self, taker: Remembered) -> None:
-        """If this very tensor, unchanged, is an argument of the call, let the call keep the way to it instead.
+    def drop_from(self, taker: RecordedCall) -> None:
+        """Let the call keep a `DroppedInput` if this very tensor, unchanged, is one of its arguments.
 
-        A plan was made where it is; if it is not this time, the argument is kept as ever."""
+        It was when the plan was made; if it is not this time, the argument is kept as usual."""
         out, call = self._out(), self._call()
         places = [i for i, tensor in enumerate(taker.unchanging) if tensor is out]
         if call is None or not places or any(taker.versions[i] != self._version for i in places):
             return
-        gift = Gift(call, self._run, self._requires_grad, self._autocast)
-        dropped = map_leaves(Tensor, lambda tensor: gift if tensor is out else tensor, taker.arguments)
-        if any(tensor is out for tensor in tensors_in(dropped)):
+        dropped = DroppedInput(call, self._run, self._requires_grad, self._autocast)
+        arguments = map_leaves(Tensor, lambda tensor: dropped if tensor is out else tensor, taker.arguments)
+        if any(tensor is out for tensor in tensors_in(arguments)):
             return
-        taker.arguments = dropped
+        taker.arguments = arguments
         for i in reversed(places):
             del taker.unchanging[i], taker.versions[i]
 
 
-def bring_back(call: Remembered) -> None:
-    """Let the call have its arguments again, and those before it in its segment theirs."""
-    waiting: list[tuple[Remembered, Gift]] = []
-    while (gift := next(_gifts(call.arguments), None)) is not None:
-        waiting.append((call, gift))
-        call = gift.call
-    for taker, gift in reversed(waiting):  # from the first unit on: a recursion would be as deep as the segment is long
-        taker.arguments = _replaced(taker.arguments, gift.again())
+def restore_inputs(call: RecordedCall) -> None:
+    """Compute the call's dropped arguments again, and first those of the calls before it in its segment."""
+    waiting: list[tuple[RecordedCall, DroppedInput]] = []
+    while (dropped := next(_dropped_inputs(call.arguments), None)) is not None:
+        waiting.append((call, dropped))
+        call = dropped.call
+    for taker, dropped in reversed(waiting):  # from the first unit on; recursion would be as deep as the segment is long
+        taker.arguments = _replaced(taker.arguments, dropped.again())
 
 
-def _gifts(value: Any) -> Iterator[Gift]:
-    found: list[Gift] = []
+def _dropped_inputs(value: Any) -> Iterator[DroppedInput]:
+    inputs: list[DroppedInput] = []
 
-    def note(gift: Gift) -> Gift:
-        found.append(gift)
-        return gift
+    def collect(dropped: DroppedInput) -> DroppedInput:
+        inputs.append(dropped)
+        return dropped
 
-    map_leaves(Gift, note, value)
-    return iter(found)
+    map_leaves(DroppedInput, collect, value)
+    return iter(inputs)
 
 
 def _replaced(value: Any, by: Tensor) -> Any:
-    return map_leaves(Gift, lambda _: by, value)
+    return map_leaves(DroppedInput, lambda _: by, value)
 
 
 def _autocast_now(kind: str) -> dict[str, Any]:
@@ -120,4 +117,4 @@ def _drop(_: Tensor) -> None:
 
 
 def _never(_: None) -> NoReturn:
-    raise RuntimeError("this run was for its result alone, and nobody may go back through it")
+    raise RuntimeError("this run was for its result alone: there is no backward through it")

@@ -1,4 +1,4 @@
-"""Rows of single layers in an nn.Sequential, taken together: of one layer computed again, nothing would be won.
+"""Group single layers of an nn.Sequential into slices: computing one layer again would save nothing.
 
 A slice runs its layers as the Sequential would, and is a unit like any module; the model's own modules and names stay.
 """
@@ -13,17 +13,17 @@ from torch import nn
 
 from ..engine.patching import patch_innermost
 from .rows import PARTS_FREE, SPLIT_ABOVE, Weights, saved_storages, total, weights
-from .trace import Called, Tape
+from .trace import Called, Trace
 
 SLICES = 16
-"""At most as many a Sequential that saves everything is cut into."""
+"""Slices at most, of a Sequential that saves everything."""
 FREED_PER_KEPT = 1.5
 """Bytes that a slice should free, at least, for each byte of input that the next one keeps."""
 
 
 @final
 class InSlices:
-    """Around the forward of a Sequential (patch_innermost)."""
+    """Runs a Sequential slice by slice; installed around its forward by patch_innermost."""
 
     def __init__(self, module: nn.Sequential, slices: list[nn.Sequential]) -> None:
         self._layers, self._slices = list(module), slices
@@ -32,48 +32,48 @@ class InSlices:
     def __call__(self, forward: Callable[..., Any], value: Any) -> Any:
         module = self._module()
         if module is None or [id(layer) for layer in module] != [id(layer) for layer in self._layers]:
-            return forward(value)  # layers were put in place of those that the plan was made for: they run, and are stored
+            return forward(value)  # layers were replaced since the plan was made: run them, stored
         for part in self._slices:
             value = part(value)
         return value
 
 
-def cut_sequentials(model: nn.Module, tape: Tape) -> dict[str, nn.Sequential]:
-    """Cut those that save much, and whose layers would free little one by one. The slices by name: `features[4:7]`."""
-    weigh = weights(tape)
-    found: dict[str, nn.Sequential] = {}
+def cut_sequentials(model: nn.Module, trace: Trace) -> dict[str, nn.Sequential]:
+    """Cut Sequentials that save much and whose layers free little one by one; return slices by name, such as `features[4:7]`."""
+    weigh = weights(trace)
+    slices_by_name: dict[str, nn.Sequential] = {}
     for name, module in model.named_modules():
         if type(module).forward is nn.Sequential.forward and isinstance(module, nn.Sequential):
-            ranges = cuts(name, [child for child, _ in module.named_children()], tape, weigh)
+            ranges = cuts(name, [child for child, _ in module.named_children()], trace, weigh)
             slices = {f"{name}[{first}:{end}]": nn.Sequential(*list(module)[first:end]) for first, end in ranges}
             if len(slices) > 1:
                 patch_innermost(module, InSlices(module, list(slices.values())))
-                found |= slices
-    return found
+                slices_by_name |= slices
+    return slices_by_name
 
 
-def cuts(name: str, children: list[str], tape: Tape, weigh: Weights) -> list[tuple[int, int]]:
-    """Where slices of a Sequential begin and end; none where it is better taken as it is, or layer by layer."""
+def cuts(name: str, children: list[str], trace: Trace, weigh: Weights) -> list[tuple[int, int]]:
+    """Return begin and end of a Sequential's slices; none where it is better left whole, or taken layer by layer."""
     full = [f"{name}.{child}" if name else child for child in children]
     saved = sum(weigh.saved.get(child, 0) for child in full)
     freed = sum(weigh.freed.get(child, 0) for child in full)
-    if saved <= SPLIT_ABOVE * weigh.total or freed >= PARTS_FREE * saved or not _run_once_in_a_row(full, tape):
+    if saved <= SPLIT_ABOVE * weigh.total or freed >= PARTS_FREE * saved or not _run_once_in_a_row(full, trace):
         return []
-    calls = {call.name: call for call in tape.calls()}
-    saves = saved_storages(tape)
+    calls = {call.name: call for call in trace.calls()}
+    saves = saved_storages(trace)
     ends: list[int] = []
     gathered: set[int] = set()
     for i, child in enumerate(full):
-        handed_over = set(calls[child].inputs)
-        worth = max(weigh.total / SLICES, FREED_PER_KEPT * total(tape.sizes, handed_over))
-        # A layer that changes its input in place stays with the one that made it.
-        if calls[child].can_run_again and total(tape.sizes, gathered - handed_over) >= worth:
+        inputs = set(calls[child].inputs)
+        worth = max(weigh.total / SLICES, FREED_PER_KEPT * total(trace.sizes, inputs))
+        # A layer that changes its input in place stays in the slice that made the input.
+        if calls[child].can_run_again and total(trace.sizes, gathered - inputs) >= worth:
             ends.append(i)
             gathered = set()
         gathered |= saves[child]
     return list(zip([0, *ends], [*ends, len(full)], strict=True))
 
 
-def _run_once_in_a_row(names: list[str], tape: Tape) -> bool:
-    calls = [event.name for event in tape.events if isinstance(event, Called) and event.name in names]
+def _run_once_in_a_row(names: list[str], trace: Trace) -> bool:
+    calls = [event.name for event in trace.events if isinstance(event, Called) and event.name in names]
     return calls == names

@@ -1,7 +1,7 @@
-"""What a forward saves for backward, and where: one run with every module watched. No tracing, and nothing is kept.
+"""Trace what a forward saves for backward, and in which module: run it once with every module watched.
 
-Each tensor that autograd would save is noted and dropped at once, so this run needs less memory than any other with gradients.
-Storages that are still alive when the run is over were there before it (weights, buffers, the batch): they are nobody's saving.
+Each tensor that autograd would save is recorded and dropped at once, so this run needs less memory than any other with gradients.
+Storages that are alive when the run is over were there before it (weights, buffers, the batch), and are not counted as saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..engine.patching import patched
 from ..engine.trees import tensors_in
 from .memory_probe import storage_of
-from .offload import can_be_parked
+from .offload import is_offloadable
 
 MODEL = ""
 """The name of the model itself."""
@@ -31,15 +31,15 @@ class Called:
 
     name: str
     inside: Called | None
-    """The call that it was made in; None where that is the model's own."""
+    """The call that contains it; None for the model's own."""
     inputs: list[int]
-    """Storages of its arguments, by number."""
+    """Numbers of its arguments' storages."""
     can_run_again: bool = True
-    """It had gradients to compute, and changed no input."""
+    """Whether it ran with gradients enabled and changed no input."""
     given_by: list[tuple[Called, int]] = field(default_factory=list)
-    """Calls that returned a tensor alone, which is now among its arguments, unchanged; with the number of its storage."""
-    parkable: dict[int, int] = field(default_factory=dict)
-    """Storages of those arguments that could wait in host memory, by their place among all its tensors."""
+    """Calls whose result, a single tensor, is among its arguments, unchanged; with the number of its storage."""
+    offloadable: dict[int, int] = field(default_factory=dict)
+    """Numbers of the storages of arguments that can be offloaded, by their place among all its argument tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,21 @@ Event = Called | Saved | Ended
 
 
 @dataclass(slots=True)
-class Tape:
-    """A forward as a row of events: a call begins, something is saved, a call ends."""
+class Trace:
+    """A forward as a list of events: a call begins, a tensor is saved, a call ends."""
 
     events: list[Event] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each storage that the forward made."""
+    """Bytes of each storage that the forward made, by number."""
     ends: dict[int, int] = field(default_factory=dict)
-    """After how many events a storage was gone, though nothing was saved; not of those that outlive the last event."""
+    """Number of events before each storage was freed, though no save kept it; without those that outlive the last event."""
 
     def calls(self) -> Iterator[Called]:
         return (event for event in self.events if isinstance(event, Called))
 
 
 class Returned(NamedTuple):
-    """What a call has returned."""
+    """A tensor that a call returned."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -82,7 +82,7 @@ class Returned(NamedTuple):
 
 @final
 class Numbers:
-    """A number for each storage, of its own also when memory is used again after its end."""
+    """Numbers storages, each by a number of its own even where memory is reused."""
 
     def __init__(self, gone: Callable[[int], Any]) -> None:
         self.sizes: dict[int, int] = {}
@@ -111,22 +111,22 @@ class Numbers:
         return {number for number, _ in self._alive.values()}
 
 
-def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tape:
-    """`run` computes the loss. What of it was made and is gone afterwards is on the tape."""
-    tape, stack, returned = Tape(), list[Called](), list[Returned]()
-    numbers = Numbers(lambda number: tape.ends.setdefault(number, len(tape.events)))
+def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Trace:
+    """Trace `run`, which computes the loss; storages that outlive it are left out."""
+    trace, stack, returned = Trace(), list[Called](), list[Returned]()
+    numbers = Numbers(lambda number: trace.ends.setdefault(number, len(trace.events)))
 
     def around(name: str) -> Callable[..., Any]:
         def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             tensors = tensors_in((args, kwargs))
             versions = [0 if t.is_inference() else t._version for t in tensors]
             known = [(place, t, number) for place, t in enumerate(tensors) if (number := numbers.of(t)) is not None]
-            called = Called(name, stack[-1] if stack else None, [one[2] for one in known], torch.is_grad_enabled())
-            called.parkable = {place: number for place, t, number in known if can_be_parked(t)}
+            called = Called(name, stack[-1] if stack else None, [number for _, _, number in known], torch.is_grad_enabled())
+            called.offloadable = {place: number for place, t, number in known if is_offloadable(t)}
             called.given_by = [
                 (r.call, number) for r in returned for t in tensors if r.is_still(t) and (number := numbers.of(t)) is not None
             ]
-            tape.events.append(called)
+            trace.events.append(called)
             stack.append(called)
             try:
                 out = forward(*args, **kwargs)
@@ -138,30 +138,30 @@ def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[
                 stack.pop()
                 changed = [0 if t.is_inference() else t._version for t in tensors] != versions
                 called.can_run_again = called.can_run_again and not changed
-                tape.events.append(Ended(called))
+                trace.events.append(Ended(called))
 
         return call
 
     def pack(tensor: Tensor) -> None:
         number = numbers.of(tensor)
         if number is not None:
-            tape.events.append(Saved(number))
+            trace.events.append(Saved(number))
 
     def unpack(_: None) -> NoReturn:
         raise RuntimeError("what was saved in this forward has been dropped: a forward may not run a backward here")
 
-    # A parent that computes for its children at once goes on to do so: it is what would be measured otherwise.
+    # A parent that computes for its children in one call goes on to do so, as in every other run.
     with patched(((module, around(name)) for name, module in candidates.items()), only_outermost=True):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = run()
         del loss
     kept = numbers.alive()
-    tape.sizes = {number: size for number, size in numbers.sizes.items() if number not in kept}
-    counts = [not isinstance(event, Saved) or event.storage in tape.sizes for event in tape.events]
+    trace.sizes = {number: size for number, size in numbers.sizes.items() if number not in kept}
+    counts = [not isinstance(event, Saved) or event.storage in trace.sizes for event in trace.events]
     places = [0, *itertools.accumulate(counts)]
-    tape.ends = {number: places[end] for number, end in tape.ends.items()}
-    tape.events = list(itertools.compress(tape.events, counts))
-    for called in tape.calls():
-        called.inputs = [number for number in called.inputs if number in tape.sizes]
-        called.parkable = {place: number for place, number in called.parkable.items() if number in tape.sizes}
-    return tape
+    trace.ends = {number: places[end] for number, end in trace.ends.items()}
+    trace.events = list(itertools.compress(trace.events, counts))
+    for called in trace.calls():
+        called.inputs = [number for number in called.inputs if number in trace.sizes]
+        called.offloadable = {place: number for place, number in called.offloadable.items() if number in trace.sizes}
+    return trace

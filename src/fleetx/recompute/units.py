@@ -1,4 +1,4 @@
-"""Which modules are computed again: by name or pattern, or every repeated block of a model."""
+"""Choose the modules to compute again: by name or pattern, or every repeated block of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = 'recompute_configs["checkpoints"]'
 
 
 def chosen_units(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Module]:
-    """By name, in the model's order: those wanted; else what the model itself lists; else its repeated blocks, or children."""
+    """Return units by name, in the model's order: `wanted`, else the model's own list, else repeated blocks, or children."""
     every = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False) if name}
     own = getattr(model, "checkpoints", None)
     if wanted:
@@ -41,9 +41,9 @@ def chosen_units(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Module
 
 
 def outermost(every: Mapping[str, nn.Module], wanted: Sequence[str], whose: str) -> list[str]:
-    """Of those that names and patterns match. No unit is inside another, whose second run would run it a third time."""
+    """Match names and patterns, and drop units inside another one, whose second run would run them a third time."""
     called = [name for name, module in every.items() if is_called(module)]
-    found: dict[str, bool] = {}
+    matched: dict[str, bool] = {}
     for entry in wanted:
         if not isinstance(entry, str):
             raise ConfigError(f"{whose} names {entry!r}, a {type(entry).__name__}. Write names of modules, as text.")
@@ -57,11 +57,11 @@ def outermost(every: Mapping[str, nn.Module], wanted: Sequence[str], whose: str)
             near = did_you_mean(entry, called) or " model.named_modules() lists those there are."
             raise ConfigError(f"{whose} names `{entry}`; the model has no such module.{near}")
         for name in matches:
-            found[name] = found.get(name, False) or name == entry
-    chosen = [name for name in called if name in found and not _parent_in(name, found)]
-    inside = [name for name, is_named in found.items() if is_named and name not in chosen]
+            matched[name] = matched.get(name, False) or name == entry
+    chosen = [name for name in called if name in matched and not _parent_in(name, matched)]
+    inside = [name for name, is_named in matched.items() if is_named and name not in chosen]
     if inside:
-        parent = _parent_in(inside[0], found)
+        parent = _parent_in(inside[0], matched)
         raise ConfigError(f"{whose} names both `{parent}` and `{inside[0]}`, which is a part of it. Name one of the two.")
     return chosen
 
@@ -73,25 +73,25 @@ def _parent_in(name: str, names: dict[str, bool]) -> str | None:
 
 
 def called_children(model: nn.Module, path: str = "") -> list[str]:
-    """Those with parameters; of a list of modules, its modules."""
-    found: list[str] = []
+    """Return the names of children with parameters; for a list of modules, of the modules in it."""
+    names: list[str] = []
     for name, child in model.named_children():
         if not is_called(child):
-            found += called_children(child, f"{path}{name}.")
+            names += called_children(child, f"{path}{name}.")
         elif any(True for _ in child.parameters()):
-            found.append(plain_name(f"{path}{name}"))
-    return found
+            names.append(plain_name(f"{path}{name}"))
+    return names
 
 
 def is_called(module: nn.Module) -> bool:
-    """A ModuleList has no forward, nor have its like: patched, it would never run."""
+    """Return whether the module has a forward; a ModuleList and similar ones have none, so a patch would never run."""
     forward = getattr(type(module), "forward", None)  # a scripted module's class has none that can be read
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Modules of one class, made of several others, that stand in a row: the outermost such rows."""
-    found: list[str] = []
+    """Return the outermost modules in a ModuleList or Sequential that have several layers and a class in common."""
+    blocks: list[str] = []
 
     def look(module: nn.Module, path: str) -> None:
         children = [(f"{path}{name}", child) for name, child in module.named_children()]
@@ -99,15 +99,15 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         in_a_row = isinstance(module, nn.ModuleList | nn.Sequential)
         for name, child in children:
             if in_a_row and is_block(child) and kinds[type(child)] > 1:
-                found.append(plain_name(name))
+                blocks.append(plain_name(name))
             else:
                 look(child, f"{name}.")
 
     look(model, "")
-    return found
+    return blocks
 
 
 def is_block(module: nn.Module) -> bool:
-    """It has parameters, and several layers: of one layer alone, computed again, nothing is won."""
+    """Return whether it has parameters and several layers; computing one layer again would save nothing."""
     leaves = sum(1 for part in module.modules() if not any(True for _ in part.children()))
     return leaves > 1 and is_called(module) and any(True for _ in module.parameters())

@@ -1,1 +1,1 @@
-"""Gradients made small before they travel: what a step does about it (stage), and the maths of each way (sparse, lowrank)."""
+"""Compress gradients before they are sent: the stage (compressor), and the maths of DGC and PowerSGD."""

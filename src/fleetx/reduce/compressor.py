@@ -1,12 +1,12 @@
-"""REDUCE by a compressor: at the update boundary, on true gradients, with what is not sent kept for later.
+"""Fill REDUCE by a compressor: it works at the update boundary, on true gradients, and keeps what it does not send (residuals).
 
     dense updates   as without a compressor, bit for bit
     afterwards      1  one all-reduce: was a gradient or a loss not finite anywhere? and small tensors, buffers, alarms
-                    2  not finite: all ranks hand on NaN where it was, and nothing that is kept has changed
-                    3  finite: each tensor is compressed, exchanged, and put back; what was not sent is kept
+                    2  not finite: all ranks put NaN where it was, and no residual has changed
+                    3  finite: each tensor is compressed, exchanged and put back; what was not sent becomes the residual
 
 With two levels the ranks of a node first sum their gradients, dense; nodes then take the place of ranks.
-All that is kept is in units of this rank's share of the mean, so that shares add up over ranks.
+Residuals are in units of this rank's share of the mean, so that shares add up over ranks.
 """
 
 from __future__ import annotations
@@ -34,29 +34,27 @@ if TYPE_CHECKING:
     from ..engine.buckets import Buckets
 
 
-# One parameter's gradient as a row of memory: what compressors keep, and what they read of weights, is in its order.
-
-
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One parameter's gradient, as a row of its bucket's memory."""
+    """One parameter's gradient, as a row of its bucket's memory. Residuals and weights are read in the same order."""
 
     name: str
     param: nn.Parameter
     view: Tensor
-    """The gradient as `param.grad` shows it. Its strides are those that the parameter had at the start, whatever came later."""
+    """The gradient as `param.grad` shows it, with the strides that the parameter had at the start."""
     grad: Tensor
+    """The same gradient, as a flat row of the bucket."""
     bucket: Bucket
     offset: int
-    """Where the row begins in the bucket."""
+    """First entry of the row in the bucket."""
 
     def shaped(self, row: Tensor) -> Tensor:
-        """A row in the same order of memory, shaped as the gradient is."""
+        """View a row in the same order of memory in the gradient's shape."""
         return torch.as_strided(row, self.view.shape, self.view.stride(), int(row.storage_offset()))
 
     def weights(self) -> Tensor:
-        """The parameter as a row in the order of the gradient's; a copy where it lies otherwise in memory."""
+        """Return the parameter as a row in the gradient's order of memory: a view, or a copy where their strides differ."""
         param = self.param.detach()
         if param.stride() == self.view.stride():
             return in_memory_order(param)
@@ -66,24 +64,22 @@ class Piece:
 
 
 def pieces_of(bucket: Bucket) -> list[Piece]:
+    """Split a bucket into one `Piece` per parameter."""
     rows = bucket.flat.split([p.numel() for p in bucket.params])
     offsets = [int(row.storage_offset()) for row in rows]
     parts = zip(bucket.names, bucket.params, bucket.views, rows, offsets, strict=True)
     return [Piece(name, param, view, row, bucket, offset) for name, param, view, row, offset in parts]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-class Trouble(NamedTuple):
-    """What was not finite, on some rank; the same on all."""
+class NonFinite(NamedTuple):
+    """What was not finite on some rank. All ranks have the same answer."""
 
     gradients: bool
     losses: bool
 
 
 def sum_together(tensors: Sequence[Tensor], comm: Comm) -> None:
-    """Over ranks, in place, by one collective for each type: in the same order on all of them, since models are equal."""
+    """Sum tensors over ranks, in place, by one collective per type; models are equal, so all ranks use the same order."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         joint = torch.cat([tensor.reshape(-1) for tensor in same])
@@ -93,13 +89,13 @@ def sum_together(tensors: Sequence[Tensor], comm: Comm) -> None:
 
 
 class Compressor(abc.ABC):
-    """One final subclass for each way to compress."""
+    """Abstract REDUCE stage; one final subclass per way to compress."""
 
     is_linear = False
     carries_tail = True
     name: ClassVar[str]
     threshold: ClassVar[str]
-    """The key that says which tensors are too small."""
+    """The key of `<name>_configs` that decides which tensors are too small to compress."""
 
     def __init__(self, site: Site, *, two_level: bool) -> None:
         self._comm = site.comm
@@ -107,44 +103,47 @@ class Compressor(abc.ABC):
         levels = between_nodes(site.comm) if two_level else None
         self._inside: Comm | None = None if levels is None else levels.inside
         self._among: Comm = site.comm if levels is None else levels.across
-        """Those who exchange what is compressed: ranks, or nodes."""
+        """The group that exchanges compressed data: all ranks, or one rank per node."""
         own = list(range(site.comm.size))
         self._share_of_rank: list[int] = own if levels is None else site.comm.gather_json(self._among.rank)
         self._buckets: list[Bucket] = []
         self._all: Callable[[], Buckets | None] = lambda: None
         self._pieces: list[Piece] = []
         self._small: list[Tensor] = []
-        """Rows that travel dense: tensors too small to be worth it, and the tail of the last bucket."""
+        """Rows that are sent dense: tensors too small to compress, and the tail of the last bucket."""
         self._changes = 0
-        """How often what is kept has changed: a report of an earlier update knows by it that its time is over."""
+        """How often the residuals have changed: by it the report of an earlier update knows that its norm is out of date."""
         self._compressed_last = self._exchanged = False
         self._unused: set[int] = set()
 
-    # --- what a subclass gives ------------------------------------------------------------------------------------
+    # --- what a subclass supplies ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _is_dense(self, index: int) -> bool:
-        """Whether an update, counted from 1, is not compressed at all."""
+        """Return whether update `index` (from 1) is not compressed at all."""
 
     @abc.abstractmethod
     def _takes(self, param: Tensor) -> bool:
-        """Whether this tensor is worth compressing."""
+        """Return whether this tensor is worth compressing."""
 
     @abc.abstractmethod
     def _prepare(self, step: Step) -> list[Tensor]:
-        """What is to be summed along with the small tensors. May change gradients; nothing that is kept."""
+        """Return tensors to sum along with the small ones. May change gradients, but no residual."""
 
     @abc.abstractmethod
     def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
-        """All is finite, and `sums` is what `_prepare` gave, summed. Every rank is here. False: it is not, after all,
-        on all ranks alike, and nothing that is kept has changed."""
+        """Compress, exchange and put back; `sums` is what `_prepare` returned, summed over ranks. Collective.
+
+        Called when all gradients and losses are finite. Returns False, on all ranks alike and with residuals unchanged, if
+        an intermediate result is not finite after all."""
 
     @abc.abstractmethod
     def _numbers_sent(self) -> int:
-        """By the last update, of tensors that are compressed."""
+        """Count the numbers that the last update sent for compressed tensors."""
 
     @abc.abstractmethod
-    def _residuals(self) -> list[Tensor]: ...
+    def _residuals(self) -> list[Tensor]:
+        """Return what has not been sent yet, one row per compressed tensor."""
 
     # --- one update -----------------------------------------------------------------------------------------------
 
@@ -154,12 +153,12 @@ class Compressor(abc.ABC):
     def attach(self, buckets: Buckets) -> None:
         self._buckets = list(buckets)
         self._all = weakref.ref(buckets)
-        everything = [piece for bucket in buckets for piece in pieces_of(bucket)]
-        self._pieces = [piece for piece in everything if self._takes(piece.param)]
-        self._small = [piece.grad for piece in everything if not self._takes(piece.param)]
+        pieces = [piece for bucket in buckets for piece in pieces_of(bucket)]
+        self._pieces = [piece for piece in pieces if self._takes(piece.param)]
+        self._small = [piece.grad for piece in pieces if not self._takes(piece.param)]
         self._small += [bucket.tail for bucket in buckets if bucket.tail.numel()]
         if not self._pieces and self._comm.rank == 0:
-            largest = max(everything, key=lambda piece: piece.grad.numel())
+            largest = max(pieces, key=lambda piece: piece.grad.numel())
             shape = "x".join(map(str, largest.view.shape))
             log.say(
                 f"strategy.{self.name} compresses nothing of this model: its largest tensor is `{largest.name}` ({shape}). "
@@ -175,8 +174,8 @@ class Compressor(abc.ABC):
         if not self._compressed_last:
             return self._dense.start(bucket, step)
         pending = Pending(None) if self._inside is None else self._inside.all_reduce(bucket.wire)
-        # Pendings are waited for in the order of their buckets, so with the last one all gradients are here. Not in a hook
-        # of backward: what follows waits for the other ranks.
+        # Pendings are awaited in the order of their buckets, so with the last one all gradients are here. The work is not done
+        # in a hook of backward, since it waits for the other ranks.
         return pending.then(lambda: self._reduce(step)) if bucket is self._buckets[-1] else pending
 
     def keeps_state(self) -> bool:
@@ -188,34 +187,34 @@ class Compressor(abc.ABC):
     @torch.no_grad()
     def _reduce(self, step: Step) -> None:
         sums = self._prepare(step)
-        trouble = self._sum(self._small, sums, step.bad_losses)
-        if not any(trouble):
+        nonfinite = self._sum(self._small, sums, step.bad_losses)
+        if not any(nonfinite):
             self._note_unused()
             if not self._exchange(step, sums):
-                trouble = Trouble(gradients=True, losses=False)
-        self._exchanged = not any(trouble)
-        if trouble.gradients:
-            self._show_what_is_not_finite()
-        elif trouble.losses:
-            torch._foreach_zero_([bucket.flat for bucket in self._buckets])  # the alarm says what is wrong, to all ranks
+                nonfinite = NonFinite(gradients=True, losses=False)
+        self._exchanged = not any(nonfinite)
+        if nonfinite.gradients:
+            self._mark_nonfinite()
+        elif nonfinite.losses:
+            torch._foreach_zero_([bucket.flat for bucket in self._buckets])  # the alarm reports the reason to all ranks
         else:
             self._changes += 1
         if self._inside is not None:
             self._comm.bytes_sent += self._inside.bytes_sent + self._among.bytes_sent
             self._inside.bytes_sent = self._among.bytes_sent = 0.0
 
-    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor], own_bad_losses: float | Tensor) -> Trouble:
-        """Sum all of them over ranks in place, one collective for each type. What was not finite on some rank."""
+    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor], own_bad_losses: float | Tensor) -> NonFinite:
+        """Sum all tensors over ranks in place, by one collective per type; return what was not finite on some rank."""
         norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
         bad_losses = (torch.as_tensor(own_bad_losses, device=norm.device) != 0).float()
-        if self._inside is not None:  # one rank speaks for its node: it must know of the others' losses, as of their gradients
+        if self._inside is not None:  # one rank stands for its node: it needs the other ranks' losses, as their gradients
             self._inside.all_reduce(bad_losses).wait()
-        trouble = torch.stack([(~norm.isfinite()).float(), bad_losses]).to(self._buckets[0].flat.dtype)
-        sum_together([trouble, *small, *others], self._among)
-        return Trouble(*(bool(found) for found in (trouble > 0).tolist()))
+        nonfinite = torch.stack([(~norm.isfinite()).float(), bad_losses]).to(self._buckets[0].flat.dtype)
+        sum_together([nonfinite, *small, *others], self._among)
+        return NonFinite(*(bool(flag) for flag in (nonfinite > 0).tolist()))
 
     def _note_unused(self) -> None:
-        """Parameters that no rank has used in this update, where the strategy allows them."""
+        """Note the parameters that no rank used in this update, where the strategy allows them."""
         buckets = self._all()
         if buckets is None or buckets.tail is None or not buckets.tail.flags:
             self._unused = set()
@@ -223,26 +222,27 @@ class Compressor(abc.ABC):
         params = [param for bucket in self._buckets for param in bucket.params]
         self._unused = {id(param) for param, count in zip(params, buckets.use_counts(), strict=True) if not count}
 
-    def _show_what_is_not_finite(self) -> None:
-        """NaN in each parameter's gradient where some rank has no finite one, 0 elsewhere: equal on all ranks, which then
-        skip or stop, as the strategy says, by what they see."""
+    def _mark_nonfinite(self) -> None:
+        """Fill each parameter's gradient with NaN if some rank's is not finite, else with 0.
+
+        Gradients are then equal on all ranks, which skip or stop alike, as the strategy says."""
         views = [view for bucket in self._buckets for view in bucket.views]
         bad = torch.stack([~norm.isfinite() for norm in norms_of(views)]).float()
         self._among.all_reduce(bad).wait()
-        if not bool((bad > 0).any()):  # each is finite, and together they are beyond the range of their type
+        if not bool((bad > 0).any()):  # each is finite, but the norm of all is beyond the range of their type
             bad += 1
         for view, mark in zip(views, bad.tolist(), strict=True):
             view.fill_(float("nan") if mark else 0.0)
 
-    # --- what others ask ------------------------------------------------------------------------------------------
+    # --- what the step and its report read ------------------------------------------------------------------------
 
     def used(self, used: list[bool] | None) -> list[bool] | None:
-        """A parameter that no rank used still gets what was kept back for it, if something was: all ranks see the same."""
+        """Add parameters that no rank used but that received part of their residual; the answer is equal on all ranks."""
         if used is None or not self._compressed_last:
             return used
         late = {id(p.param) for p in self._pieces if id(p.param) in self._unused and bool(p.grad.any())}
         params = [param for bucket in self._buckets for param in bucket.params]
-        return [given or id(param) in late for given, param in zip(used, params, strict=True)]
+        return [is_used or id(param) in late for is_used, param in zip(used, params, strict=True)]
 
     def kept(self) -> Kept:
         at = self._changes
@@ -262,14 +262,14 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Under `shares` what adds up over ranks; by name, so that another layout can load it."""
+        """Return the state; `shares` holds what adds up over ranks, by parameter name, so that another layout can load it."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Keep nothing: a state without any was loaded."""
+        """Drop all residuals: a checkpoint without any was loaded."""
 
     def _by_name(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         return {piece.name: piece.shaped(row) for piece, row in zip(self._pieces, rows, strict=True)}
@@ -281,13 +281,13 @@ class Compressor(abc.ABC):
                 row.mul_(factor)
 
     def check_state_dict(self, state: Mapping[str, Any], index: int) -> None:
-        """Raise if what was kept after update `index` is not for this run. Nothing is changed."""
+        """Raise if residuals saved after update `index` do not fit this run. Nothing is changed."""
         if not any(state["shares"].values()):
             return
         if self._is_dense(index + 1):
             raise CheckpointError(
                 f"it was saved after update {index}, when {self.name} compressed already, and this run's next update is dense: "
-                "what was kept back would lie idle. Resume with settings by which compression has begun by then."
+                "its residuals would never be sent. Resume with settings by which compression has begun by then."
             )
         if "summed_over" not in state and state["share_of_rank"] != self._share_of_rank:
             raise CheckpointError(
@@ -295,19 +295,20 @@ class Compressor(abc.ABC):
                 f"keep {self._share_of_rank}: two_level was switched, or ranks are on other nodes. Resume as it was saved."
             )
         mine = {piece.name for piece in self._pieces}
-        for what, named in state["shares"].items():
+        for key, named in state["shares"].items():
             if named and set(named) != mine:
                 odd = sorted(set(named) ^ mine)
                 others = " and others" if len(odd) > 3 else ""
                 raise CheckpointError(
-                    f"the checkpoint keeps {what} for {len(named)} compressed tensors, and this run compresses {len(mine)}; "
+                    f"the checkpoint keeps {key} for {len(named)} compressed tensors, and this run compresses {len(mine)}; "
                     f"they differ in {', '.join(odd[:3])}{others}. Resume with the settings that saved it."
                 )
 
     def _share_factor(self, state: Mapping[str, Any]) -> float:
-        """Saved by other ranks than load it: `shares` then are sums over all ranks that saved. Equal parts for all who are here.
+        """Return the factor that turns saved shares into this rank's: 1.0 where the same ranks saved them.
 
-        With two levels all ranks of a node have the same share, which was counted for each of them."""
+        Otherwise `shares` are sums over all ranks that saved, and each rank takes an equal part. With two levels all ranks of a
+        node have the same share, which the sum counted once for each of them."""
         if "summed_over" not in state:
             return 1.0
         return len(set(state["share_of_rank"])) / float(state["summed_over"]) / self._among.size

@@ -1,6 +1,6 @@
-"""Deep gradient compression: the few largest entries travel, the rest is kept (Lin et al. 2018, arXiv 1712.01887).
+"""Deep gradient compression: send the few largest entries, keep the rest (Lin et al. 2018, arXiv 1712.01887).
 
-u = momentum * u + g        momentum is applied before sending, on each rank: a late entry arrives with all of it
+u = momentum * u + g        momentum is applied before sending, on each rank: a late entry arrives with all of its momentum
 v = v + u                   what has not been sent
 the k largest |v| of each tensor are sent; there u = v = 0
 parameter -= lr * (sum over ranks of what was sent)
@@ -29,21 +29,24 @@ if TYPE_CHECKING:
     from .dgc_fused import FusedRows
 
 LARGEST_ROW = 2**31 - 1
-"""Places travel as 32-bit integers."""
+"""Entries of a bucket at most: places are sent as 32-bit integers."""
 ALMOST = 1e-6
-"""0.9 is not a tenth short of 1 in binary: 1,000 entries at a sparsity of 0.9 are to be 100, and not 99."""
+"""Added before rounding down: 1 - 0.9 is a little less than 0.1 in binary, and 1,000 entries at sparsity 0.9 must give 100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """How sparse each update is: a list of shares, walked through in `updates`, after `dense_updates`."""
+    """The sparsity of each update: `dense_updates` first, then the list in equal parts of `updates`, then its last value."""
 
     dense_updates: int
+    """Updates at the start that are not compressed."""
     updates: int
+    """Updates over which the list is walked through."""
     sparsity: tuple[float, ...]
+    """Share of entries that are not sent, from 0 to below 1."""
 
     def at(self, index: int) -> float:
-        """Of an update, counted from 1; 0: nothing is kept back."""
+        """Return the sparsity of update `index` (from 1); 0.0 sends everything."""
         done = index - 1 - self.dense_updates
         if done < 0:
             return 0.0
@@ -51,6 +54,7 @@ class Ramp:
 
 
 def entries_sent(numel: int, sparsity: float) -> int:
+    """Return how many of `numel` entries are sent: at least 1."""
     return max(1, int(numel * (1.0 - sparsity) + ALMOST))
 
 
@@ -73,7 +77,7 @@ class SparseReduce(Compressor):
         self._min_numel, self._clip_norm = min_numel, clip_norm
         self._begun = False
         self._rows: list[Row] = []
-        self._ways: list[tuple[ListedRows | FusedRows, list[Row]]] = []
+        self._backends: list[tuple[ListedRows | FusedRows, list[Row]]] = []
         self._sent = 0
 
     def _is_dense(self, index: int) -> bool:
@@ -96,7 +100,7 @@ class SparseReduce(Compressor):
         return self._sent
 
     def refuse_again(self) -> None:
-        """From the first update on, and not only once it compresses: a run should not end in the middle for this."""
+        """Refuse a second backward from the first update on, not only once compression begins: a run should not stop midway."""
         if self._pieces:
             raise ConfigError(
                 "a second backward before optimizer.step() under strategy.dgc, which applies momentum to each gradient that it "
@@ -109,19 +113,20 @@ class SparseReduce(Compressor):
     # --- one update -----------------------------------------------------------------------------------------------
 
     def _prepare(self, step: Step) -> list[Tensor]:
-        """Clip this rank's gradient before anything is kept of it. N gradients of one norm, at random angles, have a mean of
-        N**-0.5 of it: clipped there, they together are where the user wants the mean to be."""
+        """Clip this rank's gradient to N**-0.5 of the limit, before any of it enters the residual.
+
+        The mean of N gradients of equal norm at random angles has N**-0.5 of that norm, so the limit holds for the mean."""
         if self._clip_norm is not None:
             flats = [bucket.flat for bucket in self._buckets]
             norm = joined(norms_of(flats))
-            most = self._clip_norm * self._among.size**-0.5 * self._share(step)
-            factor = torch.where(norm.isfinite() & (norm > most), most / norm, 1.0)
+            max_norm = self._clip_norm * self._among.size**-0.5 * self._share(step)
+            factor = torch.where(norm.isfinite() & (norm > max_norm), max_norm / norm, 1.0)
             for flat in flats:
                 flat.mul_(factor.to(flat.dtype))
         return []
 
     def _share(self, step: Step) -> float:
-        """By which this rank's own gradient was multiplied; of a node, those of its ranks together."""
+        """Return the factor on this rank's own gradient in the mean; with two levels, the sum over the node's ranks."""
         if self._inside is None:
             return step.share
         share = torch.tensor([step.share], dtype=torch.float64, device=self._inside.control_device)
@@ -133,16 +138,16 @@ class SparseReduce(Compressor):
             self._begin()
         sparsity, rules = self._ramp.at(step.index), self._rules()
         self._sent = 0
-        for way, rows in self._ways:
+        for backend, rows in self._backends:
             counts = [entries_sent(len(row.v), sparsity) for row in rows]
-            wires, pending = self._among.all_gather(way.compress([rules[id(row.piece.param)] for row in rows], counts))
+            wires, pending = self._among.all_gather(backend.compress([rules[id(row.piece.param)] for row in rows], counts))
             pending.wait()
-            way.spread(wires, counts)
+            backend.spread(wires, counts)
             self._sent += sum(counts)
         return True
 
     def _rules(self) -> dict[int, Rule]:
-        """By parameter, as the groups have it now: schedulers change them, and loading a state makes new ones."""
+        """Read each parameter's rule from its group now: schedulers change groups, and loading a state replaces them."""
         return {
             id(param): Rule(
                 momentum=float(group["momentum"]),
@@ -153,13 +158,13 @@ class SparseReduce(Compressor):
             for param in group["params"]
         }
 
-    # --- where the dense updates end ------------------------------------------------------------------------------
+    # --- the first compressed update ------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """The optimizer's momentum, which all ranks have alike, becomes each rank's share of it."""
+        """Take over the optimizer's momentum, which is equal on all ranks: each keeps an equal share of it."""
         self._make_room()
         for row in self._rows:
-            momentum = self._update.hand_over(row.piece.param)
+            momentum = self._update.pop_momentum(row.piece.param)
             if momentum is not None:
                 row.piece.shaped(row.u).copy_(momentum).mul_(1 / self._among.size)
         self._begun = True
@@ -169,14 +174,14 @@ class SparseReduce(Compressor):
             return torch.zeros(piece.grad.numel(), dtype=wide_type(piece.grad.dtype), device=piece.grad.device)
 
         self._rows = [Row(piece, zeros(piece), zeros(piece)) for piece in self._pieces]
-        self._ways = ways_for(self._rows)
+        self._backends = backends_for(self._rows)
         self._update.handed_over = {id(piece.param) for piece in self._pieces}
 
     # --- resume ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         shares = {"momentum": [row.u for row in self._rows], "unsent": self._residuals()}
-        named = {what: self._by_name(rows) if self._begun else {} for what, rows in shares.items()}
+        named = {key: self._by_name(rows) if self._begun else {} for key, rows in shares.items()}
         return {"kind": self.name, "begun": self._begun, "share_of_rank": self._share_of_rank, "shares": named}
 
     @torch.no_grad()
@@ -193,19 +198,19 @@ class SparseReduce(Compressor):
     def forget(self) -> None:
         self._changes += 1
         self._begun = False
-        self._rows, self._ways, self._update.handed_over = [], [], set()
+        self._rows, self._backends, self._update.handed_over = [], [], set()
 
 
-def ways_for(rows: Sequence[Row]) -> list[tuple[ListedRows | FusedRows, list[Row]]]:
-    """Kernels where they can run, list operations elsewhere; one of them for each type."""
-    found: list[tuple[ListedRows | FusedRows, list[Row]]] = []
+def backends_for(rows: Sequence[Row]) -> list[tuple[ListedRows | FusedRows, list[Row]]]:
+    """Group rows by type and choose a backend for each: Triton kernels where they can run, list operations elsewhere."""
+    backends: list[tuple[ListedRows | FusedRows, list[Row]]] = []
     for wide in dict.fromkeys(row.v.dtype for row in rows):
         same = [row for row in rows if row.v.dtype == wide]
-        found.append((way_for(same), same))
-    return found
+        backends.append((backend_for(same), same))
+    return backends
 
 
-def way_for(rows: Sequence[Row]) -> ListedRows | FusedRows:
+def backend_for(rows: Sequence[Row]) -> ListedRows | FusedRows:
     if has_triton() and runs_here(rows[0].v.device):
         from .dgc_fused import FusedRows, fits  # Triton is imported only where it is used
 

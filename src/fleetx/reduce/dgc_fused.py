@@ -1,4 +1,4 @@
-"""DGC's arithmetic by kernels: all float32 tensors on a GPU, in three launches."""
+"""Run DGC's arithmetic by Triton kernels: all float32 tensors on a GPU, in three launches."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from .entry_list import Row, Rule, take_largest
 
 CHUNK, ADD_CHUNK, BLOCK = 2048, 1024, 2048
 CANDIDATES = 8
-"""Room for so many times the entries to be sent, and a few."""
+"""Room for candidates, in multiples of the entries to send (and 1,024 more)."""
 FIRST_SHARE = 0.9
+"""The first bound of a tensor, as a share of the smallest entry sent before it."""
 
 
 def fits(row: Row) -> bool:
+    """Return whether the kernels can take this row: all of it is float32."""
     return {row.piece.grad.dtype, row.piece.param.dtype, row.v.dtype} == {torch.float32}
 
 
 @final
 class FusedRows:
+    """Compress all float32 rows of one GPU."""
+
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = list(rows)
         self._device = rows[0].v.device
         self._bounds = torch.full((len(rows),), float("inf"), device=self._device)
         self._shares = torch.full((len(rows),), FIRST_SHARE, device=self._device)
-        """The bound of the next update, in sizes of the smallest entry sent."""
-        self._found = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
+        """Each tensor's next bound, as a share of the smallest entry sent last."""
+        self._reached = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
+        """Number of entries of each tensor that reached its bound."""
         self._done = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
         self._counts: list[int] = []
         self._rules: list[Rule] = []
@@ -43,7 +48,7 @@ class FusedRows:
         return torch.tensor(numbers, dtype=torch.int64).to(self._device)
 
     def _lay_out(self, counts: Sequence[int]) -> None:
-        """Where everything is; anew when the sparsity changes."""
+        """Write the table of addresses and sizes; repeated when the sparsity changes."""
         self._counts = list(counts)
         rooms = [min(CANDIDATES * count + 1024, len(row.v)) for row, count in zip(self._rows, counts, strict=True)]
         firsts, outs = (list(itertools.accumulate(sizes, initial=0)) for sizes in (rooms, counts))
@@ -59,23 +64,25 @@ class FusedRows:
         self._add_items = self._words([t << 32 | c for t, n in enumerate(pieces) for c in range(n)])
 
     def _find_weights(self) -> None:
-        """They may have been moved since: `param.data = ...`, or another memory format."""
+        """Update the addresses of the weights: `param.data = ...` or another memory format may have moved them."""
         self._weights = [row.piece.weights() for row in self._rows]
         places = [weights.data_ptr() for weights in self._weights]
         if places != self._weights_at:
             self._weights_at = places
             self._table.view(-1, ROW_WORDS)[:, WEIGHT_WORD] = self._words(places)
 
-    def _obey(self, rules: Sequence[Rule]) -> None:
+    def _send_rules(self, rules: Sequence[Rule]) -> None:
+        """Copy the groups' settings to the device."""
         self._rules = list(rules)
         numbers = [(rule.momentum, rule.decay, float(rule.nesterov)) for rule in rules]
         self._rule_table = torch.tensor(numbers, dtype=torch.float32).to(self._device)
 
     def compress(self, rules: Sequence[Rule], counts: Sequence[int]) -> Tensor:
+        """Return what this rank sends, as 32-bit words: first all values, then their places in their buckets."""
         if list(counts) != self._counts:
             self._lay_out(counts)
         if list(rules) != self._rules:
-            self._obey(rules)
+            self._send_rules(rules)
         entries = sum(counts)
         wire = torch.empty(2 * entries, dtype=torch.int32, device=self._device)
         values, places = wire[:entries].view(torch.float32), wire[entries:]
@@ -83,29 +90,38 @@ class FusedRows:
         if decays:
             self._find_weights()
         gather[(len(self._items),)](
-            self._items, self._table, self._rule_table, self._bounds, self._found, self._candidates, CHUNK, decays, num_warps=4
+            self._items,
+            self._table,
+            self._rule_table,
+            self._bounds,
+            self._reached,
+            self._candidates,
+            CHUNK,
+            decays,
+            num_warps=4,
         )
         choose[(len(self._rows),)](
-            self._table, self._bounds, self._shares, self._found, self._candidates, self._sizes, values, places, self._done,
+            self._table, self._bounds, self._shares, self._reached, self._candidates, self._sizes, values, places, self._done,
             BLOCK, num_warps=16,
         )  # fmt: skip
-        self._found.zero_()  # not in the kernel that reads it: a slow warp of it would find the 0
+        self._reached.zero_()  # not in the kernel that reads it: a slow warp would read the 0
         done = self._done.tolist()
         if not all(done):
-            self._look_at_all([i for i, is_done in enumerate(done) if not is_done], values, places)
+            self._choose_by_sorting([i for i, is_done in enumerate(done) if not is_done], values, places)
         return wire
 
-    def _look_at_all(self, left: Sequence[int], values: Tensor, places: Tensor) -> None:
-        """Of these tensors too few entries have reached the bound, or too many."""
+    def _choose_by_sorting(self, left: Sequence[int], values: Tensor, places: Tensor) -> None:
+        """Choose among all entries of the tensors in `left`, of which too few or too many reached the bound."""
         starts = list(itertools.accumulate(self._counts, initial=0))
         for i in left:
             row, at = self._rows[i], slice(starts[i], starts[i + 1])
-            found, values[at] = take_largest(row.u, row.v, self._counts[i])
-            places[at] = (found + row.piece.offset).int()
+            chosen, values[at] = take_largest(row.u, row.v, self._counts[i])
+            places[at] = (chosen + row.piece.offset).int()
             self._bounds[i] = values[at].abs().min() * FIRST_SHARE
             self._shares[i] = FIRST_SHARE
 
     def spread(self, wires: Tensor, counts: Sequence[int]) -> None:
+        """Add every rank's entries into the gradients, in the order of ranks."""
         torch._foreach_zero_([row.piece.grad for row in self._rows])
-        for wire in wires:  # one launch after the other: all ranks add in the order of ranks, and get the same bits
+        for wire in wires:  # one launch after the other: the order of ranks gives all ranks the same bits
             add[(len(self._add_items),)](self._add_items, self._table, wire, sum(counts), ADD_CHUNK, num_warps=4)

@@ -1,11 +1,11 @@
 """DGC's kernels for CUDA, in Triton: three launches for all tensors of a model.
 
-gather      u, v after this gradient; places of entries that reach a bound, in any order
-choose      one program for each tensor: exactly the k largest of those, which are then sent and no longer kept
-add         what a rank has sent, into the gradients
+gather      update u and v by this gradient; list the places of entries that reach a bound, in any order
+choose      one program per tensor: move exactly the k largest of those into the message, and zero them in u and v
+add         add what a rank has sent to the gradients
 
 The bound of a tensor comes from its last update: it makes this fast, and cannot make it wrong. Where fewer than k entries reach
-it, or more than there is room for, `choose` says so and leaves the tensor as it is.
+it, or more than there is room for, `choose` marks the tensor as not done and leaves it as it is.
 
 A row of the table describes one tensor: addresses first, then sizes.
 """
@@ -17,14 +17,14 @@ import triton.language as tl
 
 ROW_WORDS = 10
 GRAD, U, V, WEIGHT, BUCKET, NUMEL, FIRST, ROOM, OUT, COUNT = map(tl.constexpr, range(ROW_WORDS))
-"""Addresses of the four rows and of the bucket; entries; first candidate and room for them; first entry sent, and how many."""
+"""Columns: addresses of the four rows and of the bucket; entries; first candidate, room; first entry sent, and how many."""
 ROW, WEIGHT_WORD = tl.constexpr(ROW_WORDS), 3
 RULE_WORDS = 3
 RULE = tl.constexpr(RULE_WORDS)
 MOMENTUM, DECAY, NESTEROV = map(tl.constexpr, range(RULE_WORDS))
 TENSOR_SHIFT, CHUNK_MASK = tl.constexpr(32), tl.constexpr(0xFFFFFFFF)
 HIGHEST_BIT = tl.constexpr(1 << 30)
-"""Of the size of a float32, and of a place."""
+"""Highest bit that the size of a float32, or a place, can have."""
 LOWER, HIGHER, NEVER_ABOVE = tl.constexpr(0.93), tl.constexpr(0.3), tl.constexpr(0.995)
 FEW, MANY = tl.constexpr(1.25), tl.constexpr(3.0)
 """The next bound is a share of the smallest entry sent. With fewer candidates than wanted the share falls, with more it rises."""
@@ -56,25 +56,25 @@ def gather(items, rows, rules, bounds, counts, candidates, CHUNK: tl.constexpr, 
 
 @triton.jit
 def at_least(sizes, count, bound, BLOCK: tl.constexpr):
-    """How many candidates have at least this size."""
-    begin, found = count * 0, count * 0
+    """Count candidates of at least this size."""
+    begin, matches = count * 0, count * 0
     while begin < count:
         i = begin + tl.arange(0, BLOCK)
-        found += tl.sum((tl.load(sizes + i, mask=i < count, other=-1) >= bound).to(tl.int32))
+        matches += tl.sum((tl.load(sizes + i, mask=i < count, other=-1) >= bound).to(tl.int32))
         begin += BLOCK
-    return found
+    return matches
 
 
 @triton.jit
 def equal_before(sizes, places, count, size, place, BLOCK: tl.constexpr):
-    """How many candidates of this size lie before this place."""
-    begin, found = count * 0, count * 0
+    """Count candidates of this size before this place."""
+    begin, matches = count * 0, count * 0
     while begin < count:
         i = begin + tl.arange(0, BLOCK)
         mine = (tl.load(sizes + i, mask=i < count, other=-1) == size) & (tl.load(places + i, mask=i < count, other=0) < place)
-        found += tl.sum(mine.to(tl.int32))
+        matches += tl.sum(mine.to(tl.int32))
         begin += BLOCK
-    return found
+    return matches
 
 
 @triton.jit
@@ -82,44 +82,44 @@ def choose(rows, bounds, shares, counts, candidates, sizes, values_out, places_o
     tensor = tl.program_id(0)
     row = rows + tensor * ROW
     wanted, room = tl.load(row + COUNT).to(tl.int32), tl.load(row + ROOM).to(tl.int32)
-    found = tl.load(counts + tensor)
-    fits = (found >= wanted) & (found <= room)
+    reached = tl.load(counts + tensor)
+    fits = (reached >= wanted) & (reached <= room)
     tl.store(done + tensor, fits.to(tl.int32))
     if fits:
         u = tl.load(row + U).to(tl.pointer_type(tl.float32))
         v = tl.load(row + V).to(tl.pointer_type(tl.float32))
         first = tl.load(row + FIRST)
         places, mine = candidates + first, sizes + first
-        begin = found * 0
-        while begin < found:
+        begin = reached * 0
+        while begin < reached:
             i = begin + tl.arange(0, BLOCK)
-            size = tl.abs(tl.load(v + tl.load(places + i, mask=i < found, other=0), mask=i < found, other=0.0))
-            tl.store(mine + i, size.to(tl.int32, bitcast=True), mask=i < found)
+            size = tl.abs(tl.load(v + tl.load(places + i, mask=i < reached, other=0), mask=i < reached, other=0.0))
+            tl.store(mine + i, size.to(tl.int32, bitcast=True), mask=i < reached)
             begin += BLOCK
         tl.debug_barrier()
-        # Sizes are ordered as their bits are: the smallest that is sent, bit by bit from the highest.
+        # Sizes are ordered as their bits are: find the smallest size that is sent, bit by bit from the highest.
         smallest = wanted * 0
         bit = wanted * 0 + HIGHEST_BIT
         while bit > 0:
-            if at_least(mine, found, smallest | bit, BLOCK) >= wanted:
+            if at_least(mine, reached, smallest | bit, BLOCK) >= wanted:
                 smallest = smallest | bit
             bit = bit >> 1
-        above = at_least(mine, found, smallest + 1, BLOCK)
+        above = at_least(mine, reached, smallest + 1, BLOCK)
         last = wanted * 0 + 0x7FFFFFFF
-        if at_least(mine, found, smallest, BLOCK) > wanted:  # of equal ones, the first: up to which place?
+        if at_least(mine, reached, smallest, BLOCK) > wanted:  # of equal sizes the lower places: find the last one
             last = wanted * 0
             bit = wanted * 0 + HIGHEST_BIT
             while bit > 0:
-                if equal_before(mine, places, found, smallest, last | bit, BLOCK) < wanted - above:
+                if equal_before(mine, places, reached, smallest, last | bit, BLOCK) < wanted - above:
                     last = last | bit
                 bit = bit >> 1
         offset = ((tl.load(row + GRAD) - tl.load(row + BUCKET)) // 4).to(tl.int32)
         out = tl.load(row + OUT)
-        begin = found * 0
-        while begin < found:
+        begin = reached * 0
+        while begin < reached:
             i = begin + tl.arange(0, BLOCK)
-            size = tl.load(mine + i, mask=i < found, other=-1)
-            place = tl.load(places + i, mask=i < found, other=0)
+            size = tl.load(mine + i, mask=i < reached, other=-1)
+            place = tl.load(places + i, mask=i < reached, other=0)
             sent = (size > smallest) | ((size == smallest) & (place <= last))
             slot = out + tl.cumsum(sent.to(tl.int32), 0) - 1
             tl.store(values_out + slot, tl.load(v + place, mask=sent, other=0.0), mask=sent)
@@ -129,15 +129,15 @@ def choose(rows, bounds, shares, counts, candidates, sizes, values_out, places_o
             out += tl.sum(sent.to(tl.int32))
             begin += BLOCK
         share = tl.load(shares + tensor)
-        share = tl.where(found > MANY * wanted, share + HIGHER * (NEVER_ABOVE - share), share)
-        share = tl.where(found < FEW * wanted, share * LOWER, share)
+        share = tl.where(reached > MANY * wanted, share + HIGHER * (NEVER_ABOVE - share), share)
+        share = tl.where(reached < FEW * wanted, share * LOWER, share)
         tl.store(shares + tensor, share)
         tl.store(bounds + tensor, share * smallest.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def add(items, rows, wire, entries, CHUNK: tl.constexpr):
-    """`wire`: values, as bits, and behind them places in the bucket. Within one rank no place comes twice."""
+    """Add one rank's entries; `wire` holds values, as bits, then places in the bucket. Within one rank places are distinct."""
     word = tl.load(items + tl.program_id(0))
     row = rows + (word >> TENSOR_SHIFT).to(tl.int32) * ROW
     i = (word & CHUNK_MASK) * CHUNK + tl.arange(0, CHUNK)

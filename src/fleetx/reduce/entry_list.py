@@ -1,4 +1,4 @@
-"""DGC's arithmetic as operations on whole rows: any device, any type."""
+"""Run DGC's arithmetic as operations on whole rows: any device, any type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .top_k import STRETCH, largest
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a group of the optimizer says now, for one rank's share."""
+    """The settings of an optimizer group at this update; `decay` is one rank's share of it."""
 
     momentum: float
     nesterov: bool
@@ -25,17 +25,17 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One tensor: its gradient, and what this rank keeps for it."""
+    """One tensor's gradient, with the momentum and the residual that this rank keeps for it."""
 
     piece: Piece
     u: Tensor
     """Momentum."""
     v: Tensor
-    """What has not been sent."""
+    """Sum of what has not been sent."""
 
 
 def accumulate(grad: Tensor, u: Tensor, v: Tensor, weights: Tensor | None, rule: Rule) -> None:
-    """`u` and `v` after this gradient, in place. Rows of equal length; `weights` where there is decay."""
+    """Update `u` and `v` by this gradient, in place. Rows of equal length; `weights` is None where there is no decay."""
     if grad.dtype != u.dtype or weights is not None:
         grad = grad.to(u.dtype, copy=True)
         if weights is not None:
@@ -48,7 +48,7 @@ def accumulate(grad: Tensor, u: Tensor, v: Tensor, weights: Tensor | None, rule:
 
 
 def take_largest(u: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Places and values of the entries to send, which are then no longer kept."""
+    """Return places and values of the `count` largest entries of `v`, and zero them in `u` and `v`."""
     places = largest(v, count)
     values = v[places]
     v[places] = 0.0
@@ -58,13 +58,13 @@ def take_largest(u: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @final
 class ListedRows:
-    """All rows of one type."""
+    """Compress all rows of one type."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = list(rows)
 
     def compress(self, rules: Sequence[Rule], counts: Sequence[int]) -> Tensor:
-        """What this rank sends, as 32-bit words: first all values, then their places in their buckets."""
+        """Return what this rank sends, as 32-bit words: first all values, then their places in their buckets."""
         chosen = []
         for row, rule, count in zip(self._rows, rules, counts, strict=True):
             self._accumulate(row, rule)
@@ -75,15 +75,15 @@ class ListedRows:
 
     def _accumulate(self, row: Row, rule: Rule) -> None:
         grad, weights = row.piece.grad, row.piece.weights() if rule.decay else None
-        # On a CPU piece by piece, so that what is done to one finds it in the cache.
+        # On a CPU in stretches, so that each operation finds the stretch in the cache.
         stretch = STRETCH if grad.device.type == "cpu" else max(len(grad), 1)
         for start in range(0, len(grad), stretch):
             at = slice(start, start + stretch)
             accumulate(grad[at], row.u[at], row.v[at], None if weights is None else weights[at], rule)
-            grad[at].zero_()  # what is sent is added here; now, while it is in the cache
+            grad[at].zero_()  # received entries are added here; zeroed now, while it is in the cache
 
     def spread(self, wires: Tensor, counts: Sequence[int]) -> None:
-        """Every rank's words become the gradients; added in the order of ranks, so that all get the same bits."""
+        """Add every rank's entries into the gradients, in the order of ranks, so that all ranks get the same bits."""
         wide = self._rows[0].v.dtype
         words = sum(counts) * (wide.itemsize // 4)
         sent = [(wire[:words].clone().view(wide), wire[words:].long()) for wire in wires]  # cloned: float64 must be aligned
@@ -95,7 +95,7 @@ class ListedRows:
                 bucket.flat.copy_(out)
 
     def _parts(self, counts: Sequence[int]) -> list[tuple[Bucket, slice]]:
-        """Which of the entries belong to which bucket: rows are in the order of buckets."""
+        """Split the entries by bucket; rows are in the order of buckets."""
         parts: list[tuple[Bucket, slice]] = []
         end = 0
         for row, count in zip(self._rows, counts, strict=True):

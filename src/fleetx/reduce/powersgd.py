@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient matrix travels as two thin factors, what they miss is kept (Vogels et al. 2019, arXiv 1905.13727).
+"""PowerSGD: send a gradient matrix as two thin factors, keep what they miss (Vogels et al. 2019, arXiv 1905.13727).
 
 M = gradient + error                of each rank, its share of the mean
 P = sum over ranks of M Q           Q is the right factor of the update before: one step of power iteration
@@ -21,11 +21,11 @@ from ..errors import CheckpointError
 from .compressor import Compressor, Piece, sum_together
 
 SEED = 1905_13727
-"""Of the first right factors: the same on all ranks, and nothing of the user's random numbers is used up."""
+"""Seed of the first right factors: equal on all ranks, and apart from the user's random numbers."""
 
 
 def matrix_shape(param: Tensor) -> tuple[int, int]:
-    """Rows and columns: the dimension that is outermost in memory, as a rule the first, against all others."""
+    """Return rows and columns: the dimension outermost in memory (as a rule the first) against all others."""
     if param.dim() < 2 or param.numel() == 0:
         return 1, param.numel()
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(param)
@@ -35,19 +35,19 @@ def matrix_shape(param: Tensor) -> tuple[int, int]:
 
 
 def is_smaller(matrix: tuple[int, int], *, rank: int, min_compression: float) -> bool:
-    """Whether two factors of a matrix of these rows and columns are smaller than itself by more than `min_compression`."""
+    """Return whether the factors of such a matrix have fewer numbers than it has, by more than `min_compression` times."""
     rows, columns = matrix
     return (rows + columns) * rank * min_compression < rows * columns
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """A basis of the columns' span. Householder's way: of columns that are 0, or depend on others, it makes some others."""
+    """Return an orthonormal basis of the columns' span, by Householder's method: it also replaces zero or dependent columns."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis
 
 
 def unit_columns(matrix: Tensor) -> Tensor:
-    """Columns of length 1, or 0: a product with them stays in the range of its type."""
+    """Scale columns to length 1 (a zero column stays 0), so that a product with them stays in the range of its type."""
     norms = torch.linalg.vector_norm(matrix, dim=0, keepdim=True)
     return matrix / torch.where(norms > 0, norms, 1.0)
 
@@ -61,11 +61,11 @@ class LowRankReduce(Compressor):
         self._dense_updates = dense_updates
         self._rank, self._min_compression = rank, min_compression
         self._errors: list[Tensor] = []
-        """One row for each tensor."""
+        """What the factors missed: one row per tensor."""
         self._rights: list[Tensor] = []
-        """Q of each tensor, from the update before."""
+        """Right factor Q of each tensor, from the update before."""
         self._matrices: list[Tensor] = []
-        """M, during an update."""
+        """Matrix M of each tensor during an update; empty between updates."""
         self._begun = False
 
     def _is_dense(self, index: int) -> bool:
@@ -90,14 +90,14 @@ class LowRankReduce(Compressor):
             self._make_room()
         self._matrices = []
         for piece, error in zip(self._pieces, self._errors, strict=True):
-            # In the gradient's own memory: what is kept does not change before all ranks are known to be finite.
+            # In the gradient's own memory: the error must not change before all ranks are known to be finite.
             matrix = piece.grad.add_(error) if piece.grad.dtype == error.dtype else piece.grad.to(error.dtype).add_(error)
             self._matrices.append(matrix.view(matrix_shape(piece.view)))
         return [matrix @ right for matrix, right in zip(self._matrices, self._rights, strict=True)]
 
     def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
         if not bool(torch.stack([left.isfinite().all() for left in sums]).all()):
-            return False  # finite entries whose products are not: the same sums on all ranks, and the same answer
+            return False  # finite entries whose products are not; the sums are equal on all ranks, so is the answer
         lefts = [orthonormal(left) for left in sums]
         own = [matrix.T @ left for matrix, left in zip(self._matrices, lefts, strict=True)]
         rights = [mine.clone() for mine in own]

@@ -15,7 +15,7 @@ from ..engine.patching import patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
 from ..recompute.host_memory import mover_for, warn_of_no_offload
-from ..recompute.offload import Parking
+from ..recompute.offload import Offload
 from ..recompute.plan import plan_for
 from ..recompute.planner import Planner
 from ..recompute.replay import Replay
@@ -58,9 +58,9 @@ class Recompute(Part):
         if self.offload and mover is None and site.comm.rank == 0:
             warn_of_no_offload(site.device)
         if self.budget is None:
-            parking = Parking(mover) if mover is not None else None
+            offload = Offload(mover) if mover is not None else None
             for name, module in chosen_units(site.model, self.checkpoints).items():
-                patch_forward(module, Replay(name, module, site.device, parking=parking))
+                patch_forward(module, Replay(name, module, site.device, offload=offload))
         return {}
 
     def rehearse(self, rehearsal: Rehearsal) -> None:

@@ -1,4 +1,4 @@
-"""Kernels for CUDA, written in Triton: a whole model's update in one launch. Chosen where they can run."""
+"""Update a whole model by a few launches of Triton kernels on CUDA, where they can run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose_kernels(optimizer: Layerwise, *, required: bool) -> Any:
-    """The kernels for this optimizer, or False; a ConfigError if they are required and impossible."""
+    """Return the kernels for this optimizer, or False where they cannot run; a ConfigError if they are `required` there."""
     reason = _why_not(optimizer)
     if reason is None:
         from .fused import FusedStep
@@ -30,12 +30,13 @@ def choose_kernels(optimizer: Layerwise, *, required: bool) -> Any:
 
 
 def _why_not(optimizer: Layerwise) -> str | None:
+    """Return why the kernels cannot run; None if they can."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not all(runs_here(param.device) for param in params):
         elsewhere = next(param.device for param in params if not runs_here(param.device))
         return f"the kernels run on CUDA devices, and some parameters are on {elsewhere}"
     if not has_triton():
-        _say_once()
+        _warn_once()
         return "Triton is not installed"
     wrong = next((param.dtype for param in params if param.dtype not in TYPES), None)
     if wrong is not None:
@@ -52,7 +53,7 @@ def _why_not(optimizer: Layerwise) -> str | None:
 
 
 @functools.cache
-def _say_once() -> None:
+def _warn_once() -> None:
     warn_user(
         "Triton is not installed: LARS and LAMB run as list operations, several times slower on a GPU than their kernels.",
     )

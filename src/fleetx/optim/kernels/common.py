@@ -1,4 +1,4 @@
-"""What the kernels of LARS and LAMB share: the table, and reading and writing chunks by address.
+"""Share between the kernels of LARS and LAMB: the table, and reading and writing chunks by address.
 
 A row of the table describes one tensor: addresses first, then sizes. Below the rows are the settings of each group.
 """
@@ -25,7 +25,7 @@ REDUCE_WIDTH = tl.constexpr(1024)
 
 @triton.jit
 def item_of(items, rows, n_tensors, CHUNK: tl.constexpr):
-    """Kind, row, group, tensor, chunk, first element and number of elements of this program's item."""
+    """Decode this program's item: kind, row, group, tensor, chunk, first element and number of elements."""
     word = tl.load(items + tl.program_id(0))
     tensor, chunk = ((word >> TENSOR_SHIFT) & TENSOR_MASK).to(tl.int32), word & CHUNK_MASK
     row = rows + tensor * ROW
@@ -37,7 +37,7 @@ def item_of(items, rows, n_tensors, CHUNK: tl.constexpr):
 
 @triton.jit
 def exactly(group, column: tl.constexpr):
-    """A setting of a group in float64, which the table holds as bits."""
+    """Read a setting of a group in float64, which the table holds as bits."""
     return tl.load(group + column).to(tl.float64, bitcast=True)
 
 
@@ -48,10 +48,10 @@ def number(group, column: tl.constexpr):
 
 @triton.jit
 def pointer_to(row, column: tl.constexpr, start, element: tl.constexpr, ALIGNED: tl.constexpr):
-    """The place of a chunk in one of a tensor's arrays. Four elements at a time, if their alignment is promised.
+    """Return the address of a chunk in one of a tensor's arrays; ALIGNED promises accesses of four elements at a time.
 
-    Also of 16-bit types: with eight, a thread would hold other elements of them than of the float32 arrays, and Triton would
-    send one of the two through shared memory.
+    Four also for 16-bit types: with eight, a thread would hold other elements of them than of the float32 arrays, and Triton
+    would send one of the two through shared memory.
     """
     pointer = tl.load(row + column).to(tl.pointer_type(element))
     if ALIGNED:
@@ -61,13 +61,13 @@ def pointer_to(row, column: tl.constexpr, start, element: tl.constexpr, ALIGNED:
 
 @triton.jit
 def read(pointer, left, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
-    """A chunk in float32; what lies beyond the tensor's end is zero. Without a mask, if it is full: a mask forbids wide loads."""
+    """Read a chunk as float32, zero beyond the tensor's end. A full chunk needs no mask, which would forbid wide loads."""
     place = tl.arange(0, CHUNK)
     if FULL:
-        found = tl.load(pointer + place, eviction_policy=POLICY)
+        values = tl.load(pointer + place, eviction_policy=POLICY)
     else:
-        found = tl.load(pointer + place, mask=place < left, other=0.0, eviction_policy=POLICY)
-    return found.to(tl.float32)
+        values = tl.load(pointer + place, mask=place < left, other=0.0, eviction_policy=POLICY)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def write(pointer, value, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL
 
 @triton.jit
 def read_weight(row, start, left, element: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr, POLICY: tl.constexpr):
-    """The float32 weight: of a 16-bit parameter its master copy, unless somebody else has written the parameter since."""
+    """Read the weight as float32: a 16-bit parameter's master copy, unless other code has written the parameter since."""
     weight = read(pointer_to(row, PARAM, start, element, True), left, CHUNK, FULL, POLICY)
     if element != tl.float32:
         master = read(pointer_to(row, MASTER, start, tl.float32, True), left, CHUNK, FULL, POLICY)
@@ -98,7 +98,7 @@ def write_weight(row, weight, start, left, element: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit
 def total(partials, count):
-    """Always in the same order: the same bits in every run."""
+    """Sum in a fixed order: the same bits in every run."""
     place = tl.arange(0, REDUCE_WIDTH)
     sums = tl.zeros([REDUCE_WIDTH], dtype=tl.float32)
     begin = count * 0

@@ -1,7 +1,7 @@
-"""From an optimizer to kernel launches: a few passes of C functions over the parameters, then three launches.
+"""Turn an optimizer's step into kernel launches: a few passes of C functions over the parameters, then three launches.
 
-A step of a small model takes the device 0.2 ms, and must not wait for the host. What the passes find is compared with the
-step before: as a rule nothing has moved, and nothing is sent.
+A step of a small model takes the device 0.2 ms, and must not wait for the host. Addresses are compared with the last step's: as
+a rule nothing has moved, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from .lamb import lamb_advance, lamb_apply, lamb_settle
 from .lars import lars_apply, lars_measure, lars_settle
 from .plan import Plan, Tensors, Tuning
 
-# --- The launches of one step, in order: measure, settle, apply -------------------------------------------------------
+# --- the launches of one step, in order: measure, settle, apply -------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Which norms LARS need not measure, and whether to keep those of the new weights."""
+    """Which norms LARS need not measure."""
 
     of_weights_carried: bool
+    """The weights' norms are known from the last step."""
     of_gradients_given: bool
+    """The gradients' norms were given by `take_gradient_norms`."""
     carry: bool
+    """Keep the norms of the new weights."""
 
 
 def launch(kernel: Any, plan: Plan, items: Tensor, *arguments: Any) -> None:
-    """One program per item. `arguments` end with the constants that a kernel is compiled for, in its own order."""
+    """Launch one program per item; `arguments` end with the constants that the kernel is compiled for, in its own order."""
     if not items.numel():
         return
     constants = arguments[kernel.arg_names.index("n_tensors") :]
@@ -56,7 +59,7 @@ def launch_lamb(plan: Plan, table: Tensor, ratios: Tensor, element: Any) -> None
     lists, chunk, count = plan.lists(), plan.tuning.chunk_elements, plan.n_tensors
     advancing = (table, *plan.sums, count, element, plan.is_aligned, chunk)
     launch(lamb_advance, plan, lists.at_once_and_measure, *advancing)
-    launch(lamb_settle, plan, plan.everyone, table, *plan.sums, plan.scales, ratios, count)
+    launch(lamb_settle, plan, plan.all_tensors, table, *plan.sums, plan.scales, ratios, count)
     launch(lamb_apply, plan, lists.apply, table, plan.scales, count, element, chunk)
 
 
@@ -65,13 +68,13 @@ def launch_lars(plan: Plan, table: Tensor, ratios: Tensor, element: Any, norms: 
     lists, chunk, count = plan.lists(measured=carried and given), plan.tuning.chunk_elements, plan.n_tensors
     measuring = (table, *plan.sums, count, element, plan.is_aligned, not carried, not given, chunk)
     launch(lars_measure, plan, lists.measure, *measuring)
-    if lists.apply.numel() or 0 in plan.tensors.numels:  # no item gives an empty tensor its ratio of 1
+    if lists.apply.numel() or 0 in plan.tensors.numels:  # an empty tensor has no items, and still needs its ratio of 1
         launch(lars_settle, plan, plan.adapted, table, *plan.sums, plan.scales, ratios, count, not given)
     applying = (table, plan.sums[0], plan.scales, ratios, count, element, plan.is_aligned, norms.carry, chunk)
     launch(lars_apply, plan, lists.at_once_and_apply, *applying)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --- from an optimizer to its launches --------------------------------------------------------------------------------
 
 TUNINGS = {
     torch.float32: Tuning(chunk_elements=4096, warps=8),
@@ -80,13 +83,12 @@ TUNINGS = {
 }
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-
 MOST_PLANS = 32
-"""For different sets of parameters that have gradients."""
+"""Plans kept per batch: one for each set of parameters that had gradients."""
 
 
 class Member:
-    """One parameter, with what does not change from step to step."""
+    """One parameter, with what stays the same from step to step."""
 
     __slots__ = ("flags", "group", "name", "param", "strides")
 
@@ -99,13 +101,14 @@ class Member:
 
 
 class Prepared(NamedTuple):
-    """A step of one batch, ready to be launched."""
+    """A step of one batch, checked and ready to launch."""
 
     plan: Plan
     params: list[Tensor]
     dense: list[Tensor]
-    """Gradients: held until the launches are under way, since some may be copies."""
+    """Gradients, referenced until the launches are under way, since some may be copies."""
     columns: dict[str, list[int]]
+    """Addresses, by column of the table."""
 
 
 @final
@@ -122,7 +125,7 @@ class FusedStep:
         self._states: list[dict[str, Any]] = []
 
     def still_fits(self) -> bool:
-        """Whether parameters are what they were when the kernels were chosen; model.half() and the like replace their data."""
+        """Return whether parameters have the type, device and layout of the start, which model.half() and the like change."""
         return all(map(Batch.still_fits, self.batches))
 
     def step(self, optimizer: Layerwise) -> TrustRatios | None:
@@ -130,7 +133,7 @@ class FusedStep:
             for batch in self.batches:
                 batch.states = None
         settings = [_settings(optimizer, group) for group in optimizer.param_groups]
-        prepared = [batch.prepare(optimizer) for batch in self.batches]  # what is refused is refused before anything moves
+        prepared = [batch.prepare(optimizer) for batch in self.batches]  # all refusals come before anything changes
         names: list[str | None] = []
         values: list[Tensor] = []
         for batch, ready in zip(self.batches, prepared, strict=True):
@@ -140,7 +143,7 @@ class FusedStep:
         return TrustRatios(names, values) if any(names) else None
 
     def _has_same_states(self, optimizer: Layerwise) -> bool:
-        """Whether each parameter's state is the very dict of the step before. Looking it up by parameter costs ten times this."""
+        """Return whether all state dicts are those of the last step. Looking them up by parameter costs ten times as much."""
         now = optimizer.state.values()
         same = len(now) == len(self._states) and all(map(operator.is_, now, self._states))
         if not same or not now:
@@ -154,21 +157,21 @@ class FusedStep:
 
 @final
 class Batch:
-    """The parameters of one device and type."""
+    """Update the parameters of one device and type."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, members: Sequence[Member], tuning: Tuning) -> None:
         self.device, self.dtype, self.members, self.tuning = device, dtype, list(members), tuning
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._params = [member.param for member in members]
         self._param_places = list(map(Tensor.data_ptr, self._params))
-        self._everybody = tuple(range(len(members)))
+        self._all_members = tuple(range(len(members)))
         self.states: list[dict[str, Any]] | None = None
-        """Of all parameters; None when it is not known that they are those of the step before."""
+        """State dicts of all parameters; None where they may have changed since the last step."""
         self._known: dict[str, tuple[list[Tensor], list[int]]] = {}
         """Tensors of the state and their addresses, by name."""
         self._contiguous = all(member.strides is None for member in members)
         self._seen: tuple[list[int], list[int]] = [], []
-        """Gradients whose layout was found right: their identities and addresses."""
+        """Ids and addresses of gradients whose layout was checked."""
         self.carried: tuple[Plan, list[int], list[int]] | None = None
         """The plan whose sums hold the squared norms of the parameters; their addresses and versions at that time."""
 
@@ -183,9 +186,9 @@ class Batch:
         )
 
     def prepare(self, optimizer: Layerwise) -> Prepared | None:
-        """All that can fail. None: no parameter has a gradient."""
+        """Do all that can fail; None if no parameter has a gradient."""
         grads: list[Any] = [param.grad for param in self._params]
-        active, params, members, places = self._everybody, self._params, self.members, self._param_places
+        active, params, members, places = self._all_members, self._params, self.members, self._param_places
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             active = tuple(i for i, grad in enumerate(grads) if grad is not None)
             params, members = [params[i] for i in active], [members[i] for i in active]
@@ -195,12 +198,12 @@ class Batch:
         dense, grad_places = self._dense(optimizer, members, grads)
         columns = {**self._columns(optimizer, params), "param": places, "grad": grad_places}
         plan = self._plans.get(active) or self._new_plan(optimizer, active, members)
-        if active is not self._everybody:
+        if active is not self._all_members:
             self.states = None
         return Prepared(plan, params, dense, columns)
 
     def launch(self, optimizer: Any, ready: Prepared, settings: list[list[float]]) -> Tensor:
-        """The trust ratios."""
+        """Launch the kernels; return the trust ratios."""
         plan, params, _, columns = ready
         ratios = torch.empty(len(params), dtype=torch.float32, device=self.device)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
@@ -209,24 +212,24 @@ class Batch:
             else:
                 norms = self._norms(optimizer, ready)
                 launch_lars(plan, self._table(optimizer, plan, columns, settings), ratios, ELEMENTS[self.dtype], norms)
-                # One more than now: this step's own writes are counted after it.
+                # Versions as they will be below, once this step's own writes are counted.
                 versions = [param._version + 1 for param in params] if norms.carry else []
                 self.carried = (plan, columns["param"], versions) if norms.carry else None
         torch.autograd.graph.increment_version(params)
         return ratios
 
     def _norms(self, optimizer: Any, ready: Prepared) -> Norms:
-        """What LARS need not measure. Given norms are put in the table."""
-        given = optimizer.given_norms(ready.params)
-        if given is not None:
-            ready.columns["grad_norm"] = list(map(Tensor.data_ptr, given))
+        """Decide which norms LARS need not measure, and put gradient_norms norms in the table."""
+        gradient_norms = optimizer.accepted_norms(ready.params)
+        if gradient_norms is not None:
+            ready.columns["grad_norm"] = list(map(Tensor.data_ptr, gradient_norms))
         carried = self._is_carried(ready.plan, ready.params, ready.columns["param"])
-        return Norms(of_weights_carried=carried, of_gradients_given=given is not None, carry=optimizer.carry_norms)
+        return Norms(of_weights_carried=carried, of_gradients_given=gradient_norms is not None, carry=optimizer.carry_norms)
 
     def _dense(self, optimizer: Layerwise, members: Sequence[Member], grads: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """Gradients in the memory order of their parameters, with their addresses; as a rule they are so already.
+        """Return gradients in the memory order of their parameters, and their addresses; as a rule they have it already.
 
-        Looked at when they are others than in the step before, by identity or address: autograd keeps to one layout.
+        Checked only if ids or addresses differ from the last step's, since autograd keeps to one layout.
         """
         with contextlib.suppress(RuntimeError):  # a sparse one has no address
             seen = list(map(id, grads)), list(map(Tensor.data_ptr, grads))
@@ -246,7 +249,7 @@ class Batch:
         return torch.empty_like(member.param).copy_(grad)
 
     def _columns(self, optimizer: Layerwise, params: Sequence[Tensor]) -> dict[str, list[int]]:
-        """The table's columns of addresses of the state."""
+        """Return the table's columns of addresses of the state."""
         if self.states is None:
             self.states = [optimizer.state_of(param, count_on=self.device) for param in params]
             self._known.clear()
@@ -260,8 +263,9 @@ class Batch:
         return columns
 
     def _places(self, optimizer: Layerwise, params: Sequence[Tensor], name: str) -> list[int]:
-        """Addresses of a part of the state. Nobody else has a reason to touch single ones: that all are the same tensors
-        is looked at, and that the first and the last are where they were, since some move all by writing `.data`."""
+        """Return the addresses of one part of the state, from the last step where nothing has moved.
+
+        Checked are the identity of all tensors and the addresses of the first and last: code that writes `.data` moves all."""
         assert self.states is not None
         tensors: list[Any] = [state.get(name) for state in self.states]
         known, places = self._known.get(name, ([], []))
@@ -283,7 +287,7 @@ class Batch:
         )
         names = [member.name if member.flags.adapt else None for member in members]
         plan = Plan(tensors, names=names, n_groups=len(optimizer.param_groups), device=self.device, tuning=self.tuning)
-        plan.lists(measured=optimizer.carry_norms)  # now: while a graph is captured nothing can be sent
+        plan.lists(measured=optimizer.carry_norms)  # now, since nothing can be sent while a graph is captured
         if len(self._plans) >= MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         self._plans[active] = plan
@@ -298,7 +302,7 @@ class Batch:
         return table
 
     def _is_carried(self, plan: Plan, params: Sequence[Tensor], addresses: list[int]) -> bool:
-        """Whether the sums still belong to the parameters: nobody else has written, replaced or skipped one since."""
+        """Return whether the sums still belong to the parameters: none was written, replaced or skipped since."""
         if self.carried is None:
             return False
         of_plan, places, versions = self.carried

@@ -1,6 +1,6 @@
 """The kernels of LAMB: `fleetx.optim.lamb.lamb_update` for a whole model in three launches.
 
-The direction is computed twice, from the moments, rather than kept: as many bytes, and the gradient stays as it is.
+The direction is computed twice from the moments instead of stored: it moves as many bytes, and the gradient is not overwritten.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .common import (
 )
 
 LR, BETA1, BETA2, EPS, DECAY, SIGN, REST1, REST2 = map(tl.constexpr, range(8))
-"""REST: 1 - beta, from float64."""
+"""Settings of a group. REST1 and REST2 are 1 - beta1 and 1 - beta2, computed in float64."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def trust_ratio(squared_weight, squared_direction):
 
 @triton.jit
 def power(base, exponent):
-    """By squaring, in float64: 1 - beta2^t loses four digits in float32."""
+    """Raise to a power by squaring, in float64: 1 - beta2^t loses four digits in float32."""
     result = base * 0.0 + 1.0
     while exponent > 0:
         result = tl.where(exponent % 2 == 1, result * base, result)
@@ -55,7 +55,7 @@ def power(base, exponent):
 
 @triton.jit
 def corrections(row, group):
-    """1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) of the coming step."""
+    """Compute 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) for the step being made."""
     step = (tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
     first = 1.0 - power(exactly(group, BETA1), step)
     second = 1.0 - power(exactly(group, BETA2), step)
@@ -71,7 +71,7 @@ def direction(weight, mean, square, correction1, correction2, row, group):
 @triton.jit
 def advance(row, group, start, left, kind, element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
             FULL: tl.constexpr):  # fmt: skip
-    """New moments, and the squared norms of weight and direction. Unless its tensor is larger and adapted: the update too."""
+    """Update a chunk's moments, and its weight unless the item is MEASURE; return squared norms of weight and direction."""
     weight = read_weight(row, start, left, element, CHUNK, FULL, "")
     grad = number(group, SIGN) * read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, "evict_first")
     mean_place, square_place = pointer_to(row, FIRST, start, tl.float32, True), pointer_to(row, SECOND, start, tl.float32, True)
@@ -81,13 +81,13 @@ def advance(row, group, start, left, kind, element: tl.constexpr, ALIGNED: tl.co
     square = number(group, BETA2) * square + number(group, REST2) * grad * grad
     write(mean_place, mean, left, tl.float32, CHUNK, FULL)
     write(square_place, square, left, tl.float32, CHUNK, FULL)
-    found = direction(weight, mean, square, correction1, correction2, row, group)
-    squared_weight, squared_direction = tl.sum(weight * weight), tl.sum(found * found)
+    moved = direction(weight, mean, square, correction1, correction2, row, group)
+    squared_weight, squared_direction = tl.sum(weight * weight), tl.sum(moved * moved)
     if kind != MEASURE:
         rate = number(group, LR)
         if kind == WHOLE:
             rate = rate * trust_ratio(squared_weight, squared_direction)
-        write_weight(row, weight - rate * found, start, left, element, CHUNK, FULL)
+        write_weight(row, weight - rate * moved, start, left, element, CHUNK, FULL)
     return squared_weight, squared_direction
 
 
@@ -96,17 +96,17 @@ def lamb_advance(items, rows, weight_sums, direction_sums, n_tensors, element: t
                  CHUNK: tl.constexpr):  # fmt: skip
     kind, row, group, tensor, chunk, start, left = item_of(items, rows, n_tensors, CHUNK)  # noqa: RUF059
     if left == CHUNK:
-        found = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, True)
+        squared = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, True)
     else:
-        found = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, False)
+        squared = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, False)
     slot = tl.load(row + FIRST_CHUNK) + chunk
-    tl.store(weight_sums + slot, found[0])
-    tl.store(direction_sums + slot, found[1])
+    tl.store(weight_sums + slot, squared[0])
+    tl.store(direction_sums + slot, squared[1])
 
 
 @triton.jit(do_not_specialize=["n_tensors"])
 def lamb_settle(settled, rows, weight_sums, direction_sums, scales, ratios, n_tensors):
-    """For every tensor: its ratio, what APPLY needs of this step, and the step's count."""
+    """Compute a tensor's ratio and what APPLY reads, and count its step."""
     word = tl.load(settled + tl.program_id(0))
     tensor, group_number = (word & 0xFFFFFFFF).to(tl.int32), (word >> 32).to(tl.int32)
     row, group = rows + tensor * ROW, rows + n_tensors * ROW + group_number * GROUP_WIDTH
@@ -126,8 +126,8 @@ def move(row, group, start, left, scale, element: tl.constexpr, CHUNK: tl.conste
     weight = read_weight(row, start, left, element, CHUNK, FULL, "evict_first")
     mean = read(pointer_to(row, FIRST, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
     square = read(pointer_to(row, SECOND, start, tl.float32, True), left, CHUNK, FULL, "evict_first")
-    found = direction(weight, mean, square, tl.load(scale + 1), tl.load(scale + 2), row, group)
-    write_weight(row, weight - tl.load(scale) * found, start, left, element, CHUNK, FULL)
+    moved = direction(weight, mean, square, tl.load(scale + 1), tl.load(scale + 2), row, group)
+    write_weight(row, weight - tl.load(scale) * moved, start, left, element, CHUNK, FULL)
 
 
 @triton.jit(do_not_specialize=["n_tensors"])

@@ -45,6 +45,7 @@ def decay_of(row, group):
 @triton.jit
 def squares(row, start, left, element: tl.constexpr, ALIGNED: tl.constexpr, READ_WEIGHT: tl.constexpr,
             READ_GRAD: tl.constexpr, CHUNK: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    """Return the squared norms of a chunk's weight and gradient, 0 for one that is not read."""
     squared_weight, squared_grad = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     if READ_WEIGHT:
         weight = read_weight(row, start, left, element, CHUNK, FULL, "")
@@ -61,18 +62,18 @@ def lars_measure(items, rows, weight_sums, grad_sums, n_tensors, element: tl.con
     kind, row, group, tensor, chunk, start, left = item_of(items, rows, n_tensors, CHUNK)  # noqa: RUF059
     slot = tl.load(row + FIRST_CHUNK) + chunk
     if left == CHUNK:
-        found = squares(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, True)
+        squared = squares(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, True)
     else:
-        found = squares(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, False)
+        squared = squares(row, start, left, element, ALIGNED, READ_WEIGHT, READ_GRAD, CHUNK, False)
     if READ_WEIGHT:
-        tl.store(weight_sums + slot, found[0])
+        tl.store(weight_sums + slot, squared[0])
     if READ_GRAD:
-        tl.store(grad_sums + slot, found[1])
+        tl.store(grad_sums + slot, squared[1])
 
 
 @triton.jit(do_not_specialize=["n_tensors"])
 def lars_settle(settled, rows, weight_sums, grad_sums, scales, ratios, n_tensors, READ_GRAD: tl.constexpr):
-    """The rate of each tensor that was measured."""
+    """Compute the rate of a tensor whose norms were measured."""
     word = tl.load(settled + tl.program_id(0))
     tensor, group_number = (word & 0xFFFFFFFF).to(tl.int32), (word >> 32).to(tl.int32)
     row, group = rows + tensor * ROW, rows + n_tensors * ROW + group_number * GROUP_WIDTH
@@ -90,7 +91,7 @@ def lars_settle(settled, rows, weight_sums, grad_sums, scales, ratios, n_tensors
 @triton.jit
 def update(row, group, start, left, kind, scale, element: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
            FULL: tl.constexpr):  # fmt: skip
-    """New velocity and weight of one chunk. Returns the ratio, if it was found here, and the new squared norm."""
+    """Update velocity and weight of a chunk; return the ratio (of a WHOLE item) and the new weight's squared norm."""
     weight = read_weight(row, start, left, element, CHUNK, FULL, "evict_first")
     grad = number(group, SIGN) * read(pointer_to(row, GRAD, start, element, ALIGNED), left, CHUNK, FULL, "evict_first")
     place = pointer_to(row, FIRST, start, tl.float32, True)

@@ -1,13 +1,13 @@
-"""What each launch works on: lists of chunks, as a pure function of a model's sizes.
+"""List the chunks that each launch works on: a pure function of a model's sizes.
 
-    WHOLE      a tensor of one chunk: measured and updated in registers, in one launch
+    WHOLE      a tensor of one chunk: norms and update in registers, in one launch
     DIRECT     a chunk of a tensor that is not adapted: updated in one launch
     MEASURE    a chunk's share of its tensor's norms
     APPLY      a chunk's update, when its tensor's ratio is known
 
-Between MEASURE and APPLY one small launch computes the ratios. Waiting inside a single launch was tried, from a queue and
-with a list per program, so as to find measured chunks in the second-level cache: 2 to 13 % slower. APPLY goes backwards
-through the model, so that at least what was measured last is found there.
+Between MEASURE and APPLY one small launch computes the ratios. A single launch that waits inside, from a queue or with a list
+per program, was 2 to 13 % slower, though it finds measured chunks in the second-level cache. APPLY goes backwards through the
+model, so that the chunks measured last are still there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Item(NamedTuple):
     chunk: int
 
     def word(self) -> int:
-        """As the kernels read it."""
+        """Pack into the integer that the kernels read."""
         return self.kind << KIND_SHIFT | self.group << GROUP_SHIFT | self.tensor << TENSOR_SHIFT | self.chunk
 
 
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     """The items of one step."""
 
     at_once: list[Item]
-    """WHOLE and DIRECT: they need no other."""
+    """WHOLE and DIRECT items, which depend on no other."""
     measure: list[Item]
     apply: list[Item]
 
@@ -52,7 +52,7 @@ def chunks_of(numel: int, chunk_elements: int) -> int:
 
 
 def work_items(chunks: Sequence[int], adapted: Sequence[bool], groups: Sequence[int], *, measured: bool = False) -> Work:
-    """`measured`: all norms are known beforehand, those of small tensors too."""
+    """Make the items of a step; `measured`: all norms are known before it, those of small tensors too."""
     work = Work([], [], [])
     for tensor, (count, group) in enumerate(zip(chunks, groups, strict=True)):
         if not adapted[tensor]:

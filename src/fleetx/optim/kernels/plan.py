@@ -1,4 +1,4 @@
-"""What a step over one set of tensors needs on the device: items and sums are fixed, addresses and settings may change."""
+"""Keep on the device what a step over one set of tensors needs: items and sums are fixed, addresses and settings may change."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ...errors import ConfigError
 from .common import GROUP_NUMBERS, ROW_WORDS, SCALES
 from .order import Item, chunks_of, work_items
 
-# The table that tells a kernel where things are, kept on the device and sent again when something has moved.
-# Nothing waits: the host writes page-locked memory that torch's allocator keeps until the copy is done. A CUDA graph replays
-# its copies later, from the same memory: that memory is then the graph's, made beforehand and never written again.
-
 SPARES = 2
+"""Page-locked buffers prepared for CUDA graphs, since none can be allocated during a capture."""
 
 
 @final
 class Table:
-    """Integers of 64 bits, written on the host in `words`."""
+    """64-bit integers that tell the kernels where things are: written on the host in `words`, sent when they have changed.
+
+    Nothing waits: the host writes page-locked memory that torch's allocator keeps until the copy is done. A CUDA graph replays
+    its copies later, from the same memory, which is therefore the graph's alone and never written again.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._device = device
@@ -32,12 +33,12 @@ class Table:
         self._spares: list[Tensor] = []
         self._of_graphs: list[Tensor] = []
         self._is_behind = False
-        """What changed while a graph was captured is in the graph's copy alone."""
+        """Whether changes are missing on the device, having been sent to a graph's copy alone."""
         self.copies = 0
-        """Made so far, outside graphs."""
+        """Copies to the device so far, outside graphs."""
 
     def on_device(self, *, changed: bool) -> Tensor:
-        """The words on the device; `changed`: since the last call."""
+        """Return the words on the device; `changed`: they were written since the last call."""
         if self._device.type != "cuda":
             return self._live.copy_(torch.from_numpy(self.words)) if changed else self._live
         self._is_behind |= changed
@@ -62,8 +63,6 @@ class Table:
         return torch.empty_like(self._live).copy_(host, non_blocking=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 COLUMN = {
     name: i for i, name in enumerate("param grad first second master step grad_norm numel first_chunk chunks decayed".split())
 }
@@ -71,7 +70,7 @@ COLUMN = {
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Measured on an H200 by bench/optimizer_step."""
+    """Launch settings, measured on an H200 by bench/optimizer_step."""
 
     chunk_elements: int
     warps: int = 8
@@ -79,7 +78,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What is fixed of the tensors of one step."""
+    """The tensors of one step: sizes, flags and the numbers of their groups."""
 
     numels: Sequence[int]
     adapted: Sequence[bool]
@@ -98,6 +97,8 @@ class Lists(NamedTuple):
 
 @final
 class Plan:
+    """What one set of tensors needs on the device, for all its steps."""
+
     def __init__(self, tensors: Tensors, *, names: list[str | None], n_groups: int, device: torch.device, tuning: Tuning) -> None:
         self.tensors, self.names, self.tuning, self.device = tensors, names, tuning, device
         self.n_tensors = count = len(tensors.numels)
@@ -110,18 +111,18 @@ class Plan:
         self._rows[:, COLUMN["first_chunk"]] = np.cumsum([0, *self._chunks[:-1]])
         self._rows[:, COLUMN["decayed"]] = tensors.decayed
         self._sent: dict[str, Any] = {}
-        """Columns and settings as they are in the table."""
+        """Columns and settings as last written to the table."""
         self.sums = [torch.zeros(sum(self._chunks), dtype=torch.float32, device=device) for _ in range(2)]
         self.scales = torch.zeros(count * SCALES, dtype=torch.float32, device=device)
         words = [group << 32 | tensor for tensor, group in enumerate(tensors.groups)]
         adapted = [word for word, is_adapted in zip(words, tensors.adapted, strict=True) if is_adapted]
-        self.everyone, self.adapted = self._on_device(words), self._on_device(adapted)
+        self.all_tensors, self.adapted = self._on_device(words), self._on_device(adapted)
         """Tensors with their groups, for the launches that compute ratios."""
         self._lists: dict[bool, Lists] = {}
         self.is_aligned = False
-        """Whether 128-bit accesses of gradients are possible: in a reducer's flat buffer they begin anywhere."""
+        """Whether all gradients allow 128-bit accesses; in a reducer's flat buffer they may begin at any address."""
         self.compiled: dict[tuple[Any, ...], Any] = {}
-        """Kernels by what they were compiled for. Asking Triton each time costs as much host time as a small model's step."""
+        """Compiled kernels by their constants. Asking Triton each time costs as much host time as a small model's step."""
 
     def _on_device(self, words: list[int]) -> Tensor:
         return torch.tensor(words, dtype=torch.int64).to(self.device)
@@ -134,7 +135,7 @@ class Plan:
         return self._lists[measured]
 
     def send(self, columns: Mapping[str, list[int]], settings: list[list[float]]) -> Tensor:
-        """The table on the device: rows, and below them groups."""
+        """Write columns and settings, and return the table on the device: rows, and below them groups."""
         changed = False
         for name, addresses in columns.items():
             if addresses != self._sent.get(name):
@@ -148,5 +149,5 @@ class Plan:
         return self.table.on_device(changed=changed)
 
     def place_of_lr(self, group: int) -> int:
-        """Where in the table a group's learning rate stands."""
+        """Return the place of a group's learning rate in the table."""
         return self._rows.size + group * GROUP_NUMBERS
