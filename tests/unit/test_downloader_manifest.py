@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from file_server import answers, row, serving, snapshot
-from fleetx.download.address import BadAddress, Remote, check_step, parse_address
+from fleetx.download.folder import BadName, parts_of
 from fleetx.download.manifest import parse_manifest
-from fleetx.download.names import BadName, parts_of
-from fleetx.download.transport import redirected
+from fleetx.download.transport import BadAddress, Remote, check_step, parse_address, redirected
 from fleetx.errors import DataError
 from fleetx.utils import Downloader
 

@@ -1,6 +1,12 @@
 """X.utils.Downloader: the files of a manifest, verified, in a folder; once per node, while the other ranks wait.
 
 lock -> read the manifest -> room on the disk? -> each file: there already? else fetch, verify -> unpack -> record -> unlock
+
+
+What is already there and verified: .fleetx-complete.json, by the path of each file.
+
+Size and time of change are compared with it, not the bytes: eight ranks that each hash 150 GB would take longer than the
+download. Whoever suspects the disk deletes this note: every file is then hashed again.
 """
 
 from __future__ import annotations
@@ -8,22 +14,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
-from .address import Address, BadAddress, parse_address
-from .complete import is_there, is_unpacked, read_records, record_of, write_records
 from .fetch import Listener, Patience, fetch, fetch_small, holds, refuse_folder
-from .folder import below, opened
+from .folder import RESERVED, below, opened, read_whole, write_whole
 from .manifest import MAX_BYTES, NAMES, PART, Entry, parse_manifest
 from .once_per_node import Turn, once
 from .reporter import Reporter, readable, reporting
-from .unpack import unpack
+from .transport import Address, BadAddress, parse_address
+from .unpack import Unpacked, unpack
 from .writer import Limits
 
 RECORD_EVERY_S = 10.0
@@ -231,3 +239,64 @@ def _check_integer(name: str, value: Any, *, least: int) -> None:
 def _check_number(name: str, value: Any, *, above: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
         raise ConfigError(f"{name} is {value!r}; it must be a finite number above {above}.")
+
+
+RECORDS = f"{RESERVED}complete.json"
+RECORDS_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    sha256: str
+    size: int
+    mtime_ns: int
+    unpacked: Unpacked | None = None
+
+
+def read_records(root: int) -> dict[str, Record]:
+    """A damaged note counts as none: everything is then looked at again."""
+    try:
+        content = json.loads(read_whole(root, RECORDS, RECORDS_BYTES) or "{}")
+        return {str(path): _record(row) for path, row in content.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _record(row: dict[str, Any]) -> Record:
+    unpacked = row["unpacked"]
+    if unpacked is not None:
+        unpacked = Unpacked(int(unpacked["files"]), int(unpacked["bytes"]), [str(name) for name in unpacked["names"]])
+    return Record(str(row["sha256"]), int(row["size"]), int(row["mtime_ns"]), unpacked)
+
+
+def write_records(root: int, records: dict[str, Record]) -> None:
+    write_whole(root, RECORDS, json.dumps({path: asdict(record) for path, record in records.items()}, indent=1))
+
+
+def record_of(folder: int, entry: Entry, unpacked: Unpacked | None = None) -> Record:
+    found = os.stat(entry.parts[-1], dir_fd=folder)
+    return Record(entry.sha256, found.st_size, found.st_mtime_ns, unpacked)
+
+
+def is_there(root: int, entry: Entry, record: Record | None) -> bool:
+    """The file as it was when it was verified."""
+    if record is None or record.sha256 != entry.sha256:
+        return False
+    try:
+        with below(root, entry.parts[:-1]) as folder:
+            found = os.stat(entry.parts[-1], dir_fd=folder)
+    except (OSError, DataError):
+        return False
+    return stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == (entry.size, record.mtime_ns)
+
+
+def is_unpacked(root: int, entry: Entry, record: Record | None) -> bool:
+    if record is None or record.unpacked is None or record.sha256 != entry.sha256:
+        return False
+    try:
+        with below(root, entry.parts[:-1]) as folder:
+            for name in record.unpacked.names:
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except (OSError, DataError, ValueError):
+        return False
+    return True

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import DataError
-from .address import Address
 from .folder import open_to_read, open_to_write
 from .manifest import PART, Entry
-from .transport import Broken, open_at
+from .transport import Address, Broken, open_at
 
 T = TypeVar("T")
 CHUNK_BYTES = 2**20

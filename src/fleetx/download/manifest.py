@@ -21,13 +21,13 @@ from typing import Any
 import yaml
 
 from ..errors import DataError, did_you_mean
-from .address import Address, BadAddress, check_step, has_scheme, parse_address
-from .names import BadName, parts_of
+from .folder import BadName, parts_of
+from .transport import Address, BadAddress, check_step, has_scheme, parse_address
 
 MAX_BYTES = 16 * 2**20
 NAMES = ("manifest.yaml", "manifest.yml", "manifest.json")
 ARCHIVES = {".tar": "tar", ".tar.gz": "tar.gz", ".tgz": "tar.gz", ".tar.xz": "tar.xz", ".txz": "tar.xz", ".zip": "zip"}
-MAX_DEPTH = 16
+MAX_NESTING = 16
 KEYS = ("path", "size", "sha256", "url", "unpack")
 PART = ".part"
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -95,7 +95,7 @@ def _read_yaml(text: str) -> Any:
     depth = 0
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
+        if depth > MAX_NESTING:
             raise RecursionError
         if isinstance(event, yaml.AliasEvent):  # a few lines of `<<: [*a, *a, *a]` would become more than any memory holds
             raise ValueError(f"it has the alias *{_shortly.repr(event.anchor)}; write out each file instead")

@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, field
 
 from ..dist.file_lock import LocksMissingError, lock_aloud
 from ..errors import ConfigError, DataError, FleetError
-from .folder import open_to_write, read_whole, write_whole
-from .names import RESERVED
+from .folder import RESERVED, open_to_write, read_whole, write_whole
 
 LOCK, NOTE = f"{RESERVED}lock", f"{RESERVED}note.json"
 UNPACKING = f"{RESERVED}unpacking-"

@@ -2,28 +2,45 @@
 
 A kill before the move leaves only the folder aside, which the next call removes. A kill during the move leaves whole files,
 and no record that the archive is unpacked: the next call does it again.
-"""
+
+
+tar, tar.gz and tar.xz, read forwards only. `Stream` guards the memory, `Writer` the disk.
+
+zip, stored or deflated. What the list at its end claims is compared with what really comes out."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
+import lzma
 import os
 import shutil
 import stat
+import sys
+import tarfile
 import uuid
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import IO
 
 from ..errors import DataError
-from .complete import KEPT_NAMES, Unpacked
-from .folder import below, open_to_read
+from .folder import below, open_to_read, shown
 from .manifest import Entry
 from .once_per_node import UNPACKING
-from .untar import untar
-from .unzip import unzip
-from .writer import BadMember, Limits, Writer
+from .writer import CHUNK_BYTES, MAX_LINK_BYTES, BadMember, Limits, Writer
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+KEPT_NAMES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    files: int
+    bytes: int
+    names: list[str]
+    """What lies at the top (the first thousand of them): they must still be there. All million files are not asked for."""
 
 
 def unpack(
@@ -78,7 +95,7 @@ def _check_way(source: int, target: int, archive: str, place: tuple[str, ...]) -
                 f"{where} in the target is {kind} in {archive}. Nothing of it was unpacked; remove what is in the way."
             )
         if stat.S_ISDIR(mine):
-            with _deeper(source, name) as inner, _deeper(target, name) as outer:
+            with below(source, (name,)) as inner, below(target, (name,)) as outer:
                 _check_way(inner, outer, archive, (*place, name))
 
 
@@ -90,14 +107,206 @@ def _move_in(source: int, target: int) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            with _deeper(source, name) as inner, _deeper(target, name) as outer:
+            with below(source, (name,)) as inner, below(target, (name,)) as outer:
                 _move_in(inner, outer)
 
 
-@contextlib.contextmanager
-def _deeper(folder: int, name: str) -> Iterator[int]:
-    handle = os.open(name, _FOLDER, dir_fd=folder)
+BLOCK_BYTES = 512
+MAX_HEADER_BYTES = 2 * CHUNK_BYTES
+"""All headers of one member: tarfile takes long names, extended headers and maps of holes into memory, however long they are."""
+MAX_GLOBAL_KEYS = 100
+"""They are copied for every member: a million of them would keep it busy for days."""
+XZ_MEMORY_BYTES = 2**30
+TAR_ERRORS = (
+    *(tarfile.TarError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError),
+    *(ValueError, OverflowError, IndexError, RecursionError),  # numbers, names and chains of headers that tarfile does not expect
+)
+
+
+def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> None:
+    """All members. Raises BadMember with a whole sentence."""
+    stream = Stream(_plain_bytes(file, kind), max_stream_bytes)
+    member = None
     try:
-        yield handle
-    finally:
-        os.close(handle)
+        with tarfile.open(fileobj=stream, mode="r:") as tar:  # type: ignore[call-overload]
+            while (member := tar.next()) is not None:
+                if len(tar.pax_headers) > MAX_GLOBAL_KEYS:
+                    raise BadMember(f"has more than {MAX_GLOBAL_KEYS} keys in its global headers")
+                stream.limit = tar.offset
+                _write_tar(tar, member, writer)
+                tar.members.clear()  # it would keep every header of a million files
+                stream.limit = tar.offset + MAX_HEADER_BYTES
+        if stream.last != bytes(BLOCK_BYTES):
+            raise BadMember("breaks off: its end mark is missing, or it is damaged in the middle")
+        _read_to_the_end(stream)
+        writer.finish()
+    except TAR_ERRORS as error:
+        where = f" after {shown(member.name)}" if member is not None else ""
+        raise BadMember(f"is not a readable {kind} file{where}: {shown(str(error))}") from None
+
+
+def _read_to_the_end(stream: Stream) -> None:
+    """Where gzip and xz keep their checksums. Two archives joined by `cat` would be unpacked by half."""
+    stream.limit = sys.maxsize
+    while rest := stream.read(CHUNK_BYTES):
+        if rest.count(0) < len(rest):
+            raise BadMember("goes on after its end mark; if it is several archives joined, list each on its own")
+
+
+def _write_tar(tar: tarfile.TarFile, member: tarfile.TarInfo, writer: Writer) -> None:
+    try:
+        if member.isdir():
+            writer.folder(member.name)
+        elif member.issym():
+            writer.symbolic_link(member.name, member.linkname)
+        elif member.islnk():
+            writer.hard_link(member.name, member.linkname)
+        elif member.issparse() or not member.isreg():
+            kinds = {tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe"}
+            kind = "a sparse file" if member.issparse() else kinds.get(member.type, f"of the unknown kind {member.type!r}")
+            raise BadMember(f"is {kind}; only files, folders and links are unpacked")
+        else:
+            source = tar.extractfile(member)
+            assert source is not None  # given for every plain file
+            with source:
+                writer.file(member.name, source.read, member.size, executable=bool(member.mode & 0o100))
+    except BadMember as error:
+        raise BadMember(f": the member {shown(member.name)} {error}") from None
+    except gzip.BadGzipFile:  # an OSError too, but of reading
+        raise
+    except OSError as error:
+        raise BadMember(f": the member {shown(member.name)} cannot be written: {error.strerror}") from None
+
+
+def _plain_bytes(file: IO[bytes], kind: str) -> Callable[[int], bytes]:
+    if kind == "tar":
+        return file.read
+    return gzip.GzipFile(fileobj=file, mode="rb").read if kind == "tar.gz" else _Xz(file).read
+
+
+class Stream:
+    """What tarfile reads from: it only goes forwards, and ends at a limit."""
+
+    def __init__(self, read: Callable[[int], bytes], max_bytes: int) -> None:
+        self.last = b""
+        """What was read last: after the end of a whole archive, a block of zeros."""
+        self.limit = MAX_HEADER_BYTES
+        """Where what is now read must end: a member's headers, or its data. Skipping is free."""
+        self._read, self._max_bytes, self._position = read, max_bytes, 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, count: int) -> bytes:
+        if not 0 <= count <= self.limit - self._position:
+            raise BadMember(f"has headers of more than {MAX_HEADER_BYTES} bytes for one member")
+        return self._take(count)
+
+    def _take(self, count: int) -> bytes:
+        pieces, left = [], count
+        while left and (piece := self._read(left)):
+            pieces.append(piece)
+            left -= len(piece)
+        self.last = b"".join(pieces)
+        self._position += len(self.last)
+        if self._position > self._max_bytes:
+            raise BadMember(f"unpacks to more than {self._max_bytes} bytes, far more than its size lets expect (see max_ratio)")
+        return self.last
+
+    def seek(self, position: int) -> None:
+        if position < self._position:
+            raise BadMember("leads backwards")
+        while self._position < position and self._take(min(CHUNK_BYTES, position - self._position)):
+            pass
+
+
+class _Xz:
+    """lzma.LZMAFile with a limit on memory: a header may ask for a dictionary of 4 GiB."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._unxz: lzma.LZMADecompressor | None = None
+        self._rest = b""
+
+    def read(self, count: int) -> bytes:
+        while True:
+            if self._unxz is None or self._unxz.eof:
+                rest = self._rest if self._unxz is None else self._unxz.unused_data
+                self._rest = rest.lstrip(b"\0") or self._file.read(CHUNK_BYTES).lstrip(b"\0")  # streams may be padded with zeros
+                if not self._rest:
+                    return b""
+                self._unxz = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY_BYTES)
+                data = self._rest
+            else:
+                data = self._file.read(CHUNK_BYTES // 8) if self._unxz.needs_input else b""
+                if self._unxz.needs_input and not data:
+                    raise EOFError("it ends in the middle")
+            if out := self._unxz.decompress(data, max_length=count):
+                return out
+
+
+_ENCRYPTED = 0x1
+_PLAIN_KINDS = (0, stat.S_IFREG, stat.S_IFDIR)
+ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError, ValueError, OverflowError)
+
+
+def unzip(file: IO[bytes], max_stream_bytes: int, writer: Writer) -> None:
+    """All members. Raises BadMember with a whole sentence."""
+    left = max_stream_bytes
+
+    def counted(read: Callable[[int], bytes]) -> Callable[[int], bytes]:
+        def take(count: int) -> bytes:
+            nonlocal left
+            data = read(count)
+            left -= len(data)
+            if left < 0:
+                raise BadMember(
+                    f"is more than {max_stream_bytes} bytes in all, far more than its size lets expect (see max_ratio)"
+                )
+            return data
+
+        return take
+
+    member = None
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                _write_zip(archive, member, counted, writer)
+        writer.finish()
+    except ZIP_ERRORS as error:
+        where = f" at {shown(member.orig_filename)}" if member is not None else ""
+        raise BadMember(f"is not a readable zip file{where}: {shown(str(error))}") from None
+
+
+def _write_zip(
+    archive: zipfile.ZipFile,
+    member: zipfile.ZipInfo,
+    counted: Callable[[Callable[[int], bytes]], Callable[[int], bytes]],
+    writer: Writer,
+) -> None:
+    name = member.orig_filename  # filename is cut at a NUL
+    mode = member.external_attr >> 16
+    try:
+        if member.flag_bits & _ENCRYPTED:
+            raise BadMember("is encrypted")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise BadMember(f"is compressed by method {member.compress_type}; only deflate (8) and stored (0) are read")
+        if stat.S_IFMT(mode) == stat.S_IFLNK:
+            if member.file_size > MAX_LINK_BYTES:
+                raise BadMember("is a link without a usable target")
+            with archive.open(member) as source:  # in one piece of this size: read() takes 2 GiB of zeros into memory at once
+                target = source.read(MAX_LINK_BYTES + 1)
+            writer.symbolic_link(name, target.decode("utf-8", "surrogateescape"))
+        elif stat.S_IFMT(mode) not in _PLAIN_KINDS:
+            raise BadMember("is a device, a pipe or the like; only files, folders and links are unpacked")
+        elif name.endswith("/") or stat.S_ISDIR(mode):
+            writer.folder(name)
+        else:
+            with archive.open(member) as source:
+                take = counted(source.read)
+                writer.file(name, take, member.file_size, executable=bool(mode & 0o100))
+                take(1)  # past the end: only there the checksum is compared, and a longer file than claimed found out
+    except BadMember as error:
+        raise BadMember(f": the member {shown(name)} {error}") from None
+    except OSError as error:
+        raise BadMember(f": the member {shown(name)} cannot be unpacked: {error.strerror}") from None

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from .names import BadName, parts_of, shown
+from .folder import BadName, parts_of, shown
 
 CHUNK_BYTES = 2**20
 SMALL_BYTES = 64 * 2**20
