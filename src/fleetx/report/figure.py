@@ -7,11 +7,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .curves import Track, known, mean_split, rate_unit, sending, shared_dense, throughput, tracks_of, with_gaps
+from .axis import BYTES, SHORT_TIMES, unit_for
+from .curves import (
+    Point,
+    Track,
+    known,
+    mean_split,
+    means,
+    rate_unit,
+    sending,
+    shared_dense,
+    thin,
+    throughput,
+    tracks_of,
+    with_gaps,
+)
 from .read import Run
 from .stacks import parts_of
-from .thinning import Point, means, thin
-from .words import BYTES, SHORT_TIMES, unit_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .axis import Axis, logarithmic, straight
+from .axis import BYTES, PLAIN, Axis, Unit, logarithmic, plain, straight, unit_for
+from .curves import Point, means, thin
 from .markup import Markup, data, join, tag
-from .thinning import Point, means, thin
-from .words import BYTES, PLAIN, Unit, plain, unit_for
 
 WIDTH, HEIGHT = 2000, 1000
 COLOURS = 8

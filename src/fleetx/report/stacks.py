@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .axis import Axis, straight
+from .axis import SHORT_TIMES, Axis, share, short_time, straight, unit_for
 from .line_chart import HEIGHT, WIDTH, Horizontal, frame, grid, labels_across, labels_up, number_json
 from .markup import Markup, data, tag
-from .words import SHORT_TIMES, share, short_time, unit_for
 
 TINTS = {"data": 0, "forward": 1, "backward": 2, "compute": 2, "communication": 3, "update": 4, "other": 5, "rest": 5}
 TINT_COUNT = 6

@@ -8,9 +8,9 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 
+from .axis import plain
 from .line_chart import frame
 from .markup import Markup, data, tag
-from .words import plain
 
 CELLS, MOST_COLUMNS = 12_000, 160
 ROW_PIXELS, MOST_PIXELS, LEAST_LABEL_PIXELS = 15, 480, 13

@@ -1,0 +1,235 @@
+"""What a run comes to, from its summary and its updates. A fact that nobody wrote is None.
+
+Which rank the others waited for. In a collective all wait for the last, so the last to come communicates least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .axis import duration, plain, share, short_time, size
+from .metrics import RankTimes, Update, number, numbers, rank_times, whole
+from .read import Run
+
+SAMPLES, STEPS = "samples/s", "steps/s"
+
+
+@dataclass(frozen=True)
+class Facts:
+    state: str
+    error: str | None
+    steps: int | None
+    total_steps: int | None
+    skipped: int
+    seconds: float | None
+    loss: float | None
+    """The last one that was finite."""
+    is_loss_finite: bool
+    """It is the loss of the last update."""
+    values: dict[str, float]
+    rate: float | None
+    rate_unit: str
+    memory_bytes: float | None
+    sent: float | None
+    dense: float | None
+    """What a dense float32 all-reduce of each update would have sent; both None where nothing would have been."""
+
+
+def last_of(updates: Sequence[Update], name: str) -> float | None:
+    return next((found for one in reversed(updates) if (found := getattr(one, name)) is not None), None)
+
+
+def state_of(run: Run) -> str:
+    if run.summary is not None:
+        return str(run.summary.get("state") or "ended")
+    return "running" if run.is_live else "no end written"
+
+
+def has_samples(updates: Sequence[Update]) -> bool:
+    return any(one.samples is not None for one in updates)
+
+
+def rate_of(updates: Sequence[Update], unit: str) -> float | None:
+    """ "samples/s" or "steps/s", from the time between updates of one start: what went on between them counts."""
+    steps, seconds = 0, 0.0
+    for earlier, later in pairwise(updates):
+        if earlier.start == later.start and earlier.seconds is not None and later.seconds is not None:
+            steps += later.step - earlier.step
+            seconds += later.seconds - earlier.seconds
+    if seconds <= 0 or steps <= 0:
+        return None
+    samples = [one.samples for one in updates if one.samples is not None] if unit == SAMPLES else [1.0]
+    return sum(samples) / len(samples) * steps / seconds if samples else None
+
+
+def last_values(updates: Sequence[Update]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in updates:
+        found |= {name: value for name, value in one.values.items() if value is not None}
+    return found
+
+
+def facts_of(run: Run) -> Facts:
+    summary = run.summary or {}
+    every = run.all_updates
+    first = next(iter(run.updates.values()), [])
+    unit = SAMPLES if has_samples(first) else STEPS
+    rate = rate_of(first, unit)  # of all starts: the summary has that of the last
+    if rate is None:
+        rate = number(summary.get("samples_per_second" if unit == SAMPLES else "steps_per_second"))
+    totals = [(updates[-1].total_sent, updates[-1].total_dense) for updates in run.updates.values() if updates]
+    sent, dense = (number(summary.get(name)) for name in ("bytes_sent", "bytes_dense"))
+    if totals:  # of all starts: the summary has those of the last
+        sent, dense = sum(one for one, _ in totals), sum(one for _, one in totals)
+    seconds = [one.total_seconds for one in every if one.total_seconds is not None]
+    memory = [one.memory_bytes for one in every if one.memory_bytes is not None]
+    memory += [peak] if (peak := number(summary.get("memory_bytes"))) is not None else []
+    steps = whole(summary.get("steps"))
+    loss, whole_time = number(summary.get("loss")), number(summary.get("seconds"))
+    return Facts(
+        state=state_of(run),
+        error=str(summary["error"]) if summary.get("error") else None,
+        steps=steps if steps is not None else max((one.step for one in every), default=None),
+        total_steps=whole(run.starts[-1].get("total_steps")) if run.starts else None,
+        skipped=sum(one.skipped for one in every) if every else whole(summary.get("skipped")) or 0,
+        seconds=whole_time if whole_time is not None else max(seconds, default=None),
+        loss=loss if loss is not None else last_of(first, "loss"),
+        is_loss_finite=not first or first[-1].loss is not None,
+        values=last_values(every) | numbers(summary.get("values")),
+        rate=rate,
+        rate_unit=unit,
+        memory_bytes=max(memory, default=None),
+        sent=sent if dense else None,
+        dense=dense or None,
+    )
+
+
+def wire_words(sent: float, dense: float) -> str:
+    """Against dense: what was saved, or what was sent beyond."""
+    if sent > dense * 1.0005:
+        return f"{share(sent, dense)} of what dense would send"
+    return "as much as dense" if sent > dense * 0.9995 else f"{share(dense - sent, dense)} less than dense"
+
+
+def steps_words(facts: Facts) -> str:
+    if facts.steps is None:
+        return "no update yet"
+    of = f" of {facts.total_steps:,}" if facts.total_steps is not None and facts.total_steps != facts.steps else ""
+    return f"{facts.steps:,}{of} steps"
+
+
+def one_line(name: str, facts: Facts) -> str:
+    """For the terminal."""
+    took = f" in {duration(facts.seconds)}" if facts.seconds is not None else ""
+    pieces = [facts.state, steps_words(facts) + took]
+    pieces += [f"{facts.skipped:,} skipped"] if facts.skipped else []
+    pieces += [f"loss {plain(facts.loss)}"] if facts.loss is not None else []
+    pieces += [f"{key} {plain(value)}" for key, value in list(facts.values.items())[:4]]
+    pieces += [f"{plain(facts.rate)} {facts.rate_unit}"] if facts.rate is not None else []
+    pieces += [f"peak {size(facts.memory_bytes)}"] if facts.memory_bytes is not None else []
+    if facts.sent is not None and facts.dense is not None:
+        pieces.append(f"{size(facts.sent)} sent, {wire_words(facts.sent, facts.dense)}")
+    pieces += [facts.error] if facts.error else []
+    return f"{name}: {', '.join(pieces)}"
+
+
+NOTICED = 0.02
+"""Of an update's time: less is not told as waiting."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    rank: int
+    seconds: float
+    """Of a step, that the one that waited most waited longer."""
+    step_seconds: float
+    cause: str
+    """"compute" or "data": where that rank spent more than the others."""
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def a_step(total: Mapping[int, RankTimes], step_seconds: float) -> dict[int, RankTimes]:
+    """Of one update that takes so long. By shares: each rank tells when it may, so that sums are not of the very same updates."""
+    scales = {rank: step_seconds / one.seconds for rank, one in total.items() if one.seconds > 0}
+    return {
+        rank: RankTimes(step_seconds, *(scales[rank] * part for part in (one.compute, one.communication, one.data)))
+        for rank, one in sorted(total.items())
+        if rank in scales
+    }
+
+
+def added(one: RankTimes | None, other: RankTimes) -> RankTimes:
+    if one is None:
+        return other
+    return RankTimes(
+        one.seconds + other.seconds,
+        one.compute + other.compute,
+        one.communication + other.communication,
+        one.data + other.data,
+    )
+
+
+def mean_step(updates: Sequence[Update]) -> float:
+    """Seconds of an update of worker 0."""
+    wholes = [sum(one.split.values()) for one in updates if one.split]
+    return mean(wholes) if wholes else 0.0
+
+
+def times_by_rank(run: Run) -> dict[int, RankTimes]:
+    """Of one update, from what the updates told; from the summary where they told nothing."""
+    total: dict[int, RankTimes] = {}
+    for update in run.all_updates:
+        for rank, times in (update.ranks or {}).items():
+            total[rank] = added(total.get(rank), times)
+    if not total and run.summary is not None:
+        total = rank_times(run.summary.get("ranks")) or {}
+    return a_step(total, mean_step(run.all_updates))
+
+
+def waited_for(times: Mapping[int, RankTimes]) -> Waiting | None:
+    """None: fewer than two ranks."""
+    if len(times) < 2:
+        return None
+    rank = min(times, key=lambda one: times[one].communication)
+    own, others = times[rank], [one for place, one in times.items() if place != rank]
+    more_data = own.data - mean([one.data for one in others])
+    more_compute = own.compute - mean([one.compute for one in others])
+    return Waiting(
+        rank,
+        max(one.communication for one in others) - own.communication,
+        own.seconds,
+        "data" if more_data > more_compute else "compute",
+    )
+
+
+def waiting_words(times: Mapping[int, RankTimes]) -> str | None:
+    found = waited_for(times)
+    if found is None:
+        return None
+    if found.seconds < NOTICED * found.step_seconds:
+        return f"No worker kept the others waiting for more than {NOTICED:.0%} of a step."
+    why = "it took longer over data and script" if found.cause == "data" else "it computed longer"
+    return (
+        f"Worker {found.rank} kept the others waiting {short_time(found.seconds)} a step "
+        f"({share(found.seconds, found.step_seconds)} of it): {why}."
+    )
+
+
+def waits_over_steps(run: Run) -> dict[int, list[tuple[int, float]]]:
+    """By rank: seconds of a step that it waited less than the one that waited most, wherever the ranks were told of."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    for updates in run.updates.values():
+        begin = 0
+        for place, update in enumerate(updates):
+            if not update.ranks:
+                continue
+            times = a_step(update.ranks, mean_step(updates[begin : place + 1]))
+            begin = place + 1
+            for rank, one in times.items():
+                most = max(other.communication for other in times.values())
+                found.setdefault(rank, []).append((update.step, most - one.communication))
+    return dict(sorted(found.items()))
