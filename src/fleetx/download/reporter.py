@@ -1,4 +1,4 @@
-"""What is shown of a download: a bar on a terminal, a line now and then elsewhere, nothing on all but worker 0 of a node."""
+"""Show progress: a bar on a terminal, a line every LINE_EVERY_S elsewhere, and nothing except on local rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ..dist.roles import role_from_env
 from ..errors import ConfigError
@@ -16,7 +16,7 @@ LINE_EVERY_S = 10.0
 
 
 def readable(count: float) -> str:
-    """Bytes in decimal units, as disks and networks are sold: 1500000 is "1.5 MB"."""
+    """Format bytes in decimal units, as sizes of disks and networks are given: 1500000 is "1.5 MB"."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -24,27 +24,20 @@ def readable(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-class Reporter(Protocol):
-    def line(self, text: str) -> None: ...
+class Reporter:
+    """Shows nothing: the reporter of all ranks but the first of a node."""
 
-    def begin(self, what: str, total: int) -> None: ...
-
-    def received(self, count: int) -> None:
-        """So many bytes of what was begun."""
-
-
-class Silent:
     def line(self, text: str) -> None:
-        pass
+        """Show one line."""
 
     def begin(self, what: str, total: int) -> None:
-        pass
+        """Begin a task of `total` bytes."""
 
     def received(self, count: int) -> None:
-        pass
+        """Show that `count` bytes of the task are done."""
 
 
-class Lines:
+class Lines(Reporter):
     def __init__(self) -> None:
         self._what, self._total, self._next = "", 0, 0.0
 
@@ -61,7 +54,7 @@ class Lines:
             self.line(f"{self._what}: {readable(count)} of {readable(self._total)}")
 
 
-class Bar:
+class Bar(Reporter):
     def __init__(self, progress: Any) -> None:
         self._progress = progress
         self._task: Any = None
@@ -80,8 +73,8 @@ class Bar:
 
 
 def is_first_of_node() -> bool:
-    """From a launcher's variables: a download may come before fleet.init()."""
-    with contextlib.suppress(ConfigError):  # half-set ones are fleet.init's to complain about
+    """Read the local rank from the launcher's variables: a download may come before fleet.init()."""
+    with contextlib.suppress(ConfigError):  # fleet.init reports variables that are set by half
         return role_from_env(os.environ).local_rank == 0
     return True
 
@@ -89,14 +82,14 @@ def is_first_of_node() -> bool:
 @contextlib.contextmanager
 def reporting() -> Iterator[Reporter]:
     if not is_first_of_node():
-        yield Silent()
+        yield Reporter()
     elif not sys.stderr.isatty():
         yield Lines()
     else:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-        name = TextColumn("{task.description}", markup=False)  # others chose it
+        name = TextColumn("{task.description}", markup=False)  # names come from a manifest, and may hold rich's markup
         columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             yield Bar(progress)

@@ -1,9 +1,8 @@
-"""Where bytes may come from: a local file, https, and plain http from this very machine only.
+"""Addresses that may be read (local files, https, and http of this machine), and one attempt to read one from an offset.
 
-Passwords and query strings (which often hold a signature) are never shown: `str(address)` leaves them out.
-
-
-Bytes of an address from a given place on: what a server answers, made plain. One attempt; patience is elsewhere."""
+Passwords and query strings (which often hold a signature) are never shown: `str(address)` leaves them out. `fetch.retry`
+repeats an attempt that raised Broken.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +33,17 @@ _NOT_IN_URLS = re.compile(r"[^\x21-\x7e]")
 
 
 class BadAddress(Exception):
-    """Why an address cannot be used: a whole sentence that shows no password."""
+    """Raised for an address that cannot be used; the text is a whole sentence that shows no password."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
+    """An https address, or an http one of this machine."""
+
     url: str = field(repr=False)
-    """Without user name, password and fragment."""
+    """Address without user name, password and fragment."""
     login: str | None = field(default=None, repr=False)
-    """user:password, sent to this host and to no other."""
+    """user:password, sent to this host and to no other; None without one."""
 
     def __str__(self) -> str:
         return shown_url(self.url)
@@ -52,7 +53,7 @@ class Remote:
         return self.url.startswith("http:")
 
     def beside(self, path: str) -> Remote:
-        """A file in the same folder or below it; the query belongs to the one address it came with."""
+        """Return the address of a file in the same folder or below it, without the query."""
         parts = urlsplit(self.url)
         folder = parts.path.rpartition("/")[0]  # not urljoin, which takes a//b for a/b: to a bucket these are two places
         return Remote(urlunsplit(parts._replace(path=f"{folder}/{quote(path)}", query="")), self.login)
@@ -62,7 +63,7 @@ Address: TypeAlias = Path | Remote
 
 
 def shown_url(url: str) -> str:
-    """An address as it may be printed: no user, password, query or fragment."""
+    """Format an address for a message, without user, password, query and fragment."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"
@@ -73,7 +74,7 @@ def has_scheme(text: str) -> bool:
 
 
 def parse_address(text: str) -> Address:
-    """A path, or a file:, https: or http: address."""
+    """Parse a path, or a file:, https: or http: address."""
     match = _SCHEME.match(text)
     if match is None:
         return Path(os.path.expanduser(text))
@@ -110,7 +111,7 @@ def _local_path(parts: SplitResult, host: str) -> Path:
 def _remote(parts: SplitResult, host: str) -> Remote:
     if parts.scheme == "http" and host not in LOOPBACK:
         raise BadAddress(
-            f"{shown_url(parts.geturl())} is plain http, which anybody on the way can read and change. Write https:; "
+            f"{shown_url(parts.geturl())} is plain http, which others on the way can read and change. Write https:; "
             f"http: is allowed only for {', '.join(LOOPBACK)}."
         )
     userinfo, _, netloc = parts.netloc.rpartition("@")
@@ -119,7 +120,7 @@ def _remote(parts: SplitResult, host: str) -> Remote:
 
 
 def check_step(before: Address, after: Address) -> None:
-    """May one address lead to the other, by a redirect or as an entry of a manifest? Only to a place at least as safe."""
+    """Refuse a redirect, or an entry of a manifest, that leads to a less safe place: from https to http, or to a local file."""
     if isinstance(before, Path):
         return
     if isinstance(after, Path):
@@ -138,26 +139,30 @@ _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})\b")
 
 
 class Broken(Exception):
-    """An attempt that failed in a way that may pass."""
+    """Raised by an attempt that failed for a reason that may pass."""
 
-    def __init__(self, reason: str, *, wait_seconds: float = 0.0, start_anew: bool = False) -> None:
+    def __init__(self, reason: str, *, wait_seconds: float = 0.0, must_restart: bool = False) -> None:
         super().__init__(reason)
-        self.wait_seconds, self.start_anew = wait_seconds, start_anew
+        self.wait_seconds, self.must_restart = wait_seconds, must_restart
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
+    """The bytes of a file from `start` on."""
+
     read: Callable[[int], bytes]
-    """At most so many bytes, as soon as some are there; none at the end. Raises Broken."""
+    """Returns at most so many bytes as soon as some are there, and none at the end. Raises Broken."""
     start: int
-    """Where in the file they begin: 0 when the server could not start elsewhere."""
+    """Offset of the first byte: 0 if the server cannot start elsewhere."""
     total: int | None
-    """Bytes of the whole file, if known."""
+    """Bytes of the whole file; None if unknown."""
     etag: str | None = None
+    """The server's name for this version of the file; None if it gives none."""
 
 
 @contextlib.contextmanager
 def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: float) -> Iterator[Body]:
+    """Open an address at an offset; `etag` names the version that earlier bytes came from."""
     if isinstance(address, Path):
         with _open_local(address) as file:
             file.seek(offset)
@@ -169,7 +174,7 @@ def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: fl
 
 def _open_local(path: Path) -> IO[bytes]:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block for ever
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # open() of a pipe would block
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
     file = open(handle, "rb")
@@ -187,7 +192,7 @@ def _read_local(file: IO[bytes], count: int, path: Path) -> bytes:
 
 
 class _Answer(http.client.HTTPResponse):
-    """All headers within the timeout: with one byte now and then, each of them in time, they could take for ever."""
+    """Receive all headers within the timeout, which sockets apply to each byte alone."""
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -204,8 +209,8 @@ class _Answer(http.client.HTTPResponse):
 
 
 def _hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side did so before
-        # socket.socket's own: that of a TLS socket would change the object while another thread reads from it.
+    with contextlib.suppress(OSError):  # closed by the other side already
+        # Of socket.socket: the method of a TLS socket would change the object while another thread reads from it.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -228,10 +233,10 @@ class _Secure(urllib.request.HTTPSHandler):
 
 
 def _opener(address: Remote) -> urllib.request.OpenerDirector:
-    """Made by hand: the ready-made one also opens ftp:, data: and file: addresses, and follows redirects to them."""
+    """Make an opener of few handlers: the default one opens ftp:, data: and file: addresses, and follows redirects to them."""
     opener = urllib.request.OpenerDirector()
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor()]
-    if address.is_plain:  # from this machine itself, where no proxy has a way to
+    if address.is_plain:  # of this machine, which a proxy cannot reach
         handlers += [_Plain()]
     else:
         handlers += [urllib.request.ProxyHandler(), _Secure()]
@@ -271,7 +276,7 @@ def _ask(address: Remote, offset: int, etag: str | None, timeout_seconds: float)
 
 
 def redirected(before: Remote, location: str) -> Remote:
-    """Only to a place at least as safe. A login stays with the host it was given for."""
+    """Return the target of a redirect, if it is as safe; a login stays with the host it was given for."""
     try:
         after = parse_address(urljoin(before.url, quote(location, safe=string.punctuation)))
         check_step(before, after)
@@ -286,10 +291,10 @@ def redirected(before: Remote, location: str) -> Remote:
 
 
 def _refusal(address: Remote, error: urllib.error.HTTPError, offset: int) -> Exception:
-    known = {status.value: status.phrase for status in http.HTTPStatus}  # the server's own words may hold anything
+    known = {status.value: status.phrase for status in http.HTTPStatus}  # the phrase of the server could hold anything
     answer = f"the server answered {error.code} {known.get(error.code, '')}".rstrip()
     if error.code == 416 and offset:
-        return Broken(f"{answer}: it has no byte {offset}", start_anew=True)
+        return Broken(f"{answer}: it has no byte {offset}", must_restart=True)
     if error.code in _AGAIN:
         wait = _NUMBER.fullmatch(error.headers.get("Retry-After", "").strip())
         return Broken(answer, wait_seconds=float(wait[0]) if wait else 0.0)
@@ -305,10 +310,10 @@ def _body(response: http.client.HTTPResponse, offset: int, address: Remote) -> B
 
     etag, length = response.headers.get("ETag"), response.headers.get("Content-Length", "").strip()
     if response.status == 206:
-        found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
-        if found is None or int(found[1]) != offset:
-            raise Broken("the server sent another range than the one asked for", start_anew=True)
-        return Body(read, offset, None if found[2] == "*" else int(found[2]), etag)
+        match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+        if match is None or int(match[1]) != offset:
+            raise Broken("the server sent another range than the one asked for", must_restart=True)
+        return Body(read, offset, None if match[2] == "*" else int(match[2]), etag)
     if response.status != 200:
         raise DataError(f"{address}: the server answered {response.status}; 200 with the file was expected.")
     return Body(read, 0, int(length) if _NUMBER.fullmatch(length) else None, etag)
@@ -320,7 +325,7 @@ def _is_untrusted(error: BaseException) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    """Few and harmless words. Texts of the http library can hold the address, password and all, or whatever a server sent."""
+    """Describe an error in our own words: texts of the http library can hold the password, or what a server sent."""
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, BaseException) else error
     if isinstance(cause, ssl.SSLCertVerificationError):
@@ -329,6 +334,6 @@ def _why(error: BaseException) -> str:
         return "nothing came for too long"
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
-    if found := _TUNNEL.match(str(cause)):
-        return f"the proxy (see https_proxy) answered {found[1]}"
+    if match := _TUNNEL.match(str(cause)):
+        return f"the proxy (see https_proxy) answered {match[1]}"
     return f"the connection broke ({type(cause).__name__})"

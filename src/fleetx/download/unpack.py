@@ -1,12 +1,9 @@
-"""An archive into the folder it lies in: first into a fresh folder aside, and moved in once every member was fine.
+"""Unpack a tar, tar.gz, tar.xz or zip into its own folder: all of it, or nothing.
 
-A kill before the move leaves only the folder aside, which the next call removes. A kill during the move leaves whole files,
-and no record that the archive is unpacked: the next call does it again.
-
-
-tar, tar.gz and tar.xz, read forwards only. `Stream` guards the memory, `Writer` the disk.
-
-zip, stored or deflated. What the list at its end claims is compared with what really comes out."""
+Members are written into a fresh folder aside, which is moved in once every member was accepted. A kill before the move leaves
+only that folder, which the next call removes. A kill during the move leaves whole files, and no record that the archive is
+unpacked: the next call unpacks it again. `Stream` guards the memory, `Writer` the disk.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +34,22 @@ KEPT_NAMES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
+    """What an archive was unpacked to."""
+
     files: int
     bytes: int
     names: list[str]
-    """What lies at the top (the first thousand of them): they must still be there. All million files are not asked for."""
+    """Names at the top (the first KEPT_NAMES): the archive counts as unpacked while they exist."""
 
 
 def unpack(
     root: int, root_path: str, entry: Entry, limits: Limits, kept: Collection[str], received: Callable[[int], None]
 ) -> Unpacked:
-    """`kept` are the paths of the manifest: no archive may replace one of them. `received` is told the place in the archive."""
+    """Unpack an archive. It may not replace `kept`, the paths of the manifest; `received` is called with the bytes read of it."""
     with below(root, entry.parts[:-1]) as folder, _fresh_folder(root) as name:
         archive = open_to_read(folder, entry.parts[-1])
         if archive is None:
-            raise DataError(f"{entry.path} has vanished from the target while it was to be unpacked.")
+            raise DataError(f"{entry.path} has vanished from the target before it was unpacked.")
         try:
             with open(archive, "rb") as file:
                 writer = Writer(f"{root_path}/{name}", limits, kept, entry.parts[:-1], lambda: received(file.tell()))
@@ -66,7 +65,7 @@ def unpack(
             names = sorted(os.listdir(aside))[:KEPT_NAMES]
             _check_way(aside, folder, entry.path, entry.parts[:-1])
             _move_in(aside, folder)
-        os.sync()  # one for all: a million single fsyncs take hours
+        os.sync()  # once: a million single fsyncs take hours
         return Unpacked(writer.files, writer.bytes, names)
 
 
@@ -81,7 +80,7 @@ def _fresh_folder(root: int) -> Iterator[str]:
 
 
 def _check_way(source: int, target: int, archive: str, place: tuple[str, ...]) -> None:
-    """What cannot be moved in is found before the first is moved."""
+    """Refuse what cannot be moved in, before the first file is moved."""
     for name in os.listdir(source):
         try:
             there = os.stat(name, dir_fd=target, follow_symlinks=False).st_mode
@@ -100,7 +99,7 @@ def _check_way(source: int, target: int, archive: str, place: tuple[str, ...]) -
 
 
 def _move_in(source: int, target: int) -> None:
-    """Folders that are there already are joined; files are replaced. rename follows no link, and neither do we."""
+    """Move files in: existing folders are merged, existing files replaced, links not followed."""
     for name in os.listdir(source):
         try:
             os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
@@ -113,18 +112,18 @@ def _move_in(source: int, target: int) -> None:
 
 BLOCK_BYTES = 512
 MAX_HEADER_BYTES = 2 * CHUNK_BYTES
-"""All headers of one member: tarfile takes long names, extended headers and maps of holes into memory, however long they are."""
+"""Most bytes of headers of one member: tarfile reads long names, extended headers and maps of holes into memory whole."""
 MAX_GLOBAL_KEYS = 100
-"""They are copied for every member: a million of them would keep it busy for days."""
+"""Most keys in global headers: tarfile copies them for every member."""
 XZ_MEMORY_BYTES = 2**30
 TAR_ERRORS = (
     *(tarfile.TarError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError),
-    *(ValueError, OverflowError, IndexError, RecursionError),  # numbers, names and chains of headers that tarfile does not expect
+    *(ValueError, OverflowError, IndexError, RecursionError),  # from headers that tarfile does not expect
 )
 
 
 def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> None:
-    """All members. Raises BadMember with a whole sentence."""
+    """Write all members of a tar. Raises BadMember with a whole sentence."""
     stream = Stream(_plain_bytes(file, kind), max_stream_bytes)
     member = None
     try:
@@ -134,7 +133,7 @@ def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> 
                     raise BadMember(f"has more than {MAX_GLOBAL_KEYS} keys in its global headers")
                 stream.limit = tar.offset
                 _write_tar(tar, member, writer)
-                tar.members.clear()  # it would keep every header of a million files
+                tar.members.clear()  # tarfile would keep the headers of a million files
                 stream.limit = tar.offset + MAX_HEADER_BYTES
         if stream.last != bytes(BLOCK_BYTES):
             raise BadMember("breaks off: its end mark is missing, or it is damaged in the middle")
@@ -146,7 +145,7 @@ def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> 
 
 
 def _read_to_the_end(stream: Stream) -> None:
-    """Where gzip and xz keep their checksums. Two archives joined by `cat` would be unpacked by half."""
+    """Read to the end, where gzip and xz keep their checksums, and refuse a second archive joined by `cat`."""
     stream.limit = sys.maxsize
     while rest := stream.read(CHUNK_BYTES):
         if rest.count(0) < len(rest):
@@ -167,12 +166,12 @@ def _write_tar(tar: tarfile.TarFile, member: tarfile.TarInfo, writer: Writer) ->
             raise BadMember(f"is {kind}; only files, folders and links are unpacked")
         else:
             source = tar.extractfile(member)
-            assert source is not None  # given for every plain file
+            assert source is not None  # a plain file has one
             with source:
                 writer.file(member.name, source.read, member.size, executable=bool(member.mode & 0o100))
     except BadMember as error:
         raise BadMember(f": the member {shown(member.name)} {error}") from None
-    except gzip.BadGzipFile:  # an OSError too, but of reading
+    except gzip.BadGzipFile:  # an OSError too, but raised by reading
         raise
     except OSError as error:
         raise BadMember(f": the member {shown(member.name)} cannot be written: {error.strerror}") from None
@@ -185,13 +184,13 @@ def _plain_bytes(file: IO[bytes], kind: str) -> Callable[[int], bytes]:
 
 
 class Stream:
-    """What tarfile reads from: it only goes forwards, and ends at a limit."""
+    """The stream that tarfile reads: it goes forwards only, and ends at a limit."""
 
     def __init__(self, read: Callable[[int], bytes], max_bytes: int) -> None:
         self.last = b""
-        """What was read last: after the end of a whole archive, a block of zeros."""
+        """Bytes of the last read: after the end of a whole archive, a block of zeros."""
         self.limit = MAX_HEADER_BYTES
-        """Where what is now read must end: a member's headers, or its data. Skipping is free."""
+        """Offset where the headers or the data that are being read must end. Skipping is free."""
         self._read, self._max_bytes, self._position = read, max_bytes, 0
 
     def tell(self) -> int:
@@ -221,7 +220,7 @@ class Stream:
 
 
 class _Xz:
-    """lzma.LZMAFile with a limit on memory: a header may ask for a dictionary of 4 GiB."""
+    """Reader of xz with a limit on memory, which lzma.LZMAFile lacks: a header may ask for a dictionary of 4 GiB."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -251,7 +250,7 @@ ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, No
 
 
 def unzip(file: IO[bytes], max_stream_bytes: int, writer: Writer) -> None:
-    """All members. Raises BadMember with a whole sentence."""
+    """Write all members of a zip. Raises BadMember with a whole sentence."""
     left = max_stream_bytes
 
     def counted(read: Callable[[int], bytes]) -> Callable[[int], bytes]:
@@ -284,7 +283,7 @@ def _write_zip(
     counted: Callable[[Callable[[int], bytes]], Callable[[int], bytes]],
     writer: Writer,
 ) -> None:
-    name = member.orig_filename  # filename is cut at a NUL
+    name = member.orig_filename  # `filename` ends at a NUL
     mode = member.external_attr >> 16
     try:
         if member.flag_bits & _ENCRYPTED:
@@ -294,7 +293,7 @@ def _write_zip(
         if stat.S_IFMT(mode) == stat.S_IFLNK:
             if member.file_size > MAX_LINK_BYTES:
                 raise BadMember("is a link without a usable target")
-            with archive.open(member) as source:  # in one piece of this size: read() takes 2 GiB of zeros into memory at once
+            with archive.open(member) as source:  # read() without a size could take 2 GiB of zeros into memory
                 target = source.read(MAX_LINK_BYTES + 1)
             writer.symbolic_link(name, target.decode("utf-8", "surrogateescape"))
         elif stat.S_IFMT(mode) not in _PLAIN_KINDS:
@@ -305,7 +304,7 @@ def _write_zip(
             with archive.open(member) as source:
                 take = counted(source.read)
                 writer.file(name, take, member.file_size, executable=bool(mode & 0o100))
-                take(1)  # past the end: only there the checksum is compared, and a longer file than claimed found out
+                take(1)  # past the end: only there are checksum and length compared
     except BadMember as error:
         raise BadMember(f": the member {shown(name)} {error}") from None
     except OSError as error:
