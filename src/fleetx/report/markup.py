@@ -1,6 +1,4 @@
-"""HTML whose texts are escaped by construction: only what `tag` has made is taken as markup.
-
-Settings side by side: what differs between runs first, what is the same folded away."""
+"""Write HTML whose texts are escaped by construction (only what `tag` made is taken as markup), and tables of settings."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class Markup(str):
 
 
 Child = str | None
-"""Markup, or a text that will be escaped."""
+"""Markup, or text that will be escaped."""
 
 
 def escaped(child: str) -> Markup:
@@ -31,7 +29,7 @@ def join(*children: Child) -> Markup:
 
 
 def tag(name: str, /, *children: Child, **attributes: str | int | float | bool | None) -> Markup:
-    """`class_`, `for_` are class and for; `data_x` is data-x. None and False leave an attribute out, True has no value."""
+    """Make an element. `class_` is class, `data_x` is data-x; None and False leave an attribute out, True has no value."""
     written = []
     for key, value in attributes.items():
         if value is None or value is False:
@@ -45,7 +43,7 @@ def tag(name: str, /, *children: Child, **attributes: str | int | float | bool |
 
 
 def data(value: Any) -> Markup:
-    """A block of JSON for the page's script. `<` is written as an escape: a text cannot end the block."""
+    """Make a block of JSON for page.js. `<` is written as an escape, so that no text can end the block."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -67,7 +65,7 @@ def shown(value: object) -> str:
 
 
 def differing(columns: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Names of settings that are not the same in all, and of those that are; each in the order they come."""
+    """Return the names of settings that differ, and of those that are the same in all columns, in their order."""
     names = dict.fromkeys(name for column in columns for name in column)
     differs = [name for name in names if len({shown(column.get(name, _MISSING)) for column in columns}) > 1]
     return differs, [name for name in names if name not in set(differs)]
@@ -89,7 +87,7 @@ def table(heads: Sequence[str], columns: Sequence[Mapping[str, Any]], names: Seq
 
 
 def side_by_side(heads: Sequence[str], columns: Sequence[Mapping[str, Any]], what: str) -> Markup | None:
-    """One column is a plain table. `what` is the plural: "settings"."""
+    """Show what differs first and fold away the rest; one column is a plain table. `what` is the plural, as "settings"."""
     differs, same = differing(columns)
     if not differs and not same:
         return None
@@ -98,5 +96,5 @@ def side_by_side(heads: Sequence[str], columns: Sequence[Mapping[str, Any]], wha
     first = table(heads, columns, differs, class_="diff") if differs else tag("p", f"The same {what} in all.", class_="note")
     if not same:
         return first
-    told = f"{len(same)} {what} are the same" if len(same) > 1 else f"1 of the {what} is the same"
-    return join(first, tag("details", tag("summary", told), table(heads[:1], columns[:1], same)))
+    count = f"{len(same)} {what} are the same" if len(same) > 1 else f"1 of the {what} is the same"
+    return join(first, tag("details", tag("summary", count), table(heads[:1], columns[:1], same)))

@@ -1,8 +1,4 @@
-"""The head of the page: cards of one run, a table of several, and what a reader should know first.
-
-The sections in words: strategies and environments side by side, and what workers wrote last.
-
-The page: one HTML file that opens from disk, asks no network, and runs no script but its own."""
+"""Make the page: one HTML file that opens from disk, asks no network, and runs no script but its own."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ REPEATED = "the first try counts in time and bytes, the second is what the chart
 
 
 def fact_cells(facts: Facts) -> dict[str, tuple[str, str]]:
-    """By name: a large text, and a small one under it."""
+    """Return large and small text of each fact, by name."""
     cells = {"state": (facts.state, facts.error or "")}
     beyond = f"of {facts.total_steps:,}" if facts.total_steps not in (None, facts.steps) else ""
     skipped = f"{facts.skipped:,} skipped" if facts.skipped else ""
@@ -62,7 +58,7 @@ def cards(facts: Facts) -> Markup:
 
 
 def comparison(show: Show) -> Markup:
-    """One row for each run in place of cards."""
+    """Make the table of several runs: one row each, in place of cards."""
     cells = [fact_cells(facts) for facts in show.facts]
     names = list(dict.fromkeys(name for one in cells for name in one))
     head = tag("thead", tag("tr", tag("th", "run", scope="col"), *(tag("th", name, scope="col") for name in names)))
@@ -79,24 +75,24 @@ def comparison(show: Show) -> Markup:
     return tag("div", tag("table", head, tag("tbody", *rows), class_="runs"), class_="scroll", tabindex=0)
 
 
-def told(show: Show) -> Markup | None:
-    """What the reader should know before the charts."""
-    found = []
+def warnings(show: Show) -> Markup | None:
+    """List what the reader should know before the charts: damage, restarts, a missing end."""
+    texts = []
     for run, facts in zip(show.runs, show.facts, strict=True):
         whose = f"{run.name}: " if len(show.runs) > 1 else ""
-        found += [f"{whose}{problem}." for problem in run.problems]
+        texts += [f"{whose}{problem}." for problem in run.problems]
         if not run.updates:
-            found.append(f"{whose}no update has been logged yet.")
+            texts.append(f"{whose}no update has been logged yet.")
         if run.again:
-            found.append(f"{whose}{run.again:,} updates were done again after a restart: {REPEATED}.")
+            texts.append(f"{whose}{run.again:,} updates were done again after a restart: {REPEATED}.")
         if facts.state == "no end written":
-            found.append(
+            texts.append(
                 f"{whose}no summary was written: the run was killed, or has not gone on for a while ({steps_words(facts)})."
             )
         gap = max((curves.step_gap(updates) for updates in run.updates.values()), default=1)
         if gap > 1:
-            found.append(f"{whose}one update in {gap:,} was logged: sums over updates are of those.")
-    return tag("ul", *(tag("li", one) for one in found), class_="told") if found else None
+            texts.append(f"{whose}one update in {gap:,} was logged: sums over updates are of those.")
+    return tag("ul", *(tag("li", text) for text in texts), class_="warnings") if texts else None
 
 
 def strategy(show: Show) -> Markup | None:
@@ -110,21 +106,21 @@ def strategy(show: Show) -> Markup | None:
 
 
 def environment_row(run: Run) -> dict[str, Any]:
-    """Of the last start: what ran, where, how."""
+    """Return what ran, where and how, of the last start."""
     last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
-    found = {name: last.get(name) for name in ("fleetx", "torch", "python", "platform", "device", "backend", "ranks", "nodes")}
+    row = {name: last.get(name) for name in ("fleetx", "torch", "python", "platform", "device", "backend", "ranks", "nodes")}
     for name in ("hosts", "command"):
         given = last.get(name)
-        found[name] = " ".join(map(str, given)) if isinstance(given, list) else given
+        row[name] = " ".join(map(str, given)) if isinstance(given, list) else given
     given = last.get("pairs")
-    pairs = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
-    for place, one in enumerate(pairs, start=1):
+    pairs = [pair for pair in given if isinstance(pair, dict)] if isinstance(given, list) else []
+    for place, pair in enumerate(pairs, start=1):
         end = f" {place}" if len(pairs) > 1 else ""
-        found |= {f"{name}{end}": one.get(name) for name in ("model", "parameters", "optimizer")}
-    found["total_steps"] = last.get("total_steps")
-    found["started"] = ", ".join(str(start.get("time")) for start in run.starts if start.get("time"))
-    found["folder"] = str(run.folder)
-    return {name: value for name, value in found.items() if value not in (None, "")}
+        row |= {f"{name}{end}": pair.get(name) for name in ("model", "parameters", "optimizer")}
+    row["total_steps"] = last.get("total_steps")
+    row["started"] = ", ".join(str(start.get("time")) for start in run.starts if start.get("time"))
+    row["folder"] = str(run.folder)
+    return {name: value for name, value in row.items() if value not in (None, "")}
 
 
 def environment(show: Show) -> Markup | None:
@@ -134,16 +130,16 @@ def environment(show: Show) -> Markup | None:
 
 
 def failures(show: Show) -> Markup | None:
-    """The last lines of the workers, of runs that failed or ended without a word."""
-    found = []
+    """Show the last lines of worker logs, of runs that failed or ended without a summary."""
+    parts = []
     for run, facts in zip(show.runs, show.facts, strict=True):
         if facts.state not in ("failed", "no end written"):
             continue
-        found += [tag("p", f"{run.name}: {facts.error}", class_="finding")] if facts.error else []
+        parts += [tag("p", f"{run.name}: {facts.error}", class_="finding")] if facts.error else []
         for rank, text in log_tails(run.folder).items():
             head = tag("summary", f"{run.name}, worker {rank}" if len(show.runs) > 1 else f"worker {rank}")
-            found.append(tag("details", head, tag("pre", text, tabindex=0), open=facts.state == "failed" and len(show.runs) == 1))
-    return section("Last lines of the worker logs", *found, key="failures", is_grid=False)
+            parts.append(tag("details", head, tag("pre", text, tabindex=0), open=facts.state == "failed" and len(show.runs) == 1))
+    return section("Last lines of the worker logs", *parts, key="failures", is_grid=False)
 
 
 SECTIONS = (failures, learning, speed, wire, gradients, memory, strategy, environment)
@@ -160,7 +156,7 @@ def make_page(runs: Sequence[Run], title: str | None = None) -> str:
         tag("a", "to the charts", href="#charts", class_="skip"),
         tag("header", tag("h1", name), tag("p", headline(show), class_="sub") if headline(show) else None),
         cards(show.facts[0]) if len(runs) == 1 else comparison(show),
-        told(show),
+        warnings(show),
         controls(show),
         tag("main", *(section(show) for section in SECTIONS), id="charts"),
         tag("footer", f"fleetx report {__version__}"),
@@ -181,13 +177,13 @@ def make_page(runs: Sequence[Run], title: str | None = None) -> str:
 
 
 def policy(script: str) -> str:
-    """No network at all. The digest names the one script that may run; where it is understood, `unsafe-inline` is void."""
+    """Return the content security policy: no network, and no script but the one of this digest, which voids `unsafe-inline`."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'sha256-{digest}'; img-src data:"
 
 
 def headline(show: Show) -> str:
-    """Of one run: when, where and how large."""
+    """Say of a single run when and where it ran, and on how many ranks."""
     if len(show.runs) > 1 or not show.runs[0].starts:
         return ""
     first, last = show.runs[0].starts[0], show.runs[0].starts[-1]
@@ -199,13 +195,13 @@ def headline(show: Show) -> str:
 
 
 def clock(track: Track) -> dict[str, Any]:
-    """From steps to seconds and bytes, for a chart that is laid out by them."""
-    timed = [one for one in track.updates if one.total_seconds is not None]
+    """Return the seconds and bytes of some steps: page.js interpolates between them."""
+    timed = [update for update in track.updates if update.total_seconds is not None]
     kept = [timed[place] for place in picked(len(timed), CLOCK_POINTS)]
     return {
-        "step": [one.step for one in kept],
-        "seconds": [number_json(one.total_seconds) for one in kept],
-        "bytes": [number_json(one.total_sent) for one in kept],
+        "step": [update.step for update in kept],
+        "seconds": [number_json(update.total_seconds) for update in kept],
+        "bytes": [number_json(update.total_sent) for update in kept],
     }
 
 
@@ -215,7 +211,7 @@ def chip(track: Track) -> Markup:
 
 
 def controls(show: Show) -> Markup | None:
-    """Shown by the script alone: without it they would do nothing."""
+    """Make the controls, which are hidden without scripts."""
     if not show.across:
         return None
     chips = [chip(track) for track in show.tracks]

@@ -1,8 +1,4 @@
-"""What all sections of the page are made from, and with: the runs, their horizontal axes, charts over the steps.
-
-The sections of what a model learns: loss, values, learning rate; bytes on the wire; gradients.
-
-The sections of what a run costs: throughput, where the time goes and who waits, memory."""
+"""Make the sections with charts: what a model learns (loss, values, wire, gradients) and what a run costs (time, memory)."""
 
 from __future__ import annotations
 
@@ -23,28 +19,28 @@ from .strip import ratio_strip
 
 @dataclass(frozen=True)
 class Show:
-    """What all sections are made from."""
+    """Runs, their facts and tracks, and the horizontal axes: what all sections are made from."""
 
     runs: Sequence[Run]
     facts: Sequence[Facts]
     tracks: Sequence[Track]
     across: Sequence[Horizontal]
-    """Ways to lay the steps out: by step, by time, by bytes. Empty where no update was logged."""
+    """Horizontal axes: by step, time and bytes. Empty if no update was logged."""
 
     @property
     def marks(self) -> list[tuple[str, float]]:
-        """Where a run was resumed: of one run only, or they would not be told apart."""
+        """Places where a run was resumed; none for several runs, whose marks would look alike."""
         return [("resumed", float(step)) for step in curves.resumed_at(self.runs[0])] if len(self.runs) == 1 else []
 
 
 def layouts(tracks: Sequence[Track]) -> list[Horizontal]:
-    """The horizontal axes that the runs have numbers for; the first is the one that is shown."""
+    """Return the horizontal axes that the runs have numbers for; the first is shown at the start."""
     having = [track for track in tracks if track.updates]
     if not having:
         return []
     steps = [track.updates[place].step for track in having for place in (0, -1)]
-    found = [Horizontal("step", "step", exact(min(steps), max(steps), whole=True))]
-    seconds = [one.total_seconds for track in having for one in track.updates if one.total_seconds is not None]
+    axes = [Horizontal("step", "step", exact(min(steps), max(steps), whole=True))]
+    seconds = [update.total_seconds for track in having for update in track.updates if update.total_seconds is not None]
     sent = [track.updates[-1].total_sent for track in having]
     for key, name, most, units in (
         ("seconds", "time", max(seconds, default=0.0), LONG_TIMES),
@@ -52,8 +48,8 @@ def layouts(tracks: Sequence[Track]) -> list[Horizontal]:
     ):
         if most > 0:
             unit = unit_for(most, units)
-            found.append(Horizontal(key, f"{name} ({unit.name})", exact(0.0, most, unit=unit)))
-    return found
+            axes.append(Horizontal(key, f"{name} ({unit.name})", exact(0.0, most, unit=unit)))
+    return axes
 
 
 def line_of(track: Track, points: Sequence[Point], **more: Any) -> Line:
@@ -61,20 +57,20 @@ def line_of(track: Track, points: Sequence[Point], **more: Any) -> Line:
 
 
 def gap_notes(lines: Sequence[Line], what: str) -> list[str]:
-    """Where a number was missing or not finite."""
-    told = []
+    """Say where a number was missing or not finite."""
+    notes = []
     for line in lines:
         gaps = curves.not_finite(line.points)
         if gaps is not None:
             count, first = gaps
             times = "once" if count == 1 else f"{count:,} times"
             whose = f"{line.name}: " if len(lines) > 1 else ""
-            told.append(f"{whose}{what} was missing or not finite {times}, first at step {first:,}.")
-    return told
+            notes.append(f"{whose}{what} was missing or not finite {times}, first at step {first:,}.")
+    return notes
 
 
 def over_steps(show: Show, key: str, title: str, lines: Sequence[Line], **more: Any) -> Markup | None:
-    """A chart that may be laid out by step, time or bytes."""
+    """Draw lines over the steps; the reader may switch to time or bytes."""
     if not show.across:
         return None
     chart = Chart(key, title, lines, show.across, marks=show.marks, is_named=len(show.tracks) > 1)
@@ -84,7 +80,7 @@ def over_steps(show: Show, key: str, title: str, lines: Sequence[Line], **more: 
 def simple_chart(
     show: Show, key: str, title: str, points: Callable[[Track], list[Point]], *, shape: Shape = "line", **more: Any
 ) -> Markup | None:
-    """One line for each track."""
+    """Draw one line for each track over the steps."""
     return over_steps(show, key, title, [line_of(track, points(track), shape=shape) for track in show.tracks], **more)
 
 
@@ -93,10 +89,11 @@ def is_wide(chart: Markup) -> bool:
 
 
 def section(title: str, *children: Markup | None, key: str, is_grid: bool = True) -> Markup | None:
+    """Put children under a heading; None if there are none."""
     there = [child for child in children if child]
     if not there:
         return None
-    if is_grid and sum(not is_wide(child) for child in there) % 2:  # no hole in a page of two columns
+    if is_grid and sum(not is_wide(child) for child in there) % 2:  # an odd one would leave a hole in two columns
         first = next(place for place, child in enumerate(there) if not is_wide(child))
         there[first] = tag("div", there[first], class_="wide")
     body = tag("div", *there, class_="grid-of-charts") if is_grid else join(*there)
@@ -118,7 +115,7 @@ def learning(show: Show) -> Markup | None:
 
 
 def wire_lines(show: Show) -> list[Line]:
-    """Of each run what was sent, and in dashes what dense would have; one grey line where that is the same for all."""
+    """Return lines of bytes sent, and dashed ones of dense updates: one grey line if it is the same for all runs."""
     tracks = curves.sending(show.tracks)
     shared = curves.shared_dense(tracks)
     lines = []
@@ -176,7 +173,7 @@ def gradients(show: Show) -> Markup | None:
 
 
 def loss_scale(show: Show) -> Markup | None:
-    """Only where it moved, or an update was skipped."""
+    """Draw the loss scale of tracks where it moved, or an update was skipped."""
     lines = []
     for track in show.tracks:
         scale = curves.known(track.updates, "loss_scale")
@@ -191,7 +188,7 @@ def loss_scale(show: Show) -> Markup | None:
 MOST_BARS, MOST_WAIT_LINES, MOST_CURVES = 24, 8, 4
 LEAST_POINTS = 3
 NOTICED_WAIT = 0.05
-"""Of what the worst worker made the others wait."""
+"""Least share of the longest wait at which another rank is shown."""
 
 
 def speed(show: Show) -> Markup | None:
@@ -251,7 +248,7 @@ def whose(show: Show, run: Run) -> str:
 
 
 def wait_charts(show: Show) -> list[Markup | None]:
-    """Who was waited for, as the run went on."""
+    """Draw for each run which ranks were waited for, over the steps."""
     charts: list[Markup | None] = []
     for place, run in enumerate(show.runs):
         waits = waits_over_steps(run)
@@ -283,15 +280,15 @@ def wait_charts(show: Show) -> list[Markup | None]:
 
 
 def most_waited_for(waits: Mapping[int, Sequence[tuple[int, float]]]) -> list[int]:
-    """Ranks that made the others wait at least a little of what the worst did; of many only the worst."""
+    """Return the ranks that were waited for at least NOTICED_WAIT of the longest wait; at most MOST_WAIT_LINES."""
     total = {rank: sum(seconds for _, seconds in one) for rank, one in waits.items()}
     noticed = [rank for rank, seconds in total.items() if seconds > NOTICED_WAIT * max(total.values())]
     return sorted(sorted(noticed, key=lambda rank: -total[rank])[:MOST_WAIT_LINES])
 
 
 def memory(show: Show) -> Markup | None:
-    """The last curve of each run; of one run alone a few more, from its first on."""
-    found = []
+    """Draw the last memory curve of each run; of a single run its first ones too."""
+    drawn = []
     for place, run in enumerate(show.runs):
         kept = (
             run.memory_curves[-1:]
@@ -303,15 +300,15 @@ def memory(show: Show) -> Markup | None:
             step = f"step {curve.step:,}" if curve.step is not None else "a step"
             name = f"{run.name}, {step}" if len(show.runs) > 1 else step
             points = list(zip(curve.seconds, curve.bytes, strict=True))
-            found.append((curve, Line(track, name, points, colour=track if len(show.runs) > 1 else order, shape="steps")))
-    if not found:
+            drawn.append((curve, Line(track, name, points, colour=track if len(show.runs) > 1 else order, shape="steps")))
+    if not drawn:
         return None
-    longest = max(line.points[-1][0] for _, line in found)
+    longest = max(line.points[-1][0] for _, line in drawn)
     unit = unit_for(longest, SHORT_TIMES)
     across = [Horizontal("in_step", f"time in the step ({unit.name})", exact(0.0, longest, unit=unit))]
     kinds = {run.memory_kind for run in show.runs if run.memory_curves}
     chart = Chart(
-        "memory", "memory over a step", [line for _, line in found], across, BYTES, " / ".join(sorted(kinds)),
-        is_smoothed=False, is_named=True, marks=found[-1][0].marks if len(show.runs) == 1 else (),
+        "memory", "memory over a step", [line for _, line in drawn], across, BYTES, " / ".join(sorted(kinds)),
+        is_smoothed=False, is_named=True, marks=drawn[-1][0].marks if len(show.runs) == 1 else (),
     )  # fmt: skip
     return section("Memory", line_chart(chart), key="memory")

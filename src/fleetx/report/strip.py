@@ -1,4 +1,4 @@
-"""A strip of colours: layers downward, steps across, each layer's trust ratio as a shade."""
+"""Draw a strip of colours: layers downward, steps across, the trust ratio of each layer as a shade."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .markup import Markup, data, tag
 CELLS, MOST_COLUMNS = 12_000, 160
 ROW_PIXELS, MOST_PIXELS, LEAST_LABEL_PIXELS = 15, 480, 13
 SHADES = ((24, 34, 88), (38, 92, 138), (60, 150, 146), (190, 192, 96), (255, 236, 150))
-"""From low to high: ever lighter, so that it reads without colours too."""
+"""Colours from low to high, ever lighter: the order can be seen without colours too."""
 SHADE_COUNT = 64
 EMPTY = SHADE_COUNT
-"""The shade of a layer that a step says nothing of: see-through."""
+"""Index of the transparent shade, for a layer that a step did not log."""
 
 
 def shade(share: float) -> tuple[int, int, int]:
-    """Between the named ones, 0 to 1."""
+    """Interpolate SHADES at a share of 0 to 1."""
     at = share * (len(SHADES) - 1)
     low = min(int(at), len(SHADES) - 2)
     red, green, blue = (round(a + (b - a) * (at - low)) for a, b in zip(SHADES[low], SHADES[low + 1], strict=True))
@@ -30,7 +30,7 @@ def shade(share: float) -> tuple[int, int, int]:
 
 
 def png(rows: Sequence[bytes]) -> bytes:
-    """One byte a cell, an index of the palette of shades."""
+    """Write a PNG of rows that hold one byte per cell, an index into the palette of shades."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -44,14 +44,14 @@ def png(rows: Sequence[bytes]) -> bytes:
 
 
 def picked(count: int, most: int) -> list[int]:
-    """Places spread over all, with the first and the last."""
+    """Pick at most `most` places spread evenly, with the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
 
 
 def shade_rows(table: Sequence[Sequence[float | None]]) -> tuple[list[bytes], float, float]:
-    """Indices of shades by the logarithm, and the least and greatest value above zero. Zero has the lowest shade."""
+    """Return shade indices on a log scale, and the least and greatest value above zero. Zero has the lowest shade."""
     above = [value for row in table for value in row if value is not None and value > 0]
     low, high = (min(above), max(above)) if above else (1.0, 1.0)
     span = math.log(high / low) or 1.0
@@ -65,6 +65,7 @@ def shade_rows(table: Sequence[Sequence[float | None]]) -> tuple[list[bytes], fl
 
 
 def ratio_strip(key: str, title: str, logged: Sequence[tuple[int, Mapping[str, float]]], *, track: int) -> Markup | None:
+    """Draw trust ratios by layer; None if fewer than two steps logged any."""
     names = list(dict.fromkeys(name for _, ratios in logged for name in ratios))
     if not names or len(logged) < 2:
         return None
