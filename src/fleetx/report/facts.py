@@ -171,10 +171,7 @@ def added(one: RankTimes | None, other: RankTimes) -> RankTimes:
     if one is None:
         return other
     return RankTimes(
-        one.seconds + other.seconds,
-        one.compute + other.compute,
-        one.communication + other.communication,
-        one.data + other.data,
+        one.seconds + other.seconds, one.compute + other.compute, one.communication + other.communication, one.data + other.data
     )
 
 

@@ -116,15 +116,11 @@ def labels_up(axis: Axis, key: str, *, is_shown: bool) -> Markup:
 
 def labels_across(one: Horizontal, *, is_shown: bool) -> Markup:
     every = max(1, -(-len(one.axis.ticks) // 5))
-    spans = [
-        tag(
-            "span",
-            one.axis.label(tick),
-            style=f"left:{100 * one.axis.place(tick):.2f}%",
-            class_=edge_class(one.axis.place(tick), is_extra=bool(place % (2 * every))),
-        )
-        for place, tick in enumerate(one.axis.ticks)
-    ]
+    spans = []
+    for number, tick in enumerate(one.axis.ticks):
+        place = one.axis.place(tick)
+        classes = edge_class(place, is_extra=bool(number % (2 * every)))
+        spans.append(tag("span", one.axis.label(tick), style=f"left:{100 * place:.2f}%", class_=classes))
     return tag("div", *spans, tag("em", one.caption), class_="xt", data_x=one.key, hidden=not is_shown)
 
 
@@ -145,9 +141,8 @@ def spoken(chart: Chart) -> str:
     described = []
     for line in chart.lines[:8]:
         values = [value for _, value in line.points if value is not None]
-        described.append(
-            f"{line.name} from {plain(values[0])} to {plain(values[-1])}, least {plain(min(values))}, most {plain(max(values))}"
-        )
+        first, last, least, most = map(plain, (values[0], values[-1], min(values), max(values)))
+        described.append(f"{line.name} from {first} to {last}, least {least}, most {most}")
     more = f"; and {len(chart.lines) - 8} more" if len(chart.lines) > 8 else ""
     return f"{chart.title}{', ' + chart.caption if chart.caption else ''}: {'; '.join(described)}{more}. Arrow keys read it out."
 
@@ -156,14 +151,8 @@ def legend(lines: Sequence[Line]) -> Markup:
     items = []
     for line in lines:
         more = (" dashed" if is_dashed(line) else "") + (" dot" if line.shape == "dots" else "")
-        items.append(
-            tag(
-                "li",
-                tag("i", class_=f"key c{line.colour % COLOURS}{more}"),
-                line.name,
-                data_track=None if line.is_of_all else line.track,
-            )
-        )
+        key = tag("i", class_=f"key c{line.colour % COLOURS}{more}")
+        items.append(tag("li", key, line.name, data_track=None if line.is_of_all else line.track))
     return tag("ul", *items, class_="legend")
 
 
@@ -218,7 +207,6 @@ def line_chart(chart: Chart) -> Markup | None:
             paths.append(tag("path", class_=f"{look} mean", d=path(middle, place, line.shape, is_log=shown.is_log)))
     scales: Mapping[str, Axis] = {"lin": lin} if log is None else {"lin": lin, "log": log}
     grids = [grid(axis, name, is_shown=name == key) for name, axis in scales.items()]
-    svg = tag("svg", *grids, *paths, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", aria_hidden="true")
     island = {
         "id": chart.key,
         "lines": [line_data(line, points) for line, points in zip(lines, kept, strict=True)],
@@ -228,24 +216,15 @@ def line_chart(chart: Chart) -> Markup | None:
         "unit": [lin.unit.name, lin.unit.factor],
         "smooth": chart.is_smoothed,
     }
-    return frame(
-        chart.key,
-        chart.title,
-        " ".join(piece for piece in (chart.caption, f"({lin.unit.name})" if lin.unit.name else "") if piece),
-        legend(lines) if len(lines) > 1 or chart.is_named else None,
-        tag("button", "log", type="button", class_="log", aria_pressed="true" if key == "log" else "false", title="log scale")
-        if log is not None
-        else None,
-        tag(
-            "div",
-            *(labels_up(axis, name, is_shown=name == key) for name, axis in scales.items()),
-            tag("div", svg, *vertical_marks(chart), class_="plot", tabindex=0, role="img", aria_label=spoken(chart)),
-            *(labels_across(one, is_shown=one is first) for one in chart.across),
-            class_="body",
-        ),
-        *(tag("p", note, class_="note") for note in chart.notes),
-        data(island),
-    )
+    caption = " ".join(piece for piece in (chart.caption, f"({lin.unit.name})" if lin.unit.name else "") if piece)
+    named = legend(lines) if len(lines) > 1 or chart.is_named else None
+    pressed = "true" if key == "log" else "false"
+    button = tag("button", "log", type="button", class_="log", aria_pressed=pressed, title="log scale") if log else None
+    labels = [labels_up(axis, name, is_shown=name == key) for name, axis in scales.items()]
+    drawn = plot(drawing(*grids, *paths), spoken(chart), *vertical_marks(chart))
+    body = tag("div", *labels, drawn, *(labels_across(one, is_shown=one is first) for one in chart.across), class_="body")
+    notes = [tag("p", note, class_="note") for note in chart.notes]
+    return frame(chart.key, chart.title, caption, named, button, body, *notes, data(island))
 
 
 def vertical_marks(chart: Chart) -> list[Markup]:
@@ -260,6 +239,16 @@ def vertical_marks(chart: Chart) -> list[Markup]:
         label = tag("b", name, class_="left" if place > 0.8 else None, style=f"top:{1.1 * turn:.1f}rem")
         marks.append(tag("span", label, class_="mark", data_at=number_json(at), style=f"left:{100 * place:.2f}%"))
     return marks
+
+
+def drawing(*shapes: Markup, width: int = WIDTH, height: int = HEIGHT) -> Markup:
+    """Put shapes into an SVG that stretches with its box. Screen readers read the label of the plot instead."""
+    return tag("svg", *shapes, viewBox=f"0 0 {width} {height}", preserveAspectRatio="none", aria_hidden="true")
+
+
+def plot(drawn: Markup, described: str, *beside: Markup, class_: str = "plot", style: str | None = None) -> Markup:
+    """Make a drawing reachable by keyboard, with a description for screen readers."""
+    return tag("div", drawn, *beside, class_=class_, tabindex=0, role="img", aria_label=described, style=style)
 
 
 def frame(

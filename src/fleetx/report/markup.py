@@ -77,13 +77,8 @@ def table(heads: Sequence[str], columns: Sequence[Mapping[str, Any]], names: Seq
         tag("tr", tag("th", name, scope="row"), *(tag("td", shown(column.get(name, _MISSING))) for column in columns))
         for name in names
     ]
-    body = tag("tbody", *rows)
-    return tag(
-        "div",
-        tag("table", top if len(heads) > 1 else None, body, class_=f"settings {class_}".rstrip()),
-        class_="scroll",
-        tabindex=0,
-    )
+    whole = tag("table", top if len(heads) > 1 else None, tag("tbody", *rows), class_=f"settings {class_}".rstrip())
+    return tag("div", whole, class_="scroll", tabindex=0)
 
 
 def side_by_side(heads: Sequence[str], columns: Sequence[Mapping[str, Any]], what: str) -> Markup | None:

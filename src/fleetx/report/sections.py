@@ -197,16 +197,11 @@ def speed(show: Show) -> Markup | None:
         show, "throughput", "throughput", lambda track: curves.throughput(track.updates, unit), caption=unit, from_zero=True
     )
     memory = simple_chart(
-        show,
-        "peak",
-        "peak memory so far",
-        lambda track: curves.known(track.updates, "memory_bytes"),
-        units=BYTES,
-        is_smoothed=False,
-    )
-    return section(
-        "Speed", split_bars(show), *rank_bars(show), rates, memory, *split_areas(show), *wait_charts(show), key="speed"
-    )
+        show, "peak", "peak memory so far", lambda track: curves.known(track.updates, "memory_bytes"),
+        units=BYTES, is_smoothed=False,
+    )  # fmt: skip
+    charts = [split_bars(show), *rank_bars(show), rates, memory, *split_areas(show), *wait_charts(show)]
+    return section("Speed", *charts, key="speed")
 
 
 def split_bars(show: Show) -> Markup | None:
@@ -261,21 +256,10 @@ def wait_charts(show: Show) -> list[Markup | None]:
         which = f"other {others} workers were" if others > 1 else "other worker was"
         note = [f"The {which} waited for less, or not at all."] if others else []
         title = f"{whose(show, run)}waiting for {lines[0].name if len(lines) == 1 else 'a worker'}"
-        charts.append(
-            line_chart(
-                Chart(
-                    f"waits-{place}",
-                    title,
-                    lines,
-                    show.across[:1],
-                    SHORT_TIMES,
-                    "of an update",
-                    True,
-                    is_smoothed=False,
-                    notes=note,
-                )
-            )
+        chart = Chart(
+            f"waits-{place}", title, lines, show.across[:1], SHORT_TIMES, "of an update", True, is_smoothed=False, notes=note
         )
+        charts.append(line_chart(chart))
     return charts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .axis import SHORT_TIMES, Axis, share, short_time, straight, unit_for
-from .line_chart import HEIGHT, WIDTH, Horizontal, frame, grid, labels_across, labels_up, number_json
+from .line_chart import HEIGHT, WIDTH, Horizontal, drawing, frame, grid, labels_across, labels_up, number_json, plot
 from .markup import Markup, data, tag
 
 TINTS = {"data": 0, "forward": 1, "backward": 2, "compute": 2, "communication": 3, "update": 4, "other": 5, "rest": 5}
@@ -65,14 +65,6 @@ def area_chart(
         above = [low + one.get(part, 0.0) for low, (_, one) in zip(below, means, strict=True)]
         areas.append(tag("path", class_=f"area {tint(part)}", d=stacked_path(places, below, above, across.axis, up)))
         below = above
-    svg = tag(
-        "svg",
-        grid(up, "lin", is_shown=True),
-        *areas,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-    )
     spoken = f"{title}: mean time of an update over the steps, by {', '.join(parts)}. Arrow keys read it out."
     steps = [number_json(place) for place in places]
     lines = [
@@ -89,16 +81,9 @@ def area_chart(
         "unit": [up.unit.name, up.unit.factor],
         "fixed": True,
     }
-    plot = tag("div", svg, class_="plot", tabindex=0, role="img", aria_label=spoken)
-    return frame(
-        key,
-        title,
-        f"mean of an update ({up.unit.name})",
-        legend(parts),
-        None,
-        tag("div", labels_up(up, "lin", is_shown=True), plot, labels_across(across, is_shown=True), class_="body"),
-        data(island),
-    )
+    drawn = plot(drawing(grid(up, "lin", is_shown=True), *areas), spoken)
+    body = tag("div", labels_up(up, "lin", is_shown=True), drawn, labels_across(across, is_shown=True), class_="body")
+    return frame(key, title, f"mean of an update ({up.unit.name})", legend(parts), None, body, data(island))
 
 
 def bar_chart(key: str, title: str, caption: str, bars: Sequence[Bar], note: str | None = None) -> Markup | None:
@@ -122,13 +107,6 @@ def bar_row(bar: Bar, parts: Sequence[str], most: float) -> list[Markup]:
         hint = tag("title", f"{bar.label}: {part} {short_time(bar.parts.get(part, 0.0))}")
         rects.append(tag("rect", hint, class_=f"area {tint(part)}", x=f"{x:.1f}", y=0, width=f"{width:.1f}", height=10))
         x += width
-    svg = tag(
-        "svg",
-        *rects,
-        viewBox=f"0 0 {WIDTH} 10",
-        preserveAspectRatio="none",
-        role="img",
-        tabindex=0,
-        aria_label=f"{bar.label}: {', '.join(words)}",
-    )
+    label, box = f"{bar.label}: {', '.join(words)}", f"0 0 {WIDTH} 10"
+    svg = tag("svg", *rects, viewBox=box, preserveAspectRatio="none", role="img", tabindex=0, aria_label=label)
     return [tag("span", bar.label, class_="bar-label"), svg, tag("span", short_time(whole), class_="bar-total")]

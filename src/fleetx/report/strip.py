@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from .axis import plain
-from .line_chart import frame
+from .line_chart import drawing, frame, plot
 from .markup import Markup, data, tag
 
 CELLS, MOST_COLUMNS = 12_000, 160
@@ -81,29 +81,16 @@ def ratio_strip(key: str, title: str, logged: Sequence[tuple[int, Mapping[str, f
         if place % every == 0
     ]
     steps = [step for step, _ in shown]
-    ends = [
-        tag("span", f"{steps[0]:,}", style="left:0", class_="lo"),
-        tag("span", f"{steps[-1]:,}", style="left:100%", class_="hi"),
-    ]
+    first, last = (f"{step:,}" for step in (steps[0], steps[-1]))
+    ends = [tag("span", first, style="left:0", class_="lo"), tag("span", last, style="left:100%", class_="hi")]
     stops = ",".join(f"rgb{shade(place / 8)}" for place in range(9))
-    scale = tag(
-        "span", plain(low, 2), tag("i", style=f"background:linear-gradient(90deg,{stops})"), plain(high, 2), class_="ramp"
-    )
-    spoken = f"{title}: {len(names)} layers over steps {steps[0]} to {steps[-1]}, from {plain(low, 2)} to {plain(high, 2)}."
-    svg = tag(
-        "svg",
-        tag("image", href=address, width=100, height=100, preserveAspectRatio="none"),
-        viewBox="0 0 100 100",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-    )
+    least, most = plain(low, 2), plain(high, 2)
+    scale = tag("span", least, tag("i", style=f"background:linear-gradient(90deg,{stops})"), most, class_="ramp")
+    spoken = f"{title}: {len(names)} layers over steps {steps[0]} to {steps[-1]}, from {least} to {most}."
+    image = tag("image", href=address, width=100, height=100, preserveAspectRatio="none")
+    drawn = plot(drawing(image, width=100, height=100), spoken, class_="plot strip", style=f"height:{pixels}px")
     island = {"id": key, "strip": True, "names": names, "steps": steps, "t": track,
               "cells": [[None if value is None else float(f"{value:.3g}") for value in row] for row in table]}  # fmt: skip
-    body = tag(
-        "div",
-        tag("div", *labels, class_="yt names"),
-        tag("div", svg, class_="plot strip", tabindex=0, role="img", aria_label=spoken, style=f"height:{pixels}px"),
-        tag("div", *ends, tag("em", "step"), class_="xt"),
-        class_="body wide-labels",
-    )
+    across = tag("div", *ends, tag("em", "step"), class_="xt")
+    body = tag("div", tag("div", *labels, class_="yt names"), drawn, across, class_="body wide-labels")
     return frame(key, title, "by layer, log shades", None, scale, body, data(island), class_="wide")
