@@ -27,8 +27,15 @@ from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsp
 
 from ..errors import DataError
 
+MAX_REDIRECTS = 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
+_STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e]*"')
+_NUMBER = re.compile(r"\d{1,19}")
+_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})\b")
 _NOT_IN_URLS = re.compile(r"[^\x21-\x7e]")
 
 
@@ -127,15 +134,6 @@ def check_step(before: Address, after: Address) -> None:
         raise BadAddress(f"{before} leads to a local file, {after}. Only a local manifest may name local files.")
     if after.is_plain and not before.is_plain:
         raise BadAddress(f"{before} leads to {after}: from https to plain http, where the bytes could be changed on the way.")
-
-
-MAX_REDIRECTS = 10
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
-_STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e]*"')
-_NUMBER = re.compile(r"\d{1,19}")
-_TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})\b")
 
 
 class Broken(Exception):

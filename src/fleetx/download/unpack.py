@@ -27,9 +27,21 @@ from ..errors import DataError
 from .folder import below, open_to_read, shown
 from .manifest import Entry
 from .once_per_node import UNPACKING
-from .writer import CHUNK_BYTES, MAX_LINK_BYTES, BadMember, Limits, Writer
+from .writer import CHUNK_BYTES, MAX_LINK_BYTES, TOO_MUCH, BadMember, Limits, Writer
 
 KEPT_NAMES = 1000
+BLOCK_BYTES = 512
+MAX_HEADER_BYTES = 2 * CHUNK_BYTES
+"""Most bytes of headers of one member: tarfile reads long names, extended headers and maps of holes into memory whole."""
+MAX_GLOBAL_KEYS = 100
+"""Most keys in global headers: tarfile copies them for every member."""
+XZ_MEMORY_BYTES = 2**30
+READ_ERRORS = (
+    *(tarfile.TarError, zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError),
+    *(ValueError, OverflowError, IndexError, RecursionError, NotImplementedError),  # from headers that the readers do not expect
+)
+_ENCRYPTED = 0x1
+_PLAIN_KINDS = (0, stat.S_IFREG, stat.S_IFDIR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +64,12 @@ def unpack(
             raise DataError(f"{entry.path} has vanished from the target before it was unpacked.")
         try:
             with open(archive, "rb") as file:
-                writer = Writer(f"{root_path}/{name}", limits, kept, entry.parts[:-1], lambda: received(file.tell()))
-                max_stream_bytes = limits.stream_bytes(os.fstat(archive).st_size)
+                size, place = os.fstat(archive).st_size, entry.parts[:-1]
+                writer = Writer(f"{root_path}/{name}", limits, size, kept, place, lambda: received(file.tell()))
                 if entry.archive_kind == "zip":
-                    unzip(file, max_stream_bytes, writer)
+                    unzip(file, writer)
                 else:
-                    untar(file, entry.archive_kind or "", max_stream_bytes, writer)
+                    untar(file, entry.archive_kind or "", writer)
         except BadMember as error:
             text = str(error)
             raise DataError(f"{entry.path}{text if text.startswith(':') else ' ' + text}. Nothing of it was unpacked.") from None
@@ -110,21 +122,22 @@ def _move_in(source: int, target: int) -> None:
                 _move_in(inner, outer)
 
 
-BLOCK_BYTES = 512
-MAX_HEADER_BYTES = 2 * CHUNK_BYTES
-"""Most bytes of headers of one member: tarfile reads long names, extended headers and maps of holes into memory whole."""
-MAX_GLOBAL_KEYS = 100
-"""Most keys in global headers: tarfile copies them for every member."""
-XZ_MEMORY_BYTES = 2**30
-TAR_ERRORS = (
-    *(tarfile.TarError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, EOFError),
-    *(ValueError, OverflowError, IndexError, RecursionError),  # from headers that tarfile does not expect
-)
+@contextlib.contextmanager
+def _member_named(name: str) -> Iterator[None]:
+    """Put the name of a member before the reason why it is refused, or cannot be written."""
+    try:
+        yield
+    except BadMember as error:
+        raise BadMember(f": the member {shown(name)} {error}") from None
+    except gzip.BadGzipFile:  # an OSError too, but raised by reading
+        raise
+    except OSError as error:
+        raise BadMember(f": the member {shown(name)} cannot be written: {error.strerror}") from None
 
 
-def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> None:
+def untar(file: IO[bytes], kind: str, writer: Writer) -> None:
     """Write all members of a tar. Raises BadMember with a whole sentence."""
-    stream = Stream(_plain_bytes(file, kind), max_stream_bytes)
+    stream = Stream(_plain_bytes(file, kind), writer.max_stream_bytes)
     member = None
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:  # type: ignore[call-overload]
@@ -139,7 +152,7 @@ def untar(file: IO[bytes], kind: str, max_stream_bytes: int, writer: Writer) -> 
             raise BadMember("breaks off: its end mark is missing, or it is damaged in the middle")
         _read_to_the_end(stream)
         writer.finish()
-    except TAR_ERRORS as error:
+    except READ_ERRORS as error:
         where = f" after {shown(member.name)}" if member is not None else ""
         raise BadMember(f"is not a readable {kind} file{where}: {shown(str(error))}") from None
 
@@ -153,7 +166,7 @@ def _read_to_the_end(stream: Stream) -> None:
 
 
 def _write_tar(tar: tarfile.TarFile, member: tarfile.TarInfo, writer: Writer) -> None:
-    try:
+    with _member_named(member.name):
         if member.isdir():
             writer.folder(member.name)
         elif member.issym():
@@ -169,12 +182,6 @@ def _write_tar(tar: tarfile.TarFile, member: tarfile.TarInfo, writer: Writer) ->
             assert source is not None  # a plain file has one
             with source:
                 writer.file(member.name, source.read, member.size, executable=bool(member.mode & 0o100))
-    except BadMember as error:
-        raise BadMember(f": the member {shown(member.name)} {error}") from None
-    except gzip.BadGzipFile:  # an OSError too, but raised by reading
-        raise
-    except OSError as error:
-        raise BadMember(f": the member {shown(member.name)} cannot be written: {error.strerror}") from None
 
 
 def _plain_bytes(file: IO[bytes], kind: str) -> Callable[[int], bytes]:
@@ -209,7 +216,7 @@ class Stream:
         self.last = b"".join(pieces)
         self._position += len(self.last)
         if self._position > self._max_bytes:
-            raise BadMember(f"unpacks to more than {self._max_bytes} bytes, far more than its size lets expect (see max_ratio)")
+            raise BadMember(f"unpacks to more than {self._max_bytes} bytes, {TOO_MUCH}")
         return self.last
 
     def seek(self, position: int) -> None:
@@ -244,48 +251,23 @@ class _Xz:
                 return out
 
 
-_ENCRYPTED = 0x1
-_PLAIN_KINDS = (0, stat.S_IFREG, stat.S_IFDIR)
-ZIP_ERRORS = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError, ValueError, OverflowError)
-
-
-def unzip(file: IO[bytes], max_stream_bytes: int, writer: Writer) -> None:
+def unzip(file: IO[bytes], writer: Writer) -> None:
     """Write all members of a zip. Raises BadMember with a whole sentence."""
-    left = max_stream_bytes
-
-    def counted(read: Callable[[int], bytes]) -> Callable[[int], bytes]:
-        def take(count: int) -> bytes:
-            nonlocal left
-            data = read(count)
-            left -= len(data)
-            if left < 0:
-                raise BadMember(
-                    f"is more than {max_stream_bytes} bytes in all, far more than its size lets expect (see max_ratio)"
-                )
-            return data
-
-        return take
-
     member = None
     try:
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
-                _write_zip(archive, member, counted, writer)
+                _write_zip(archive, member, writer)
         writer.finish()
-    except ZIP_ERRORS as error:
+    except READ_ERRORS as error:
         where = f" at {shown(member.orig_filename)}" if member is not None else ""
         raise BadMember(f"is not a readable zip file{where}: {shown(str(error))}") from None
 
 
-def _write_zip(
-    archive: zipfile.ZipFile,
-    member: zipfile.ZipInfo,
-    counted: Callable[[Callable[[int], bytes]], Callable[[int], bytes]],
-    writer: Writer,
-) -> None:
+def _write_zip(archive: zipfile.ZipFile, member: zipfile.ZipInfo, writer: Writer) -> None:
     name = member.orig_filename  # `filename` ends at a NUL
     mode = member.external_attr >> 16
-    try:
+    with _member_named(name):
         if member.flag_bits & _ENCRYPTED:
             raise BadMember("is encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -302,10 +284,5 @@ def _write_zip(
             writer.folder(name)
         else:
             with archive.open(member) as source:
-                take = counted(source.read)
-                writer.file(name, take, member.file_size, executable=bool(mode & 0o100))
-                take(1)  # past the end: only there are checksum and length compared
-    except BadMember as error:
-        raise BadMember(f": the member {shown(name)} {error}") from None
-    except OSError as error:
-        raise BadMember(f": the member {shown(name)} cannot be unpacked: {error.strerror}") from None
+                writer.file(name, source.read, member.file_size, executable=bool(mode & 0o100))
+                source.read(1)  # past the end: only there are checksum and length compared

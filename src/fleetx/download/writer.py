@@ -17,6 +17,7 @@ CHUNK_BYTES = 2**20
 SMALL_BYTES = 64 * 2**20
 """Bytes that any archive may unpack to, however small it is: a few kB of zeros are no attack."""
 MAX_LINK_BYTES = 4096
+TOO_MUCH = "far more than its size lets expect (see max_ratio)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,11 @@ class Writer:
     """Writes the members of one archive below one fresh folder. Raises BadMember."""
 
     def __init__(
-        self, folder: str, limits: Limits, kept: Collection[str], below: tuple[str, ...], wrote: Callable[[], None]
+        self, folder: str, limits: Limits, size: int, kept: Collection[str], below: tuple[str, ...], wrote: Callable[[], None]
     ) -> None:
+        """`size` is that of the archive in bytes, `below` the folder it lies in; `wrote` is called after each piece."""
         self.files = self.bytes = 0
+        self.max_stream_bytes = limits.stream_bytes(size)
         self._wrote = wrote
         self._folder, self._limits, self._kept, self._below = os.path.realpath(folder), limits, kept, below
         self._entries = 0
@@ -78,6 +81,8 @@ class Writer:
                 raise BadMember(f"ends after {size - left} of {size} bytes")
             left -= len(chunk)
             self.bytes += len(chunk)
+            if self.bytes > self.max_stream_bytes:
+                raise BadMember(f"is more than {self.max_stream_bytes} bytes in all, {TOO_MUCH}")
             self._wrote()
             view = memoryview(chunk)
             while view:
