@@ -25,13 +25,13 @@ class RankTimes:
 
 @dataclass(slots=True)
 class Update:
-    """One line of metrics.jsonl. Totals are over all starts, and include updates that a resumed run did again."""
+    """One line of metrics.jsonl, on worker 0: bytes and seconds, None where nothing was logged."""
 
     start: int
     pair: int
     step: int
     seconds: float | None
-    total_seconds: float | None
+    """Seconds since the start of its process."""
     loss: float | None
     lr: float | None
     skipped: bool
@@ -39,8 +39,6 @@ class Update:
     grad_norm: float | None
     bytes_sent: float | None
     bytes_dense: float | None
-    total_sent: float
-    total_dense: float
     period: float | None
     samples: float | None
     memory_bytes: float | None
@@ -50,6 +48,17 @@ class Update:
     values: dict[str, float | None]
     trust_ratios: dict[str, float] | None
     ranks: dict[int, RankTimes] | None
+    total_seconds: float | None = None
+    """Seconds since the first start, updates included that a resumed run did again; so are the other totals."""
+    total_sent: float = 0.0
+    total_dense: float = 0.0
+
+
+NUMBERS = (
+    *("seconds", "loss", "lr", "loss_scale", "grad_norm", "bytes_sent", "bytes_dense"),
+    *("period", "samples", "memory_bytes", "noise_scale", "density"),
+)
+"""Fields of an Update that are a number or None."""
 
 
 # --- one line ---------------------------------------------------------------------------------------------------------------
@@ -96,30 +105,17 @@ def update_from(line: Mapping[str, Any]) -> Update | None:
     if step is None:
         return None
     values = line.get("values")
+    plain: dict[str, Any] = {name: number(line.get(name)) for name in NUMBERS}
     return Update(
         start=whole(line.get("start")) or 1,
         pair=whole(line.get("pair")) or 1,
         step=step,
-        seconds=number(line.get("seconds")),
-        total_seconds=None,
-        loss=number(line.get("loss")),
-        lr=number(line.get("lr")),
         skipped=line.get("skipped") is True,
-        loss_scale=number(line.get("loss_scale")),
-        grad_norm=number(line.get("grad_norm")),
-        bytes_sent=number(line.get("bytes_sent")),
-        bytes_dense=number(line.get("bytes_dense")),
-        total_sent=0.0,
-        total_dense=0.0,
-        period=number(line.get("period")),
-        samples=number(line.get("samples")),
-        memory_bytes=number(line.get("memory_bytes")),
-        noise_scale=number(line.get("noise_scale")),
-        density=number(line.get("density")),
         split=numbers(line.get("split")),
         values={str(name): number(value) for name, value in values.items()} if isinstance(values, dict) else {},
         trust_ratios=numbers(line.get("trust_ratios")) or None,
         ranks=rank_times(line.get("ranks")),
+        **plain,
     )
 
 
