@@ -152,12 +152,12 @@ def test_a_run_that_failed_shows_what_the_workers_wrote_last(opened: Open) -> No
 
 
 def test_a_killed_run_says_that_its_last_line_was_cut(opened: Open) -> None:
-    assert "line 41 of metrics.jsonl was cut off" in opened("killed").locator(".told").inner_text()
+    assert "line 41 of metrics.jsonl was cut off" in opened("killed").locator(".warnings").inner_text()
 
 
 def test_a_resumed_run_shows_where(opened: Open) -> None:
     page = opened("resumed")
-    assert "10 updates were done again" in page.locator(".told").inner_text()
+    assert "10 updates were done again" in page.locator(".warnings").inner_text()
     mark = page.locator("#chart-loss .mark")
     assert mark.inner_text() == "resumed" and mark.get_attribute("data-at") == "51"
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from fleetx.download.address import BadAddress, Remote, check_step, parse_address
+from fleetx.download.folder import BadName, parts_of
 from fleetx.download.manifest import parse_manifest
-from fleetx.download.names import BadName, parts_of
-from fleetx.download.transport import redirected
+from fleetx.download.transport import BadAddress, Remote, check_step, parse_address, redirected
 from fleetx.errors import DataError
 from fleetx.utils import Downloader
 from tests.helpers.file_server import answers, row, serving, snapshot

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from fleetx.errors import ConfigError
-from fleetx.report import axis, curves, logs, metrics, ranks, strip, tables, words
+from fleetx.report import axis, curves, facts, markup, metrics, read, strip
+from fleetx.report.curves import Point, means, thin
 from fleetx.report.facts import facts_of, one_line, wire_words
 from fleetx.report.markup import data, tag
 from fleetx.report.metrics import RankTimes, parse_lines, update_from
 from fleetx.report.page import make_page
 from fleetx.report.read import flat, read_run, run_names
-from fleetx.report.thinning import Point, means, thin
 from tests.helpers import run_folders
 from tests.helpers.limits import within
 
@@ -161,7 +161,7 @@ def test_settings_of_settings_are_named_by_their_path() -> None:
 
 
 def test_logs_lose_colours_and_keep_what_a_bar_showed_last() -> None:
-    assert logs.clean("\x1b[31mred\x1b[0m\n 1%\r 50%\r100%\r\nbell\x07") == "red\n100%\nbell\N{REPLACEMENT CHARACTER}"
+    assert read.clean("\x1b[31mred\x1b[0m\n 1%\r 50%\r100%\r\nbell\x07") == "red\n100%\nbell\N{REPLACEMENT CHARACTER}"
 
 
 def test_of_a_long_log_the_end_is_shown_and_a_traceback_comes_first(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_of_a_long_log_the_end_is_shown_and_a_traceback_comes_first(tmp_path: Pa
     (tmp_path / "workerlog.1").write_text("Traceback (most recent call last):\nValueError: no\n")
     (tmp_path / "workerlog.2").symlink_to(tmp_path / "gone")
     (tmp_path / "workerlog.3").write_text("\n")
-    tails = logs.log_tails(tmp_path)
+    tails = read.log_tails(tmp_path)
     assert list(tails) == [1, 0]
-    assert tails[0].splitlines()[-1] == "line 99999" and len(tails[0].splitlines()) == logs.TAIL_LINES
+    assert tails[0].splitlines()[-1] == "line 99999" and len(tails[0].splitlines()) == read.TAIL_LINES
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------------
@@ -216,23 +216,23 @@ def test_the_line_for_the_terminal_holds_the_numbers(tmp_path: Path) -> None:
 
 def test_the_rank_that_waits_least_is_the_one_waited_for() -> None:
     times = {0: RankTimes(0.1, 0.05, 0.04, 0.01), 1: RankTimes(0.1, 0.05, 0.01, 0.04), 2: RankTimes(0.1, 0.06, 0.03, 0.01)}
-    found = ranks.waited_for(times)
+    found = facts.waited_for(times)
     assert found is not None and (found.rank, found.cause) == (1, "data") and found.seconds == pytest.approx(0.03)
-    told = ranks.waiting_words(times)
+    told = facts.waiting_words(times)
     assert told == "Worker 1 kept the others waiting 30 ms a step (30 % of it): it took longer over data and script."
 
 
 def test_a_small_difference_is_not_told_as_waiting() -> None:
     times = {rank: RankTimes(0.1, 0.05, 0.04 + 0.0001 * rank, 0.01) for rank in range(3)}
-    assert ranks.waiting_words(times) == "No worker kept the others waiting for more than 2% of a step."
-    assert ranks.waiting_words({0: times[0]}) is None
+    assert facts.waiting_words(times) == "No worker kept the others waiting for more than 2% of a step."
+    assert facts.waiting_words({0: times[0]}) is None
 
 
 def test_times_of_ranks_are_those_of_one_update_though_they_tell_of_different_ones(tmp_path: Path) -> None:
     told = {"0": {"seconds": 1.0, "compute": 0.5, "communication": 0.4, "data": 0.1},
             "1": {"seconds": 2.0, "compute": 1.6, "communication": 0.2, "data": 0.2}}  # fmt: skip
     lines = [run_folders.line(1), run_folders.line(2, ranks=told)]
-    times = ranks.times_by_rank(read_run(run_folders.write_run(tmp_path / "run", lines)))
+    times = facts.times_by_rank(read_run(run_folders.write_run(tmp_path / "run", lines)))
     assert times[0].communication == pytest.approx(0.4 * 0.05) and times[1].communication == pytest.approx(0.1 * 0.05)
 
 
@@ -305,11 +305,11 @@ def test_steps_have_whole_ticks() -> None:
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
-        (words.plain(0.012345), "0.01235"), (words.plain(12345.6), "12,346"), (words.plain(1.2e-7), "1.2e-07"),
-        (words.plain(0), "0"), (words.plain(-3.0), "-3"), (words.size(1_500_000), "1.5 MB"), (words.size(12), "12 bytes"),
-        (words.short_time(0.0123), "12.3 ms"),
-        (words.duration(61), "1 min 1 s"), (words.duration(3720), "1 h 2 min"), (words.duration(5), "5 s"),
-        (words.duration(59.99), "60 s"), (words.share(1, 8), "12.5 %"), (words.share(0.0004, 1), "0.04 %"),
+        (axis.plain(0.012345), "0.01235"), (axis.plain(12345.6), "12,346"), (axis.plain(1.2e-7), "1.2e-07"),
+        (axis.plain(0), "0"), (axis.plain(-3.0), "-3"), (axis.size(1_500_000), "1.5 MB"), (axis.size(12), "12 bytes"),
+        (axis.short_time(0.0123), "12.3 ms"),
+        (axis.duration(61), "1 min 1 s"), (axis.duration(3720), "1 h 2 min"), (axis.duration(5), "5 s"),
+        (axis.duration(59.99), "60 s"), (axis.share(1, 8), "12.5 %"), (axis.share(0.0004, 1), "0.04 %"),
     ],
 )  # fmt: skip
 def test_numbers_are_told_shortly(told: str, expected: str) -> None:
@@ -329,8 +329,8 @@ def test_texts_are_escaped_in_markup_attributes_and_data() -> None:
 
 def test_settings_that_differ_come_first() -> None:
     columns = [{"same": 1, "lars": True}, {"same": 1, "k": 4}]
-    assert tables.differing(columns) == (["lars", "k"], ["same"])
-    shown = tables.side_by_side(["a", "b"], columns, "settings")
+    assert markup.differing(columns) == (["lars", "k"], ["same"])
+    shown = markup.side_by_side(["a", "b"], columns, "settings")
     assert shown is not None and shown.index("lars") < shown.index("1 of the settings is the same")
 
 

@@ -1,11 +1,11 @@
-"""The list of files to bring, in YAML or JSON. It is closed: what it does not know is an error, never skipped.
+"""Read a manifest, the list of files to download, from YAML or JSON. An unknown key is an error, never skipped.
 
 files:
   - path: train.tar      # below the target folder
     size: 12345          # bytes
     sha256: 9f86d0...    # 64 hexadecimal digits
-    url: https://...     # where it lies; without it, beside the manifest
-    unpack: true         # tar, tar.gz, tar.xz or zip: also unpacked, into the folder it lies in; false without it
+    url: https://...     # where to read it; without it, beside the manifest
+    unpack: true         # unpack a tar, tar.gz, tar.xz or zip into its own folder; default false
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from typing import Any
 import yaml
 
 from ..errors import DataError, did_you_mean
-from .address import Address, BadAddress, check_step, has_scheme, parse_address
-from .names import BadName, parts_of
+from .folder import BadName, parts_of
+from .transport import Address, BadAddress, check_step, has_scheme, parse_address
 
 MAX_BYTES = 16 * 2**20
 NAMES = ("manifest.yaml", "manifest.yml", "manifest.json")
 ARCHIVES = {".tar": "tar", ".tar.gz": "tar.gz", ".tgz": "tar.gz", ".tar.xz": "tar.xz", ".txz": "tar.xz", ".zip": "zip"}
-MAX_DEPTH = 16
+MAX_NESTING = 16
 KEYS = ("path", "size", "sha256", "url", "unpack")
 PART = ".part"
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-_shortly = reprlib.Repr()  # plain repr of a few lines of YAML with aliases can fill the memory
+_shortly = reprlib.Repr()  # the plain repr of a few lines of nested YAML could fill the memory
 _shortly.maxstring = _shortly.maxother = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """One file of a manifest."""
+
     path: str
     size: int
     sha256: str
@@ -53,7 +55,7 @@ class Entry:
 
 
 def parse_manifest(raw: bytes, origin: Address) -> list[Entry]:
-    """The entries of a manifest that lies at `origin`."""
+    """Parse the bytes of the manifest that was read from `origin`."""
     content = _read(raw, origin)
     if not isinstance(content, dict):
         raise DataError(f"{origin} holds {_shortly.repr(content)}; a manifest begins with `files:` and a list of files.")
@@ -84,35 +86,36 @@ def _read(raw: bytes, origin: Address) -> Any:
         raise DataError(f"{origin} is nested too deeply for a manifest.") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{origin}, line {error.lineno} is not JSON: {error.msg}.") from None
-    except ValueError as error:  # a number of thousands of digits, a date of the 13th month, a key given twice, an alias
+    except ValueError as error:  # thousands of digits, a 13th month, a key given twice, an alias
         raise DataError(f"{origin} cannot be read: {error}.") from None
-    except (AttributeError, TypeError, KeyError, IndexError, ArithmeticError):  # how PyYAML meets `!!timestamp x` and the like
+    except (AttributeError, TypeError, KeyError, IndexError, ArithmeticError):  # what PyYAML raises for `!!timestamp x`
         raise DataError(f"{origin} cannot be read: it gives a value a kind (with !!) that it does not have.") from None
 
 
 def _read_yaml(text: str) -> Any:
-    """The C loader dies of deep nesting instead of raising, so the events are looked at first, one by one."""
+    """Load YAML after a pass over its events: the C loader crashes on deep nesting instead of raising."""
     depth = 0
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
+        if depth > MAX_NESTING:
             raise RecursionError
-        if isinstance(event, yaml.AliasEvent):  # a few lines of `<<: [*a, *a, *a]` would become more than any memory holds
+        if isinstance(event, yaml.AliasEvent):  # a few lines of `<<: [*a, *a, *a]` would fill any memory
             raise ValueError(f"it has the alias *{_shortly.repr(event.anchor)}; write out each file instead")
     return yaml.load(text, _Loader)
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    """Make a dict of the pairs, and refuse a key given twice, which both parsers accept silently."""
+    mapping: dict[Any, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise ValueError(f"the key {_shortly.repr(key)} is given twice")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The safe loader (in C where it is built: a manifest may have 100,000 lines), without its silence on keys given twice."""
+    """The safe loader (the C one if it is built: a manifest may have 100,000 lines) that refuses keys given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         scalars = [(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -172,7 +175,7 @@ def _address(row: Mapping[str, Any], path: str, where: str, origin: Address) -> 
         return origin.parent / path if isinstance(origin, Path) else origin.beside(path)
     url = row["url"]
     if not isinstance(url, str) or not has_scheme(url):
-        kind = "an address" if isinstance(url, str) else f"a {type(url).__name__}"  # the text itself may hold a password
+        kind = "an address" if isinstance(url, str) else f"a {type(url).__name__}"  # the text may hold a password: not shown
         raise DataError(f"{where}: url is {kind} without a kind; write the whole address, https://host/path, or leave url out.")
     try:
         address = parse_address(url)
@@ -183,7 +186,7 @@ def _address(row: Mapping[str, Any], path: str, where: str, origin: Address) -> 
 
 
 def _check_together(entries: list[Entry], origin: Address) -> None:
-    """No two files may want the same place, as file, as folder, or while unfinished."""
+    """Refuse two files for one place: as file, as folder, or as the unfinished part of another."""
     paths: set[str] = set()
     for entry in entries:
         if entry.path in paths:

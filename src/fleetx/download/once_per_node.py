@@ -1,10 +1,10 @@
-"""Once per folder: one process works while the others wait, then they take over its result.
+"""Do work once per folder: one process does it while the others wait, and these take over its result.
 
-.fleetx-lock        locked by whoever works. The kernel frees it when its holder dies. (flock reaches across nodes on NFS 4 too.)
-.fleetx-note.json   who works at what, how many turns have ended, and how the last one ended
+.fleetx-lock        locked by the process that works; the kernel frees it when that dies (on NFS 4 across nodes too)
+.fleetx-note.json   which process works at what, how many turns have ended, and how the last one ended
 
 A rank that waited while the same request failed raises the same error at once: with a dead server, eight ranks that
-each tried in turn would keep the node busy for eight times the patience of one.
+retry one after the other would take eight times as long to fail as one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from dataclasses import asdict, dataclass, field
 
 from ..dist.file_lock import LocksMissingError, lock_aloud
 from ..errors import ConfigError, DataError, FleetError
-from .folder import open_to_write, read_whole, write_whole
-from .names import RESERVED
+from .folder import RESERVED, open_to_write, read_whole, write_whole
 
 LOCK, NOTE = f"{RESERVED}lock", f"{RESERVED}note.json"
 UNPACKING = f"{RESERVED}unpacking-"
 NOTE_BYTES = 64 * 2**10
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0
-"""When a waiting process first says so, and how often after that."""
+"""Seconds until a waiting process first says so, and between its later lines."""
 NOTE_EVERY_S = 5.0
 _LEFT = re.compile(rf"{re.escape(RESERVED)}(unpacking-)?[0-9a-f]{{32}}")
 _FIELDS = (("turns", int), ("has_ended", bool), ("request", str), ("pid", int), ("host", str), ("doing", str))
@@ -37,39 +36,42 @@ _KINDS: dict[str, type[FleetError]] = {"DataError": DataError, "ConfigError": Co
 
 @dataclass(frozen=True, slots=True)
 class Note:
+    """Content of .fleetx-note.json: the turn that is running, or the last one that ended."""
+
     turns: int = 0
-    """How many have ended. A number, not a time: the clocks of two nodes differ."""
+    """Turns that have ended. Not a time: the clocks of two nodes differ."""
     has_ended: bool = False
-    """False while its writer works, and for ever if it was killed."""
+    """Whether the turn ended: it stays False if its process was killed."""
     request: str = ""
     pid: int = 0
     host: str = ""
     doing: str = ""
     error: list[str] = field(default_factory=list)
-    """Kind and message, if the turn failed."""
+    """Class name and message of the error, empty if there was none."""
 
 
 def read_note(folder: int) -> Note:
-    """A missing or damaged one is as if no turn had been."""
+    """Read the note; a missing or damaged one counts as no turn yet."""
     try:
-        found = Note(**json.loads(read_whole(folder, NOTE, NOTE_BYTES) or "{}"))
-        valid = all(isinstance(getattr(found, name), kind) for name, kind in _FIELDS)
-        valid = valid and isinstance(found.error, list) and all(isinstance(text, str) for text in found.error)
-        return found if valid else Note()
+        note = Note(**json.loads(read_whole(folder, NOTE, NOTE_BYTES) or "{}"))
+        valid = all(isinstance(getattr(note, name), kind) for name, kind in _FIELDS)
+        valid = valid and isinstance(note.error, list) and all(isinstance(text, str) for text in note.error)
+        return note if valid else Note()
     except (ValueError, TypeError, RecursionError):
         return Note()
 
 
 class Turn:
-    """Held by the process that works; it tells the others how far it is."""
+    """The turn of the process that works; notes its progress for the waiting processes."""
 
     def __init__(self, folder: int, before: Note, request: str) -> None:
-        self._folder, self._turns, self._request, self._told = folder, before.turns, request, float("-inf")
+        self._folder, self._turns, self._request, self._noted_at = folder, before.turns, request, float("-inf")
 
-    def tell(self, doing: str) -> None:
-        if time.monotonic() - self._told >= NOTE_EVERY_S:
+    def note(self, doing: str) -> None:
+        """Write what is being done, at most every NOTE_EVERY_S."""
+        if time.monotonic() - self._noted_at >= NOTE_EVERY_S:
             self._write(Note(self._turns, False, self._request, os.getpid(), socket.gethostname(), doing))
-            self._told = time.monotonic()
+            self._noted_at = time.monotonic()
 
     def end(self, error: FleetError | None) -> None:
         kind = [] if error is None else [type(error).__name__, str(error)[: NOTE_BYTES // 8]]
@@ -80,7 +82,7 @@ class Turn:
 
 
 def once(folder: int, request: str, work: Callable[[Turn], None], line: Callable[[str], None]) -> None:
-    """Do the work, or wait until another process has done the very same."""
+    """Do the work, or wait until another process has done the same request."""
     before = read_note(folder)
     with _locked(folder, line):
         now = read_note(folder)
@@ -90,11 +92,11 @@ def once(folder: int, request: str, work: Callable[[Turn], None], line: Callable
             return
         _clear_leftovers(folder)
         turn = Turn(folder, now, request)
-        turn.tell("starting")
+        turn.note("starting")
         try:
             work(turn)
         except FleetError as error:
-            with contextlib.suppress(OSError):  # a full disk: the error itself matters more than telling it
+            with contextlib.suppress(OSError):  # perhaps a full disk: raise the first error
                 turn.end(error)
             raise
         turn.end(None)
@@ -126,7 +128,7 @@ def _wait(handle: int, folder: int, line: Callable[[str], None]) -> None:
 
 
 def _clear_leftovers(folder: int) -> None:
-    """What killed processes left half-written. Only the holder of the lock makes such names, so none is in use."""
+    """Remove what killed processes left half-written. Only the holder of the lock creates such names: none is in use."""
     for name in os.listdir(folder):
         if not _LEFT.fullmatch(name):
             continue

@@ -1,4 +1,4 @@
-"""What is shown of a download: a bar on a terminal, a line now and then elsewhere, nothing on all but worker 0 of a node."""
+"""Show progress: a bar on a terminal, a line every LINE_EVERY_S elsewhere, and nothing except on local rank 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import log
 from ..config.text import decimal
@@ -18,27 +18,20 @@ from ..errors import ConfigError
 LINE_EVERY_S = 10.0
 
 
-class Reporter(Protocol):
-    def line(self, text: str) -> None: ...
+class Reporter:
+    """Shows nothing: the reporter of all ranks but the first of a node."""
 
-    def begin(self, what: str, total: int) -> None: ...
-
-    def received(self, count: int) -> None:
-        """So many bytes of what was begun."""
-
-
-class Silent:
     def line(self, text: str) -> None:
-        pass
+        """Show one line."""
 
     def begin(self, what: str, total: int) -> None:
-        pass
+        """Begin a task of `total` bytes."""
 
     def received(self, count: int) -> None:
-        pass
+        """Show that `count` bytes of the task are done."""
 
 
-class Lines:
+class Lines(Reporter):
     def __init__(self) -> None:
         self._what, self._total, self._next = "", 0, 0.0
 
@@ -55,7 +48,7 @@ class Lines:
             self.line(f"{self._what}: {decimal(count)} of {decimal(self._total)}")
 
 
-class Bar:
+class Bar(Reporter):
     def __init__(self, progress: Any) -> None:
         self._progress = progress
         self._task: Any = None
@@ -74,8 +67,8 @@ class Bar:
 
 
 def is_first_of_node() -> bool:
-    """From a launcher's variables: a download may come before fleet.init()."""
-    with contextlib.suppress(ConfigError):  # half-set ones are fleet.init's to complain about
+    """Read the local rank from the launcher's variables: a download may come before fleet.init()."""
+    with contextlib.suppress(ConfigError):  # fleet.init reports variables that are set by half
         return role_from_env(os.environ).local_rank == 0
     return True
 
@@ -83,14 +76,14 @@ def is_first_of_node() -> bool:
 @contextlib.contextmanager
 def reporting() -> Iterator[Reporter]:
     if not is_first_of_node() or not log.shows(logging.INFO):
-        yield Silent()
+        yield Reporter()
     elif not sys.stderr.isatty():
         yield Lines()
     else:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-        name = TextColumn("{task.description}", markup=False)  # others chose it
+        name = TextColumn("{task.description}", markup=False)  # names come from a manifest, and may hold rich's markup
         columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             yield Bar(progress)

@@ -1,4 +1,8 @@
-"""Bytes of an address from a given place on: what a server answers, made plain. One attempt; patience is elsewhere."""
+"""Addresses that may be read (local files, https, and http of this machine), and one attempt to read one from an offset.
+
+Passwords and query strings (which often hold a signature) are never shown: `str(address)` leaves them out. `fetch.retry`
+repeats an attempt that raised Broken.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +20,147 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
-from urllib.parse import quote, urljoin, urlsplit
+from typing import IO, Any, TypeAlias
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 
 from ..errors import DataError
-from .address import Address, BadAddress, Remote, check_step, parse_address
 
 MAX_REDIRECTS = 10
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
 _STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e]*"')
 _NUMBER = re.compile(r"\d{1,19}")
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})\b")
+_NOT_IN_URLS = re.compile(r"[^\x21-\x7e]")
+
+
+class BadAddress(Exception):
+    """Raised for an address that cannot be used; the text is a whole sentence that shows no password."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """An https address, or an http one of this machine."""
+
+    url: str = field(repr=False)
+    """Address without user name, password and fragment."""
+    login: str | None = field(default=None, repr=False)
+    """user:password, sent to this host and to no other; None without one."""
+
+    def __str__(self) -> str:
+        return shown_url(self.url)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.url.startswith("http:")
+
+    def beside(self, path: str) -> Remote:
+        """Return the address of a file in the same folder or below it, without the query."""
+        parts = urlsplit(self.url)
+        folder = parts.path.rpartition("/")[0]  # not urljoin, which takes a//b for a/b: to a bucket these are two places
+        return Remote(urlunsplit(parts._replace(path=f"{folder}/{quote(path)}", query="")), self.login)
+
+
+Address: TypeAlias = Path | Remote
+
+
+def shown_url(url: str) -> str:
+    """Format an address for a message, without user, password, query and fragment."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"
+
+
+def has_scheme(text: str) -> bool:
+    return _SCHEME.match(text) is not None
+
+
+def parse_address(text: str) -> Address:
+    """Parse a path, or a file:, https: or http: address."""
+    match = _SCHEME.match(text)
+    if match is None:
+        return Path(os.path.expanduser(text))
+    scheme = match[1].lower()
+    if scheme not in ("file", "https", "http"):
+        raise BadAddress(f"addresses of the kind {scheme}: are not read. Write a path, or a file: or https: address.")
+    if _NOT_IN_URLS.search(text):
+        raise BadAddress(f"the {scheme}: address contains a space or another character that must be %-encoded.")
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        raise BadAddress(
+            f"the {scheme}: address has a host or port that cannot be read; write {scheme}://host:port/path."
+        ) from None
+    if scheme == "file":
+        return _local_path(parts, host)
+    if not host:
+        raise BadAddress(f"the {scheme}: address names no host; write {scheme}://host/path.")
+    return _remote(parts, host)
+
+
+def _local_path(parts: SplitResult, host: str) -> Path:
+    if host not in ("", "localhost"):
+        raise BadAddress(f"the file: address names the host {host}; write file:///path, a file of this machine.")
+    if parts.query or parts.fragment or not parts.path.startswith("/"):
+        raise BadAddress("a file: address is file:///path, with ? and # written as %3F and %23.")
+    path = unquote(parts.path)
+    if "\0" in path:
+        raise BadAddress("the file: address contains a NUL character.")
+    return Path(path)
+
+
+def _remote(parts: SplitResult, host: str) -> Remote:
+    if parts.scheme == "http" and host not in LOOPBACK:
+        raise BadAddress(
+            f"{shown_url(parts.geturl())} is plain http, which others on the way can read and change. Write https:; "
+            f"http: is allowed only for {', '.join(LOOPBACK)}."
+        )
+    userinfo, _, netloc = parts.netloc.rpartition("@")
+    clean = parts._replace(netloc=netloc, path=parts.path or "/", fragment="")
+    return Remote(urlunsplit(clean), unquote(userinfo) if userinfo else None)
+
+
+def check_step(before: Address, after: Address) -> None:
+    """Refuse a redirect, or an entry of a manifest, that leads to a less safe place: from https to http, or to a local file."""
+    if isinstance(before, Path):
+        return
+    if isinstance(after, Path):
+        raise BadAddress(f"{before} leads to a local file, {after}. Only a local manifest may name local files.")
+    if after.is_plain and not before.is_plain:
+        raise BadAddress(f"{before} leads to {after}: from https to plain http, where the bytes could be changed on the way.")
 
 
 class Broken(Exception):
-    """An attempt that failed in a way that may pass."""
+    """Raised by an attempt that failed for a reason that may pass."""
 
-    def __init__(self, reason: str, *, wait_seconds: float = 0.0, start_anew: bool = False) -> None:
+    def __init__(self, reason: str, *, wait_seconds: float = 0.0, must_restart: bool = False) -> None:
         super().__init__(reason)
-        self.wait_seconds, self.start_anew = wait_seconds, start_anew
+        self.wait_seconds, self.must_restart = wait_seconds, must_restart
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
+    """The bytes of a file from `start` on."""
+
     read: Callable[[int], bytes]
-    """At most so many bytes, as soon as some are there; none at the end. Raises Broken."""
+    """Returns at most so many bytes as soon as some are there, and none at the end. Raises Broken."""
     start: int
-    """Where in the file they begin: 0 when the server could not start elsewhere."""
+    """Offset of the first byte: 0 if the server cannot start elsewhere."""
     total: int | None
-    """Bytes of the whole file, if known."""
+    """Bytes of the whole file; None if unknown."""
     etag: str | None = None
+    """The server's name for this version of the file; None if it gives none."""
 
 
 @contextlib.contextmanager
 def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: float) -> Iterator[Body]:
+    """Open an address at an offset; `etag` names the version that earlier bytes came from."""
     if isinstance(address, Path):
         with _open_local(address) as file:
             file.seek(offset)
@@ -65,7 +172,7 @@ def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: fl
 
 def _open_local(path: Path) -> IO[bytes]:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block for ever
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # open() of a pipe would block
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
     file = open(handle, "rb")
@@ -83,7 +190,7 @@ def _read_local(file: IO[bytes], count: int, path: Path) -> bytes:
 
 
 class _Answer(http.client.HTTPResponse):
-    """All headers within the timeout: with one byte now and then, each of them in time, they could take for ever."""
+    """Receive all headers within the timeout, which sockets apply to each byte alone."""
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
@@ -100,8 +207,8 @@ class _Answer(http.client.HTTPResponse):
 
 
 def _hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side did so before
-        # socket.socket's own: that of a TLS socket would change the object while another thread reads from it.
+    with contextlib.suppress(OSError):  # closed by the other side already
+        # Of socket.socket: the method of a TLS socket would change the object while another thread reads from it.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -124,10 +231,10 @@ class _Secure(urllib.request.HTTPSHandler):
 
 
 def _opener(address: Remote) -> urllib.request.OpenerDirector:
-    """Made by hand: the ready-made one also opens ftp:, data: and file: addresses, and follows redirects to them."""
+    """Make an opener of few handlers: the default one opens ftp:, data: and file: addresses, and follows redirects to them."""
     opener = urllib.request.OpenerDirector()
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor()]
-    if address.is_plain:  # from this machine itself, where no proxy has a way to
+    if address.is_plain:  # of this machine, which a proxy cannot reach
         handlers += [_Plain()]
     else:
         handlers += [urllib.request.ProxyHandler(), _Secure()]
@@ -167,7 +274,7 @@ def _ask(address: Remote, offset: int, etag: str | None, timeout_seconds: float)
 
 
 def redirected(before: Remote, location: str) -> Remote:
-    """Only to a place at least as safe. A login stays with the host it was given for."""
+    """Return the target of a redirect, if it is as safe; a login stays with the host it was given for."""
     try:
         after = parse_address(urljoin(before.url, quote(location, safe=string.punctuation)))
         check_step(before, after)
@@ -182,10 +289,10 @@ def redirected(before: Remote, location: str) -> Remote:
 
 
 def _refusal(address: Remote, error: urllib.error.HTTPError, offset: int) -> Exception:
-    known = {status.value: status.phrase for status in http.HTTPStatus}  # the server's own words may hold anything
+    known = {status.value: status.phrase for status in http.HTTPStatus}  # the phrase of the server could hold anything
     answer = f"the server answered {error.code} {known.get(error.code, '')}".rstrip()
     if error.code == 416 and offset:
-        return Broken(f"{answer}: it has no byte {offset}", start_anew=True)
+        return Broken(f"{answer}: it has no byte {offset}", must_restart=True)
     if error.code in _AGAIN:
         wait = _NUMBER.fullmatch(error.headers.get("Retry-After", "").strip())
         return Broken(answer, wait_seconds=float(wait[0]) if wait else 0.0)
@@ -201,10 +308,10 @@ def _body(response: http.client.HTTPResponse, offset: int, address: Remote) -> B
 
     etag, length = response.headers.get("ETag"), response.headers.get("Content-Length", "").strip()
     if response.status == 206:
-        found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
-        if found is None or int(found[1]) != offset:
-            raise Broken("the server sent another range than the one asked for", start_anew=True)
-        return Body(read, offset, None if found[2] == "*" else int(found[2]), etag)
+        match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+        if match is None or int(match[1]) != offset:
+            raise Broken("the server sent another range than the one asked for", must_restart=True)
+        return Body(read, offset, None if match[2] == "*" else int(match[2]), etag)
     if response.status != 200:
         raise DataError(f"{address}: the server answered {response.status}; 200 with the file was expected.")
     return Body(read, 0, int(length) if _NUMBER.fullmatch(length) else None, etag)
@@ -216,7 +323,7 @@ def _is_untrusted(error: BaseException) -> bool:
 
 
 def _why(error: BaseException) -> str:
-    """Few and harmless words. Texts of the http library can hold the address, password and all, or whatever a server sent."""
+    """Describe an error in our own words: texts of the http library can hold the password, or what a server sent."""
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, BaseException) else error
     if isinstance(cause, ssl.SSLCertVerificationError):
@@ -225,6 +332,6 @@ def _why(error: BaseException) -> str:
         return "nothing came for too long"
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
-    if found := _TUNNEL.match(str(cause)):
-        return f"the proxy (see https_proxy) answered {found[1]}"
+    if match := _TUNNEL.match(str(cause)):
+        return f"the proxy (see https_proxy) answered {match[1]}"
     return f"the connection broke ({type(cause).__name__})"

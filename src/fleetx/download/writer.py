@@ -1,8 +1,8 @@
-"""Members of an archive that somebody else made, written into a fresh folder, within limits.
+"""Write the members of an untrusted archive into a fresh folder, within limits on bytes and files.
 
-There is no other way from an archive to the disk: plain files and folders below the folder, each file once, its bytes
-counted as they are written (a header may claim anything). Links are made last, when no file can be written through them, and
-must lead to something in the same archive. tarfile's and zipfile's own extraction is not used.
+All that is unpacked passes here: plain files and folders, each file once, its bytes counted as they are written (a header may
+claim anything). Links are made last, when no file can be written through them, and must lead to something in the same
+archive. extractall() of tarfile and zipfile is not used: it has no limits, and the data filter knows no zip.
 """
 
 from __future__ import annotations
@@ -11,36 +11,41 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from .names import BadName, parts_of, shown
+from .folder import BadName, parts_of, shown
 
 CHUNK_BYTES = 2**20
 SMALL_BYTES = 64 * 2**20
-"""An archive may always unpack to as much, however small it is: a few kB of zeros are no attack."""
+"""Bytes that any archive may unpack to, however small it is: a few kB of zeros are no attack."""
 MAX_LINK_BYTES = 4096
+TOO_MUCH = "far more than its size lets expect (see max_ratio)"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """Most bytes and files of an archive, and most bytes for each byte of its own."""
+
     max_bytes: int
     max_files: int
     max_ratio: float
 
     def stream_bytes(self, archive_bytes: int) -> int:
-        """How much may come out of a compressed archive of this size, written or not."""
+        """Return how many bytes a compressed archive of this size may expand to, written or not."""
         return max(SMALL_BYTES, int(min(self.max_ratio * archive_bytes, 2.0**62)))
 
 
 class BadMember(Exception):
-    """Why an archive's member is refused; a sentence without its subject."""
+    """Raised for a refused member; the text is a sentence without its subject."""
 
 
 class Writer:
-    """The members of one archive, below one fresh folder."""
+    """Writes the members of one archive below one fresh folder. Raises BadMember."""
 
     def __init__(
-        self, folder: str, limits: Limits, kept: Collection[str], below: tuple[str, ...], wrote: Callable[[], None]
+        self, folder: str, limits: Limits, size: int, kept: Collection[str], below: tuple[str, ...], wrote: Callable[[], None]
     ) -> None:
+        """`size` is that of the archive in bytes, `below` the folder it lies in; `wrote` is called after each piece."""
         self.files = self.bytes = 0
+        self.max_stream_bytes = limits.stream_bytes(size)
         self._wrote = wrote
         self._folder, self._limits, self._kept, self._below = os.path.realpath(folder), limits, kept, below
         self._entries = 0
@@ -52,7 +57,7 @@ class Writer:
         self._make_folders(self._parts(name))
 
     def file(self, name: str, read: Callable[[int], bytes], size: int, *, executable: bool) -> None:
-        """`size` is what the header says: as many bytes must come. No other rights than any new file has: no setuid bit."""
+        """Write a file of exactly `size` bytes, with the rights of any new file: no setuid bit."""
         place = self._place(name)
         if size < 0:
             raise BadMember(f"claims a size of {size} bytes")
@@ -76,6 +81,8 @@ class Writer:
                 raise BadMember(f"ends after {size - left} of {size} bytes")
             left -= len(chunk)
             self.bytes += len(chunk)
+            if self.bytes > self.max_stream_bytes:
+                raise BadMember(f"is more than {self.max_stream_bytes} bytes in all, {TOO_MUCH}")
             self._wrote()
             view = memoryview(chunk)
             while view:
@@ -104,7 +111,7 @@ class Writer:
         self._links.append((self._place(name), target))
 
     def finish(self) -> None:
-        """Make the links, all of them, and then follow each: one may lead through another."""
+        """Make all links, and then follow each: one may lead through another."""
         for place, target in self._links:
             try:
                 os.symlink(target, f"{self._folder}/{place}")
@@ -113,7 +120,7 @@ class Writer:
         for place, target in self._links:
             link = f": the member {shown(place)} is a link to {shown(target)}"
             try:
-                os.stat(f"{self._folder}/{place}")  # first: the kernel gives up on a chain of 40, Python would follow millions
+                os.stat(f"{self._folder}/{place}")  # first: the kernel refuses a chain of 40, realpath would follow millions
                 end = os.path.realpath(f"{self._folder}/{place}", strict=True)
             except OSError:
                 raise BadMember(f"{link}, which is not in the archive") from None

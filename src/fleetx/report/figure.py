@@ -1,4 +1,4 @@
-"""Loss, throughput, time of an update and bytes on the wire as one picture for a paper."""
+"""Draw loss, throughput, time of an update and bytes on the wire as one picture for a paper, with matplotlib."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .curves import Track, known, mean_split, rate_unit, sending, shared_dense, throughput, tracks_of, with_gaps
+from .axis import BYTES, SHORT_TIMES, unit_for
+from .curves import (
+    Point,
+    Track,
+    known,
+    mean_split,
+    means,
+    rate_unit,
+    sending,
+    shared_dense,
+    thin,
+    throughput,
+    tracks_of,
+    with_gaps,
+)
 from .read import Run
 from .stacks import parts_of
-from .thinning import Point, means, thin
-from .words import BYTES, SHORT_TIMES, unit_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +49,7 @@ def style(track: Track) -> dict[str, Any]:
 
 
 def short(name: str) -> str:
-    """Dollar signs would be read as mathematics."""
+    """Shorten a name, and escape dollar signs, which matplotlib takes for mathematics."""
     cut = name if len(name) <= NAME_LETTERS else f"{name[: NAME_LETTERS - 1]}…"
     return cut.replace("$", r"\$")
 
@@ -48,7 +60,7 @@ def plot(axes: Axes, track: Track, points: Sequence[Point], scale: float = 1.0, 
 
 
 def draw_loss(axes: Axes, tracks: Sequence[Track]) -> None:
-    """With many points the mean is the line, and the extremes its shadow."""
+    """Draw the loss. Of many points the mean is the line, over a faint line of the extremes."""
     series = [(track, with_gaps(track.updates, "loss")) for track in tracks]
     is_long = any(len(points) > MANY for _, points in series)
     for track, points in series:

@@ -1,6 +1,6 @@
-"""A chart of lines: SVG that stretches with its box, and labels beside it in HTML, so that text keeps its size on any screen.
+"""Draw a chart of lines: SVG that stretches with its box, and labels beside it in HTML, so that text keeps its size.
 
-Both scales and all horizontal axes are made here; the page's script shows one or another, and draws lines anew.
+Both scales and all horizontal axes are written here; page.js shows one of them, and redraws the lines.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .axis import Axis, logarithmic, straight
+from .axis import MEMORY, PLAIN, Axis, Unit, logarithmic, plain, straight, unit_for
+from .curves import Point, means, thin
 from .markup import Markup, data, join, tag
-from .thinning import Point, means, thin
-from .words import MEMORY, PLAIN, Unit, plain, unit_for
 
 WIDTH, HEIGHT = 2000, 1000
 COLOURS = 8
@@ -24,20 +23,22 @@ Shape = Literal["line", "steps", "dots"]
 
 @dataclass(frozen=True)
 class Line:
+    """One line of a chart."""
+
     track: int
-    """Whose line it is: it is hidden with its run."""
+    """Place of the track it belongs to, with which it is hidden."""
     name: str
     points: Sequence[Point]
     colour: int
     shape: Shape = "line"
     is_dashed: bool = False
     is_of_all: bool = False
-    """It stays when its run is hidden."""
+    """Whether it stays when its run is hidden."""
 
 
 @dataclass(frozen=True)
 class Horizontal:
-    """One way to lay out the chart from left to right."""
+    """One horizontal axis of a chart: steps, time or bytes."""
 
     key: str
     caption: str
@@ -46,6 +47,8 @@ class Horizontal:
 
 @dataclass(frozen=True)
 class Chart:
+    """What `line_chart` draws."""
+
     key: str
     title: str
     lines: Sequence[Line]
@@ -56,14 +59,14 @@ class Chart:
     starts_log: bool = False
     is_smoothed: bool = True
     marks: Sequence[tuple[str, float]] = ()
-    """Names and places of upright lines."""
+    """Names and places of vertical lines."""
     notes: Sequence[str] = ()
     is_named: bool = False
-    """One line alone is named too: there are other runs, which have no such line."""
+    """Whether a single line has a legend too: other runs are shown, which have no such line."""
 
 
 def number_json(value: float | None) -> float | int | None:
-    """Short: six digits that count are more than a pixel tells."""
+    """Shorten a number to six significant digits, more than a pixel shows."""
     if value is None:
         return None
     short = float(f"{value:.6g}")
@@ -71,7 +74,7 @@ def number_json(value: float | None) -> float | int | None:
 
 
 def path(points: Sequence[Point], place: Callable[[float, float], tuple[int, int]], shape: Shape, *, is_log: bool) -> str:
-    """The `d` of an SVG path. A gap lifts the pen; a point alone between gaps is a dot."""
+    """Return the `d` of an SVG path. A gap lifts the pen; a point alone between gaps is a dot."""
     pieces: list[str] = []
     is_down, drawn = False, 0
     last = (-1, -1)
@@ -92,12 +95,12 @@ def path(points: Sequence[Point], place: Callable[[float, float], tuple[int, int
     return "".join(pieces)
 
 
-def upright(lines: Sequence[Line], chart: Chart) -> tuple[Axis, Axis | None]:
-    """The straight axis, and one by powers of ten where nothing lies at or below zero."""
+def vertical_axes(lines: Sequence[Line], chart: Chart) -> tuple[Axis, Axis | None]:
+    """Return the straight axis, and a logarithmic one (None if a value is negative, or all are nearly the same)."""
     values = [value for line in lines for _, value in line.points if value is not None]
     low, high = min(values), max(values)
     unit = unit_for(max(abs(low), abs(high)), chart.units)
-    if chart.units is MEMORY:  # a page more or less of memory is no step worth a chart's height
+    if chart.units is MEMORY:  # a memory page more or less must not fill the height of the chart
         middle, room = (low + high) / 2, LEAST_SPAN * abs(high) / 2
         low, high = min(low, middle - room), max(high, middle + room)
     lin = straight(low, high, unit=unit, from_zero=chart.from_zero)
@@ -113,20 +116,16 @@ def labels_up(axis: Axis, key: str, *, is_shown: bool) -> Markup:
 
 def labels_across(one: Horizontal, *, is_shown: bool) -> Markup:
     every = max(1, -(-len(one.axis.ticks) // 5))
-    spans = [
-        tag(
-            "span",
-            one.axis.label(tick),
-            style=f"left:{100 * one.axis.place(tick):.2f}%",
-            class_=edge_class(one.axis.place(tick), is_extra=bool(place % (2 * every))),
-        )
-        for place, tick in enumerate(one.axis.ticks)
-    ]
+    spans = []
+    for number, tick in enumerate(one.axis.ticks):
+        place = one.axis.place(tick)
+        classes = edge_class(place, is_extra=bool(number % (2 * every)))
+        spans.append(tag("span", one.axis.label(tick), style=f"left:{100 * place:.2f}%", class_=classes))
     return tag("div", *spans, tag("em", one.caption), class_="xt", data_x=one.key, hidden=not is_shown)
 
 
 def edge_class(place: float, *, is_extra: bool) -> str | None:
-    """At the ends a label must not stick out; every other one goes where the screen is narrow."""
+    """Return the classes that keep a label inside at the ends, and hide every other label on a narrow screen."""
     names = [name for name, holds in (("lo", place < 0.02), ("hi", place > 0.98), ("extra", is_extra)) if holds]
     return " ".join(names) or None
 
@@ -138,40 +137,33 @@ def grid(axis: Axis, key: str, *, is_shown: bool) -> Markup:
 
 
 def spoken(chart: Chart) -> str:
-    """What a screen reader says in place of the picture."""
-    told = []
+    """Describe the chart for a screen reader."""
+    described = []
     for line in chart.lines[:8]:
         values = [value for _, value in line.points if value is not None]
-        told.append(
-            f"{line.name} from {plain(values[0])} to {plain(values[-1])}, least {plain(min(values))}, most {plain(max(values))}"
-        )
+        first, last, least, most = map(plain, (values[0], values[-1], min(values), max(values)))
+        described.append(f"{line.name} from {first} to {last}, least {least}, most {most}")
     more = f"; and {len(chart.lines) - 8} more" if len(chart.lines) > 8 else ""
-    return f"{chart.title}{', ' + chart.caption if chart.caption else ''}: {'; '.join(told)}{more}. Arrow keys read it out."
+    return f"{chart.title}{', ' + chart.caption if chart.caption else ''}: {'; '.join(described)}{more}. Arrow keys read it out."
 
 
 def legend(lines: Sequence[Line]) -> Markup:
     items = []
     for line in lines:
         more = (" dashed" if is_dashed(line) else "") + (" dot" if line.shape == "dots" else "")
-        items.append(
-            tag(
-                "li",
-                tag("i", class_=f"key c{line.colour % COLOURS}{more}"),
-                line.name,
-                data_track=None if line.is_of_all else line.track,
-            )
-        )
+        key = tag("i", class_=f"key c{line.colour % COLOURS}{more}")
+        items.append(tag("li", key, line.name, data_track=None if line.is_of_all else line.track))
     return tag("ul", *items, class_="legend")
 
 
 def is_dashed(line: Line) -> bool:
-    """Colours come round again after the eighth line, and are then told apart by dashes."""
+    """Return whether a line is dashed: by itself, or because it repeats a colour after the first eight lines."""
     return line.is_dashed or (line.colour // COLOURS) % 2 == 1
 
 
 def line_data(line: Line, kept: Sequence[Point]) -> dict[str, Any]:
-    """What the script needs of a line: the points that were kept, and where some were not, means for smoothing."""
-    found: dict[str, Any] = {
+    """Return what page.js needs of a line: the kept points, and means for smoothing if some points were dropped."""
+    content: dict[str, Any] = {
         "t": line.track,
         "n": line.name,
         "k": line.shape,
@@ -179,25 +171,25 @@ def line_data(line: Line, kept: Sequence[Point]) -> dict[str, Any]:
         "x": [number_json(x) for x, _ in kept],
         "y": [number_json(y) for _, y in kept],
     }
-    found |= {"keep": True} if line.is_of_all else {}
+    content |= {"keep": True} if line.is_of_all else {}
     if len(kept) < len(line.points):
         columns = means(line.points, MEANS)
-        found |= {"mx": [number_json(x) for x, _ in columns], "my": [number_json(y) for _, y in columns]}
-    return found
+        content |= {"mx": [number_json(x) for x, _ in columns], "my": [number_json(y) for _, y in columns]}
+    return content
 
 
 def has_means(chart: Chart, line: Line, kept: Sequence[Point]) -> bool:
-    """Of many points the mean is the line, and the extremes its shadow: three noisy runs would hide each other."""
+    """Return whether the line is drawn as its mean over faint extremes: three noisy runs would hide each other."""
     return chart.is_smoothed and line.shape == "line" and len(kept) < len(line.points)
 
 
 def line_chart(chart: Chart) -> Markup | None:
-    """None: there is nothing to draw."""
+    """Draw a chart; None if there is nothing to draw."""
     lines = [line for line in chart.lines if any(value is not None for _, value in line.points)]
     if not lines:
         return None
     chart = replace(chart, lines=lines)
-    lin, log = upright(lines, chart)
+    lin, log = vertical_axes(lines, chart)
     shown, key = (log, "log") if chart.starts_log and log is not None else (lin, "lin")
     first = chart.across[0]
     kept = [thin(line.points) for line in lines]
@@ -215,7 +207,6 @@ def line_chart(chart: Chart) -> Markup | None:
             paths.append(tag("path", class_=f"{look} mean", d=path(middle, place, line.shape, is_log=shown.is_log)))
     scales: Mapping[str, Axis] = {"lin": lin} if log is None else {"lin": lin, "log": log}
     grids = [grid(axis, name, is_shown=name == key) for name, axis in scales.items()]
-    svg = tag("svg", *grids, *paths, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", aria_hidden="true")
     island = {
         "id": chart.key,
         "lines": [line_data(line, points) for line, points in zip(lines, kept, strict=True)],
@@ -225,43 +216,44 @@ def line_chart(chart: Chart) -> Markup | None:
         "unit": [lin.unit.name, lin.unit.factor],
         "smooth": chart.is_smoothed,
     }
-    return frame(
-        chart.key,
-        chart.title,
-        " ".join(piece for piece in (chart.caption, f"({lin.unit.name})" if lin.unit.name else "") if piece),
-        legend(lines) if len(lines) > 1 or chart.is_named else None,
-        tag("button", "log", type="button", class_="log", aria_pressed="true" if key == "log" else "false", title="log scale")
-        if log is not None
-        else None,
-        tag(
-            "div",
-            *(labels_up(axis, name, is_shown=name == key) for name, axis in scales.items()),
-            tag("div", svg, *upright_marks(chart), class_="plot", tabindex=0, role="img", aria_label=spoken(chart)),
-            *(labels_across(one, is_shown=one is first) for one in chart.across),
-            class_="body",
-        ),
-        *(tag("p", note, class_="note") for note in chart.notes),
-        data(island),
-    )
+    caption = " ".join(piece for piece in (chart.caption, f"({lin.unit.name})" if lin.unit.name else "") if piece)
+    named = legend(lines) if len(lines) > 1 or chart.is_named else None
+    pressed = "true" if key == "log" else "false"
+    button = tag("button", "log", type="button", class_="log", aria_pressed=pressed, title="log scale") if log else None
+    labels = [labels_up(axis, name, is_shown=name == key) for name, axis in scales.items()]
+    drawn = plot(drawing(*grids, *paths), spoken(chart), *vertical_marks(chart))
+    body = tag("div", *labels, drawn, *(labels_across(one, is_shown=one is first) for one in chart.across), class_="body")
+    notes = [tag("p", note, class_="note") for note in chart.notes]
+    return frame(chart.key, chart.title, caption, named, button, body, *notes, data(island))
 
 
-def upright_marks(chart: Chart) -> list[Markup]:
-    """Named upright lines; a name goes a line lower where the one before is near, so that they do not lie upon each other."""
+def vertical_marks(chart: Chart) -> list[Markup]:
+    """Draw named vertical lines; a name goes a line lower if the one before is near, so that names do not overlap."""
     axis = chart.across[0].axis
-    found: list[Markup] = []
+    marks: list[Markup] = []
     turn, before = 0, -1.0
     for name, at in chart.marks:
         place = axis.place(at)
         turn = (turn + 1) % 4 if place - before < NEAR_MARKS else 0
         before = place
         label = tag("b", name, class_="left" if place > 0.8 else None, style=f"top:{1.1 * turn:.1f}rem")
-        found.append(tag("span", label, class_="mark", data_at=number_json(at), style=f"left:{100 * place:.2f}%"))
-    return found
+        marks.append(tag("span", label, class_="mark", data_at=number_json(at), style=f"left:{100 * place:.2f}%"))
+    return marks
+
+
+def drawing(*shapes: Markup, width: int = WIDTH, height: int = HEIGHT) -> Markup:
+    """Put shapes into an SVG that stretches with its box. Screen readers read the label of the plot instead."""
+    return tag("svg", *shapes, viewBox=f"0 0 {width} {height}", preserveAspectRatio="none", aria_hidden="true")
+
+
+def plot(drawn: Markup, described: str, *beside: Markup, class_: str = "plot", style: str | None = None) -> Markup:
+    """Make a drawing reachable by keyboard, with a description for screen readers."""
+    return tag("div", drawn, *beside, class_=class_, tabindex=0, role="img", aria_label=described, style=style)
 
 
 def frame(
     key: str, title: str, caption: str, legend: Markup | None, button: Markup | None, *body: Markup | None, class_: str = ""
 ) -> Markup:
-    """What every chart is put in."""
+    """Put a chart into its frame of title, caption, legend and button."""
     head = tag("div", tag("h3", title), tag("small", caption) if caption else None, button, class_="head")
     return tag("figure", tag("figcaption", head, legend), join(*body), class_=f"chart {class_}".strip(), id=f"chart-{key}")

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl -> Updates, with the rule by which a resumed run takes the place of what it does again."""
+"""Read the lines of metrics.jsonl as Updates, and let a resumed run replace the updates that it did again."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 LEAST, MOST, MOST_WHOLE = 1e-290, 1e290, 2**53
-TOLD_LINES = 8
-"""Damaged lines that are named; the rest are counted."""
+NAMED_LINES = 8
+"""Damaged lines that are named; the others are counted."""
 
 
 @dataclass(slots=True)
 class RankTimes:
-    """Of one rank, summed over some updates."""
+    """Seconds of one rank, summed over some updates."""
 
     seconds: float
     compute: float
@@ -25,13 +25,13 @@ class RankTimes:
 
 @dataclass(slots=True)
 class Update:
-    """One line of metrics.jsonl. Totals go on over all starts, with the work in them that a resumed run did again."""
+    """One line of metrics.jsonl, on worker 0: bytes and seconds, None where nothing was logged."""
 
     start: int
     pair: int
     step: int
     seconds: float | None
-    total_seconds: float | None
+    """Seconds since the start of its process."""
     loss: float | None
     lr: float | None
     skipped: bool
@@ -39,8 +39,6 @@ class Update:
     grad_norm: float | None
     bytes_sent: float | None
     bytes_dense: float | None
-    total_sent: float
-    total_dense: float
     period: float | None
     samples: float | None
     memory_bytes: float | None
@@ -50,76 +48,74 @@ class Update:
     values: dict[str, float | None]
     trust_ratios: dict[str, float] | None
     ranks: dict[int, RankTimes] | None
+    total_seconds: float | None = None
+    """Seconds since the first start, updates included that a resumed run did again; so are the other totals."""
+    total_sent: float = 0.0
+    total_dense: float = 0.0
+
+
+NUMBERS = (
+    *("seconds", "loss", "lr", "loss_scale", "grad_norm", "bytes_sent", "bytes_dense"),
+    *("period", "samples", "memory_bytes", "noise_scale", "density"),
+)
+"""Fields of an Update that are a number or None."""
 
 
 # --- one line ---------------------------------------------------------------------------------------------------------------
 
 
 def number(value: object) -> float | None:
-    """One that a chart can use: finite, and not at the very ends of the range, where a scale would overflow."""
-    if type(value) is float and LEAST < abs(value) < MOST:  # by far the most; a run has a million of them
+    """Return a number that a chart can use, or None: finite, and not so large that a scale would overflow."""
+    if type(value) is float and LEAST < abs(value) < MOST:  # the usual case first: a run has a million of them
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        found = float(value)
+        read = float(value)
     except OverflowError:
         return None
-    return (found if abs(found) > LEAST else 0.0) if abs(found) < MOST else None
+    return (read if abs(read) > LEAST else 0.0) if abs(read) < MOST else None
 
 
 def whole(value: object) -> int | None:
     if type(value) is int:
         return value if abs(value) <= MOST_WHOLE else None
-    found = number(value)
-    return int(found) if found is not None and found == int(found) else None
+    read = number(value)
+    return int(read) if read is not None and read == int(read) else None
 
 
 def numbers(value: object) -> dict[str, float]:
-    found = {name: number(one) for name, one in value.items()} if isinstance(value, dict) else {}
-    return {str(name): one for name, one in found.items() if one is not None}
+    read = {name: number(each) for name, each in value.items()} if isinstance(value, dict) else {}
+    return {str(name): each for name, each in read.items() if each is not None}
 
 
 def rank_times(value: object) -> dict[int, RankTimes] | None:
-    """Ranks whose times are all there; None where there are none."""
-    found = {}
+    """Return the times of ranks for which all four are there; None if there is no such rank."""
+    times_of = {}
     for rank, times in value.items() if isinstance(value, dict) else ():
         read = numbers(times)
         if str(rank).isdecimal() and {"seconds", "compute", "communication", "data"} <= read.keys():
-            found[int(rank)] = RankTimes(read["seconds"], read["compute"], read["communication"], read["data"])
-    return found or None
+            times_of[int(rank)] = RankTimes(read["seconds"], read["compute"], read["communication"], read["data"])
+    return times_of or None
 
 
 def update_from(line: Mapping[str, Any]) -> Update | None:
-    """None: it names no step, and cannot be placed."""
+    """Make an Update of a line; None if it names no step."""
     step = whole(line.get("step"))
     if step is None:
         return None
     values = line.get("values")
+    plain: dict[str, Any] = {name: number(line.get(name)) for name in NUMBERS}
     return Update(
         start=whole(line.get("start")) or 1,
         pair=whole(line.get("pair")) or 1,
         step=step,
-        seconds=number(line.get("seconds")),
-        total_seconds=None,
-        loss=number(line.get("loss")),
-        lr=number(line.get("lr")),
         skipped=line.get("skipped") is True,
-        loss_scale=number(line.get("loss_scale")),
-        grad_norm=number(line.get("grad_norm")),
-        bytes_sent=number(line.get("bytes_sent")),
-        bytes_dense=number(line.get("bytes_dense")),
-        total_sent=0.0,
-        total_dense=0.0,
-        period=number(line.get("period")),
-        samples=number(line.get("samples")),
-        memory_bytes=number(line.get("memory_bytes")),
-        noise_scale=number(line.get("noise_scale")),
-        density=number(line.get("density")),
         split=numbers(line.get("split")),
         values={str(name): number(value) for name, value in values.items()} if isinstance(values, dict) else {},
         trust_ratios=numbers(line.get("trust_ratios")) or None,
         ranks=rank_times(line.get("ranks")),
+        **plain,
     )
 
 
@@ -127,23 +123,23 @@ def update_from(line: Mapping[str, Any]) -> Update | None:
 
 
 DECODER = json.JSONDecoder(parse_constant=lambda _: None)
-"""NaN and Infinity, which are no JSON but may be written as such, are None."""
+"""Decodes NaN and Infinity, which are no JSON but may be written, as None."""
 
 
 def parse_line(text: str) -> tuple[dict[str, Any] | None, bool]:
-    """What a line says, and whether it is whole. A start after a kill goes on in the half line: its object is found there."""
+    """Return the object of a line, and whether it is all of the line: a start after a kill may go on in a line cut off."""
     for begin in (0, text.rfind('{"start"')):
         try:
-            found = DECODER.decode(text[begin:] if begin else text) if begin >= 0 else None
+            content = DECODER.decode(text[begin:] if begin else text) if begin >= 0 else None
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            return found, begin == 0
+        if isinstance(content, dict):
+            return content, begin == 0
     return None, False
 
 
 def parse_lines(text: str) -> tuple[list[Update], list[str]]:
-    """Every update in the order of the file, and what is wrong with it. A line that a kill has cut off is no damage: it is the
+    """Return all updates in the order of the file, and its problems. A line that a kill cut off counts as no damage: it is the
     last one, or the next belongs to another start."""
     updates: list[Update] = []
     bad: list[tuple[int, int]] = []  # places of lines, and updates before them
@@ -151,33 +147,33 @@ def parse_lines(text: str) -> tuple[list[Update], list[str]]:
     for place, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        found, is_whole = parse_line(line)
-        if found is None or not is_whole:
+        content, is_whole = parse_line(line)
+        if content is None or not is_whole:
             bad.append((place, len(updates)))
-        update = update_from(found) if found is not None else None
+        update = update_from(content) if content is not None else None
         if update is not None:
             updates.append(update)
         elif is_whole:
             bad.append((place, len(updates)))
     cut = [place for place, before in bad if is_cut(updates, before, is_last=place == len(lines))]
     damaged = [place for place, _ in bad if place not in cut]
-    told = [f"line {place} of {METRICS} cannot be read" for place in damaged[:TOLD_LINES]]
-    if len(damaged) > TOLD_LINES:
-        told.append(f"{len(damaged) - TOLD_LINES} more lines of {METRICS} cannot be read")
-    return updates, told + [f"line {place} of {METRICS} was cut off, as by a kill" for place in cut]
+    problems = [f"line {place} of {METRICS} cannot be read" for place in damaged[:NAMED_LINES]]
+    if len(damaged) > NAMED_LINES:
+        problems.append(f"{len(damaged) - NAMED_LINES} more lines of {METRICS} cannot be read")
+    return updates, problems + [f"line {place} of {METRICS} was cut off, as by a kill" for place in cut]
 
 
 def is_cut(updates: Sequence[Update], before: int, *, is_last: bool) -> bool:
-    """Of a bad line after so many updates."""
+    """Return whether a bad line, with `before` updates above it, was cut off by a kill."""
     if is_last or before == len(updates):
         return is_last
     return before > 0 and updates[before].start != updates[before - 1].start
 
 
 def add_totals(updates: Sequence[Update]) -> None:
-    """Seconds and bytes from the first start on, in the order of the file."""
-    ended: dict[int, float] = {}  # by start: its last seconds
-    before: dict[int, float] = {}  # by start: seconds of all that came earlier
+    """Fill in the totals of seconds and bytes since the first start, in the order of the file."""
+    ended: dict[int, float] = {}  # last seconds of each start
+    before: dict[int, float] = {}  # seconds of all starts before each start
     sent: dict[int, list[float]] = {}
     for update in updates:
         if update.start not in before:
@@ -193,7 +189,7 @@ def add_totals(updates: Sequence[Update]) -> None:
 
 
 def superseded(updates: Sequence[Update]) -> dict[int, list[Update]]:
-    """By pair: a start whose first line is step s takes the place of all earlier lines of that pair from s on."""
+    """Return the updates by pair; a start whose first line is step s replaces all earlier lines of that pair from s on."""
     kept: dict[int, list[Update]] = {}
     starts: dict[int, int] = {}
     for update in updates:
@@ -203,5 +199,5 @@ def superseded(updates: Sequence[Update]) -> dict[int, list[Update]]:
             starts[update.pair] = update.start
         own.append(update)
     for own in kept.values():
-        own.sort(key=lambda one: one.step)  # stable, and already so but in a damaged file
+        own.sort(key=lambda update: update.step)  # in order already, unless the file is damaged
     return dict(sorted(kept.items()))

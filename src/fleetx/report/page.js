@@ -16,7 +16,7 @@
     return value.toLocaleString("en-US", { maximumSignificantDigits: 6 });
   }
 
-  // From a step to seconds or bytes, between the points that the page holds.
+  // Interpolates seconds or bytes at a step, between the points that the page holds.
   function onClock(clock, key, step) {
     const from = clock.step, to = clock[key];
     if (!from.length) return null;
@@ -67,7 +67,7 @@
     return d;
   }
 
-  // Sums from the left, weighted by how near the points are in steps; a gap begins anew.
+  // Running sums from the left, weighted by how near the points are in steps; a gap starts a new sum.
   function gathered(xs, ys, reach) {
     let sum = 0, weight = 0, before = null;
     return ys.map((y, i) => {
@@ -78,7 +78,7 @@
     });
   }
 
-  // A mean of both sides: one of the past alone would lie behind the line.
+  // A mean over both sides: one over the past alone would lag behind the line.
   function smoothed(xs, ys, reach) {
     const past = gathered(xs, ys, reach), coming = gathered([...xs].reverse(), [...ys].reverse(), reach).reverse();
     return ys.map((y, i) => (y === null ? null : (past[i][0] + coming[i][0] - y) / (past[i][1] + coming[i][1] - 1)));
@@ -183,7 +183,7 @@
     if (chart.strip) readStrip(chart, share, (event.clientY - box.top) / box.height); else readLines(chart, share);
   }
 
-  // The next point of any line to the left or right of the last one that was read out.
+  // Finds the next point of any line, left or right of the one read out last.
   function neighbour(chart, direction) {
     let found = null;
     for (const line of chart.lines) {
@@ -237,7 +237,7 @@
     charts.forEach((chart) => { if (chart.y) chart.scale = box.checked && "log" in chart.y ? "log" : "lin"; });
     redraw();
   });
-  // A browser that reloads the page may put the controls back where they were.
+  // Resets the controls: a browser that reloads the page may restore their values.
   document.querySelectorAll(".controls input, .controls select").forEach((one) => {
     if (one.type === "checkbox") one.checked = one.defaultChecked; else if (one.type === "range") one.value = "0"; else one.selectedIndex = 0;
   });

@@ -1,8 +1,9 @@
-"""A run folder as `fleet.Monitor` leaves it, finished, killed or still growing -> Run; what is damaged is told in `problems`."""
+"""Read a run folder of `fleet.Monitor`, finished, killed or growing, into a Run; damage is listed in its `problems`."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,53 @@ import yaml
 from ..errors import ConfigError
 from .metrics import DECODER, METRICS, Update, add_totals, number, parse_lines, superseded, whole
 
+TAIL_BYTES, TAIL_LINES, MOST_LOGS = 24 << 10, 40, 6
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def clean(text: str) -> str:
+    """Clean a log for the page: no colours, and of a progress bar what it showed last."""
+    lines = [_ESCAPES.sub("", line).rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return "\n".join(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line) for line in lines)
+
+
+def tail(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        text = file.read(TAIL_BYTES).decode("utf-8", errors="replace")
+    lines = clean(text).rstrip().split("\n")
+    return "\n".join(lines[1 if size > TAIL_BYTES and len(lines) > 1 else 0 :][-TAIL_LINES:])
+
+
+def log_tails(folder: Path) -> dict[int, str]:
+    """Return the last lines of worker logs by rank: those with a traceback first, at most MOST_LOGS, no empty ones."""
+    tails = {}
+    for path in folder.glob("workerlog.*"):
+        rank = path.name.partition(".")[2]
+        if not rank.isdecimal() or not path.is_file():  # a link into a log folder that is gone is no file
+            continue
+        try:
+            text = tail(path)
+        except OSError:
+            continue
+        if text.strip():
+            tails[int(rank)] = text
+    order = sorted(tails, key=lambda rank: ("Traceback (most recent call last)" not in tails[rank], rank))
+    return {rank: tails[rank] for rank in order[:MOST_LOGS]}
+
+
 ENVIRONMENT, SUMMARY, MEMORY = "environment.json", "summary.json", "memory.json"
 MARKS_OF_A_RUN = (METRICS, ENVIRONMENT, SUMMARY)
 LIVE_SECONDS = 120.0
-"""Metrics without a summary that changed no longer ago than this belong to a run that goes on."""
+"""Seconds since the last change of metrics.jsonl within which a run without a summary counts as running."""
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
+    """Memory over one step, with named moments."""
+
     step: int | None
     seconds: Sequence[float]
     bytes: Sequence[float]
@@ -30,18 +70,20 @@ class MemoryCurve:
 
 @dataclass
 class Run:
+    """A run folder as read."""
+
     name: str
     folder: Path
     updates: dict[int, list[Update]] = field(default_factory=dict)
-    """By pair of model and optimizer, in order of steps."""
+    """Updates by pair of model and optimizer, in order of steps."""
     starts: list[dict[str, Any]] = field(default_factory=list)
     strategies: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By pair, flat: `lars_configs.lars_coeff` is a key."""
+    """Settings by pair, flat: `lars_configs.lars_coeff` is a key."""
     summary: dict[str, Any] | None = None
     memory_kind: str = ""
     memory_curves: list[MemoryCurve] = field(default_factory=list)
     again: int = 0
-    """Updates that a later start has done again."""
+    """Number of updates that a later start did again."""
     is_live: bool = False
     problems: list[str] = field(default_factory=list)
 
@@ -54,7 +96,7 @@ class Run:
 
 
 class _NoAliases(yaml.SafeLoader):
-    """They multiply: a short file may stand for gigabytes."""
+    """Refuses aliases, with which a short file could stand for gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -63,15 +105,15 @@ class _NoAliases(yaml.SafeLoader):
 
 
 def flat(settings: Mapping[Any, Any], under: str = "") -> dict[str, Any]:
-    """Settings of settings by their whole path: {"lars_configs": {"epsilon": 0}} has the key "lars_configs.epsilon"."""
-    found: dict[str, Any] = {}
+    """Flatten nested settings: {"lars_configs": {"epsilon": 0}} becomes {"lars_configs.epsilon": 0}."""
+    paths: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= flat(value, f"{under}{name}.") if isinstance(value, dict) and value else {f"{under}{name}": value}
-    return found
+        paths |= flat(value, f"{under}{name}.") if isinstance(value, dict) and value else {f"{under}{name}": value}
+    return paths
 
 
 def read_strategies(folder: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
-    found = {}
+    strategies = {}
     for path in [folder / "strategy.yaml", *sorted(folder.glob("strategy.[0-9]*.yaml"))]:
         pair = path.name.split(".")[1]
         try:
@@ -82,23 +124,23 @@ def read_strategies(folder: Path, problems: list[str]) -> dict[int, dict[str, An
             problems.append(f"{path.name} cannot be read: {type(error).__name__}")
             continue
         if isinstance(settings, dict):
-            found[int(pair) if pair.isdecimal() else 1] = flat(settings)
+            strategies[int(pair) if pair.isdecimal() else 1] = flat(settings)
         elif settings is not None:
             problems.append(f"{path.name} holds no settings")
-    return dict(sorted(found.items()))
+    return dict(sorted(strategies.items()))
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """None where there is none; a damaged one is told."""
+    """Read a JSON object; None if the file is missing, or damaged, which is added to `problems`."""
     try:
-        found = DECODER.decode(path.read_text(encoding="utf-8"))
+        content = DECODER.decode(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {type(error).__name__}")
         return None
-    if isinstance(found, dict):
-        return found
+    if isinstance(content, dict):
+        return content
     problems.append(f"{path.name} holds no object")
     return None
 
@@ -122,7 +164,7 @@ def memory_curve(value: object) -> MemoryCurve | None:
 
 
 def is_of_an_earlier_start(summary: Mapping[str, Any], run: Run) -> bool:
-    """A resumed run goes on beside the summary of the start before, until it closes."""
+    """Return whether the summary is of an earlier start: a resumed run keeps it in its folder until it ends."""
     start = whole(summary.get("start"))
     return start is not None and start < len(run.starts)
 
@@ -153,8 +195,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     except OSError as error:
         text = ""
         run.problems.append(f"{METRICS} cannot be read: {error.strerror}")
-    updates, told = parse_lines(text)
-    run.problems += told
+    updates, problems = parse_lines(text)
+    run.problems += problems
     add_totals(updates)
     run.updates = superseded(updates)
     run.again = len(updates) - len(run.all_updates)
@@ -179,7 +221,7 @@ def _changed_lately(path: Path) -> bool:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, with as many of their parents as tell them apart."""
+    """Name runs by their folders, with as many parents as make the names different."""
     parts = [folder.resolve().parts for folder in folders]
     for one in parts:
         if parts.count(one) > 1:

@@ -1,14 +1,13 @@
-"""Parts of a whole: areas over the steps, and one bar for each run or rank."""
+"""Draw parts of a whole: areas over the steps, and one bar for each run or rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .axis import Axis, straight
-from .line_chart import HEIGHT, WIDTH, Horizontal, frame, grid, labels_across, labels_up, number_json
+from .axis import SHORT_TIMES, Axis, share, short_time, straight, unit_for
+from .line_chart import HEIGHT, WIDTH, Horizontal, drawing, frame, grid, labels_across, labels_up, number_json, plot
 from .markup import Markup, data, tag
-from .words import SHORT_TIMES, share, short_time, unit_for
 
 TINTS = {"data": 0, "forward": 1, "backward": 2, "compute": 2, "communication": 3, "update": 4, "other": 5, "rest": 5}
 TINT_COUNT = 6
@@ -17,31 +16,33 @@ LEAST_SHARE = 0.002
 
 @dataclass(frozen=True)
 class Bar:
+    """One bar of a bar chart."""
+
     label: str
     parts: Mapping[str, float]
-    """Seconds."""
+    """Seconds by name."""
 
 
 def tint(part: str) -> str:
-    """A part's colour is the same in every chart; one that is not known takes the last."""
+    """Return the colour class of a part, the same in every chart; unknown parts share the last."""
     return f"q{TINTS.get(part, TINT_COUNT - 1)}"
 
 
-def legend(parts: Sequence[str], told: Mapping[str, str] | None = None) -> Markup:
+def legend(parts: Sequence[str], amounts: Mapping[str, str] | None = None) -> Markup:
     items = [
-        tag("li", tag("i", class_=f"key box {tint(part)}"), f"{part} {(told or {}).get(part, '')}".rstrip()) for part in parts
+        tag("li", tag("i", class_=f"key box {tint(part)}"), f"{part} {(amounts or {}).get(part, '')}".rstrip()) for part in parts
     ]
     return tag("ul", *items, class_="legend")
 
 
 def parts_of(wholes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Those that take time that can be seen, in the order they come."""
+    """Return the parts that take more than LEAST_SHARE of some whole, in their order."""
     names = dict.fromkeys(name for parts in wholes for name in parts)
     return [name for name in names if any(parts.get(name, 0.0) > LEAST_SHARE * sum(parts.values()) for parts in wholes)]
 
 
 def stacked_path(places: Sequence[float], low: Sequence[float], high: Sequence[float], across: Axis, up: Axis) -> str:
-    """Along the upper edge, and back along the lower."""
+    """Return the `d` of an area: along its upper edge, and back along the lower."""
     there = [(x, y) for x, y in zip(places, high, strict=True)]
     back = [(x, y) for x, y in zip(places, low, strict=True)][::-1]
     corners = [f"{round(WIDTH * across.place(x))} {HEIGHT - round(HEIGHT * up.place(y))}" for x, y in there + back]
@@ -51,7 +52,7 @@ def stacked_path(places: Sequence[float], low: Sequence[float], high: Sequence[f
 def area_chart(
     key: str, title: str, means: Sequence[tuple[float, Mapping[str, float]]], across: Horizontal, *, track: int
 ) -> Markup | None:
-    """Mean seconds of an update's parts. One point alone makes no area."""
+    """Draw the mean seconds of an update's parts over the steps; None for fewer than two points."""
     parts = parts_of([parts for _, parts in means])
     if len(means) < 2 or not parts:
         return None
@@ -64,14 +65,6 @@ def area_chart(
         above = [low + one.get(part, 0.0) for low, (_, one) in zip(below, means, strict=True)]
         areas.append(tag("path", class_=f"area {tint(part)}", d=stacked_path(places, below, above, across.axis, up)))
         below = above
-    svg = tag(
-        "svg",
-        grid(up, "lin", is_shown=True),
-        *areas,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-    )
     spoken = f"{title}: mean time of an update over the steps, by {', '.join(parts)}. Arrow keys read it out."
     steps = [number_json(place) for place in places]
     lines = [
@@ -88,16 +81,9 @@ def area_chart(
         "unit": [up.unit.name, up.unit.factor],
         "fixed": True,
     }
-    plot = tag("div", svg, class_="plot", tabindex=0, role="img", aria_label=spoken)
-    return frame(
-        key,
-        title,
-        f"mean of an update ({up.unit.name})",
-        legend(parts),
-        None,
-        tag("div", labels_up(up, "lin", is_shown=True), plot, labels_across(across, is_shown=True), class_="body"),
-        data(island),
-    )
+    drawn = plot(drawing(grid(up, "lin", is_shown=True), *areas), spoken)
+    body = tag("div", labels_up(up, "lin", is_shown=True), drawn, labels_across(across, is_shown=True), class_="body")
+    return frame(key, title, f"mean of an update ({up.unit.name})", legend(parts), None, body, data(island))
 
 
 def bar_chart(key: str, title: str, caption: str, bars: Sequence[Bar], note: str | None = None) -> Markup | None:
@@ -107,27 +93,20 @@ def bar_chart(key: str, title: str, caption: str, bars: Sequence[Bar], note: str
         return None
     rows = [row for bar in bars for row in bar_row(bar, parts, most)]
     body = tag("div", *rows, class_="bars")
-    told = {part: f"{short_time(bars[0].parts.get(part, 0.0))}, {share(bars[0].parts.get(part, 0.0), most)}" for part in parts}
+    amounts = {part: f"{short_time(bars[0].parts.get(part, 0.0))}, {share(bars[0].parts.get(part, 0.0), most)}" for part in parts}
     finding = tag("p", note, class_="finding") if note else None
-    return frame(key, title, caption, legend(parts, told if len(bars) == 1 else None), None, body, finding, class_="wide")
+    return frame(key, title, caption, legend(parts, amounts if len(bars) == 1 else None), None, body, finding, class_="wide")
 
 
 def bar_row(bar: Bar, parts: Sequence[str], most: float) -> list[Markup]:
     whole = sum(bar.parts.values())
-    told = [f"{part} {short_time(bar.parts[part])} ({share(bar.parts[part], whole)})" for part in parts if bar.parts.get(part)]
+    words = [f"{part} {short_time(bar.parts[part])} ({share(bar.parts[part], whole)})" for part in parts if bar.parts.get(part)]
     rects, x = [], 0.0
     for part in parts:
         width = WIDTH * bar.parts.get(part, 0.0) / most
         hint = tag("title", f"{bar.label}: {part} {short_time(bar.parts.get(part, 0.0))}")
         rects.append(tag("rect", hint, class_=f"area {tint(part)}", x=f"{x:.1f}", y=0, width=f"{width:.1f}", height=10))
         x += width
-    svg = tag(
-        "svg",
-        *rects,
-        viewBox=f"0 0 {WIDTH} 10",
-        preserveAspectRatio="none",
-        role="img",
-        tabindex=0,
-        aria_label=f"{bar.label}: {', '.join(told)}",
-    )
+    label, box = f"{bar.label}: {', '.join(words)}", f"0 0 {WIDTH} 10"
+    svg = tag("svg", *rects, viewBox=box, preserveAspectRatio="none", role="img", tabindex=0, aria_label=label)
     return [tag("span", bar.label, class_="bar-label"), svg, tag("span", short_time(whole), class_="bar-total")]

@@ -1,4 +1,4 @@
-"""A strip of colours: layers downward, steps across, each layer's trust ratio as a shade."""
+"""Draw a strip of colours: layers downward, steps across, the trust ratio of each layer as a shade."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 
-from .line_chart import frame
+from .axis import plain
+from .line_chart import drawing, frame, plot
 from .markup import Markup, data, tag
-from .words import plain
 
 CELLS, MOST_COLUMNS = 12_000, 160
 ROW_PIXELS, MOST_PIXELS, LEAST_LABEL_PIXELS = 15, 480, 13
 SHADES = ((24, 34, 88), (38, 92, 138), (60, 150, 146), (190, 192, 96), (255, 236, 150))
-"""From low to high: ever lighter, so that it reads without colours too."""
+"""Colours from low to high, ever lighter: the order can be seen without colours too."""
 SHADE_COUNT = 64
 EMPTY = SHADE_COUNT
-"""The shade of a layer that a step says nothing of: see-through."""
+"""Index of the transparent shade, for a layer that a step did not log."""
 
 
 def shade(share: float) -> tuple[int, int, int]:
-    """Between the named ones, 0 to 1."""
+    """Interpolate SHADES at a share of 0 to 1."""
     at = share * (len(SHADES) - 1)
     low = min(int(at), len(SHADES) - 2)
     red, green, blue = (round(a + (b - a) * (at - low)) for a, b in zip(SHADES[low], SHADES[low + 1], strict=True))
@@ -30,7 +30,7 @@ def shade(share: float) -> tuple[int, int, int]:
 
 
 def png(rows: Sequence[bytes]) -> bytes:
-    """One byte a cell, an index of the palette of shades."""
+    """Write a PNG of rows that hold one byte per cell, an index into the palette of shades."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -44,14 +44,14 @@ def png(rows: Sequence[bytes]) -> bytes:
 
 
 def picked(count: int, most: int) -> list[int]:
-    """Places spread over all, with the first and the last."""
+    """Pick at most `most` places spread evenly, with the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
 
 
 def shade_rows(table: Sequence[Sequence[float | None]]) -> tuple[list[bytes], float, float]:
-    """Indices of shades by the logarithm, and the least and greatest value above zero. Zero has the lowest shade."""
+    """Return shade indices on a log scale, and the least and greatest value above zero. Zero has the lowest shade."""
     above = [value for row in table for value in row if value is not None and value > 0]
     low, high = (min(above), max(above)) if above else (1.0, 1.0)
     span = math.log(high / low) or 1.0
@@ -65,6 +65,7 @@ def shade_rows(table: Sequence[Sequence[float | None]]) -> tuple[list[bytes], fl
 
 
 def ratio_strip(key: str, title: str, logged: Sequence[tuple[int, Mapping[str, float]]], *, track: int) -> Markup | None:
+    """Draw trust ratios by layer; None if fewer than two steps logged any."""
     names = list(dict.fromkeys(name for _, ratios in logged for name in ratios))
     if not names or len(logged) < 2:
         return None
@@ -80,29 +81,16 @@ def ratio_strip(key: str, title: str, logged: Sequence[tuple[int, Mapping[str, f
         if place % every == 0
     ]
     steps = [step for step, _ in shown]
-    ends = [
-        tag("span", f"{steps[0]:,}", style="left:0", class_="lo"),
-        tag("span", f"{steps[-1]:,}", style="left:100%", class_="hi"),
-    ]
+    first, last = (f"{step:,}" for step in (steps[0], steps[-1]))
+    ends = [tag("span", first, style="left:0", class_="lo"), tag("span", last, style="left:100%", class_="hi")]
     stops = ",".join(f"rgb{shade(place / 8)}" for place in range(9))
-    scale = tag(
-        "span", plain(low, 2), tag("i", style=f"background:linear-gradient(90deg,{stops})"), plain(high, 2), class_="ramp"
-    )
-    spoken = f"{title}: {len(names)} layers over steps {steps[0]} to {steps[-1]}, from {plain(low, 2)} to {plain(high, 2)}."
-    svg = tag(
-        "svg",
-        tag("image", href=address, width=100, height=100, preserveAspectRatio="none"),
-        viewBox="0 0 100 100",
-        preserveAspectRatio="none",
-        aria_hidden="true",
-    )
+    least, most = plain(low, 2), plain(high, 2)
+    scale = tag("span", least, tag("i", style=f"background:linear-gradient(90deg,{stops})"), most, class_="ramp")
+    spoken = f"{title}: {len(names)} layers over steps {steps[0]} to {steps[-1]}, from {least} to {most}."
+    image = tag("image", href=address, width=100, height=100, preserveAspectRatio="none")
+    drawn = plot(drawing(image, width=100, height=100), spoken, class_="plot strip", style=f"height:{pixels}px")
     island = {"id": key, "strip": True, "names": names, "steps": steps, "t": track,
               "cells": [[None if value is None else float(f"{value:.3g}") for value in row] for row in table]}  # fmt: skip
-    body = tag(
-        "div",
-        tag("div", *labels, class_="yt names"),
-        tag("div", svg, class_="plot strip", tabindex=0, role="img", aria_label=spoken, style=f"height:{pixels}px"),
-        tag("div", *ends, tag("em", "step"), class_="xt"),
-        class_="body wide-labels",
-    )
+    across = tag("div", *ends, tag("em", "step"), class_="xt")
+    body = tag("div", tag("div", *labels, class_="yt names"), drawn, across, class_="body wide-labels")
     return frame(key, title, "by layer, log shades", None, scale, body, data(island), class_="wide")
