@@ -14,6 +14,9 @@ from ...errors import FleetError, warn_user
 from ..buckets import Buckets
 from ..buffer_kinds import buffer_of, sort_buffers
 
+NOT_MADE = "is not made, since its loss or gradients are not finite"
+"""Of an update, in the word that a rank leaves."""
+
 OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
 
 
@@ -47,9 +50,16 @@ class NonFiniteGuard:
 
     def _word(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self._comm.word_during(
-            f"rank {self._comm.rank}: update {step} is not made, since its loss or gradients are not finite: "
-            f"{self.bad_gradients()}. The other ranks are in optimizer.step(); skip a batch on all ranks or on none."
+            f"rank {self._comm.rank}: update {step} {NOT_MADE}: {self.bad_gradients()}. If a rank has left this "
+            "update out by itself: skip a batch on all ranks or on none, which fleet.util.all_reduce can ask."
         )
+
+    def refuse_left_out(self) -> None:
+        """Raise where this rank has made no update of gradients that were not finite, and another is in it: it would wait for
+        ever. Where all ranks left it out there is no word; nor is there yet where the other rank comes later."""
+        word = self._comm.word_left() if self.mode == "stop" and self._comm.size > 1 else None
+        if word is not None and NOT_MADE in word:
+            raise FleetError(word)
 
     def _edited_on_some(self) -> str:
         ranks, self._finite_on = self._finite_on, []
