@@ -77,6 +77,34 @@ def test_a_rank_in_step_with_a_nan_leaves_word_of_it_for_one_that_has_not_come()
     assert word.startswith("rank 0: update 1 is not made, since its loss or gradients are not finite: "), word
 
 
+def _skips_its_step(rank: int, zeroes: bool) -> str:
+    model, optimizer = fleet.distribute(model := mlp(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train() -> None:
+        for step in range(4):
+            x, y = batch(2 * step + rank)
+            loss = F.cross_entropy(model(x), y)
+            loss = loss * float("nan") if rank == 1 and step == 2 else loss
+            if zeroes:
+                optimizer.zero_grad()
+            loss.backward()
+            if not torch.isfinite(loss):
+                while optimizer.pipeline.comm.word_left() is None:  # until rank 0 is in its step(), or it might come later
+                    pass
+                continue
+            optimizer.step()
+
+    return raised(train)
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_rank_that_skips_its_step_by_its_own_loss_and_the_others_learn_of_the_nan(zeroes: bool) -> None:
+    waiting, skipping = run_ranks(_skips_its_step, 2, zeroes)
+    for message, kind in ((waiting, "DataError"), (skipping, "FleetError")):
+        assert message.startswith(f"{kind}: rank 0: update 3 is not made, since its loss or gradients are not finite: "), message
+        assert "skip a batch on all ranks or on none" in message
+
+
 class Deep(nn.Module):
     """Layers of one size, with a bucket each: messages that are taken for each other have the same length."""
 

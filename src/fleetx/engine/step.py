@@ -337,6 +337,8 @@ class Pipeline:
 
     def arm(self, *, again: bool = False) -> None:
         """Make ready to reduce: inside the coming backward, or at once. `again`: what was reduced before is added to."""
+        if self._is_unapplied and not self._finite:
+            self.checks.finite.refuse_left_out()
         self.checks.before_reduce(self.window, again=again)
         self.window.reduces += 1
         self.meter.begin_reduce()

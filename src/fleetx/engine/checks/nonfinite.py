@@ -15,6 +15,9 @@ from ...errors import FleetError, warn_user
 from ..buckets import Buckets
 from ..buffer_kinds import buffer_of, sort_buffers
 
+NOT_MADE = "is not made, since its loss or gradients are not finite"
+"""Of an update, in the word that a rank leaves."""
+
 OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
 
 
@@ -48,9 +51,16 @@ class NonFiniteGuard:
 
     def _word(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self._comm.error_during(
-            f"rank {self._comm.rank}: update {step} is not made, since its loss or gradients are not finite: "
-            f"{self.bad_gradients()}. The other ranks are in optimizer.step(); skip a batch on all ranks or on none."
+            f"rank {self._comm.rank}: update {step} {NOT_MADE}: {self.bad_gradients()}. If a rank has left this "
+            "update out by itself: skip a batch on all ranks or on none, which fleet.util.all_reduce can ask."
         )
+
+    def refuse_left_out(self) -> None:
+        """Raise where this rank has made no update of gradients that were not finite, and another is in it: it would wait for
+        ever. Where all ranks left it out no error is posted; nor is there one yet where the other rank comes later."""
+        error = self._comm.posted_error() if self.mode == "stop" and self._comm.size > 1 else None
+        if error is not None and NOT_MADE in error:
+            raise FleetError(error)
 
     def _edited_on_some(self) -> str:
         ranks, self._finite_on = self._finite_on, []
