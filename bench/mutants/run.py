@@ -60,7 +60,10 @@ AREAS = {
                 "tests/unit/test_amp_scale.py",
             ),
             *("tests/conformance/test_gradient_merge.py", "tests/conformance/test_amp.py", "tests/conformance/test_ddp.py"),
-            *("tests/ranks/test_guards.py", "tests/ranks/test_loops.py"),
+            "tests/ranks/test_guards.py",
+            *("tests/ranks/test_loop_spellings.py", "tests/ranks/test_learning_rates.py", "tests/ranks/test_model_copies.py"),
+            *("tests/ranks/test_between_calls.py", "tests/ranks/test_gradients_by_hand.py", "tests/ranks/test_gan_loops.py"),
+            *("tests/ranks/test_model_kinds.py", "tests/ranks/test_reports_and_state.py"),
         ),
     ),
     "reduce": Area(

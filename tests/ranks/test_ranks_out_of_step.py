@@ -1,0 +1,179 @@
+"""Guards ranks that skip, drop or add a step, or change weights, alone: they are named with their place, and nothing hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+
+from fleetx import fleet
+from fleetx.dist import comm
+from tests.helpers.ddp_loops import loss_of, make_pair, sgd, small_buckets
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import mlp
+
+
+def _drifting(rank: int) -> str:
+    """A step that goes past everything: the class's own, called by hand."""
+    model, optimizer = make_pair()
+
+    def train() -> None:
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            with torch.no_grad():
+                model[0].weight.add_(0.1 * rank)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return raised(train)
+
+
+def test_ranks_that_drift_apart_are_seen_after_the_first_update() -> None:
+    for message in run_ranks(_drifting, 2):
+        assert message.startswith("FleetError: after update 1 the ranks no longer hold the same model"), message
+
+
+def _skipping_alone(rank: int) -> str:
+    model, optimizer = make_pair(desync_check_steps=0)
+
+    def train() -> None:
+        for step in range(4):
+            loss_of(model, rank, step).backward()
+            if not (rank == 1 and step == 1):
+                optimizer.step()
+            for p in model.parameters():
+                p.grad = None
+
+    return raised(train)
+
+
+def test_a_rank_that_skips_a_step_alone_is_named_with_its_place() -> None:
+    for message in run_ranks(_skipping_alone, 2):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+        assert "rank 0: backward 1 of update 3" in message and "rank 1: backward 2 of update 2" in message
+
+
+def _dropping_alone(rank: int, which: str) -> str:
+    model, optimizer = make_pair(desync_check_steps=0)
+
+    def train() -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if which == "backward" and rank == 1 and step == 1:
+                loss_of(model, rank, step).backward()
+            if not (which == "step" and rank == 1 and step == 1):
+                optimizer.step()
+
+    return raised(train)
+
+
+@pytest.mark.parametrize(
+    ("which", "first", "second"),
+    [
+        ("step", "rank 0: backward 1 of update 3; ", "rank 1: backward 1 of update 3, 1 dropped by zero_grad() so far"),
+        ("backward", "rank 0: backward 1 of update 3; ", "rank 1: backward 2 of update 2"),
+    ],
+)
+def test_a_rank_that_drops_a_step_or_makes_one_more_backward_is_named_also_by_zero_grad(
+    which: str, first: str, second: str
+) -> None:
+    for message in run_ranks(_dropping_alone, 2, which):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+        assert first in message and second in message, message
+
+
+def _skips_first(rank: int) -> str:
+    model, optimizer = make_pair()
+
+    def train() -> None:
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            if not (rank == 1 and step == 0):
+                optimizer.step()
+            for p in model.parameters():
+                p.grad = None
+
+    return raised(train)
+
+
+def test_a_rank_that_skips_the_very_first_step_is_named_and_hangs_no_other() -> None:
+    for message in run_ranks(_skips_first, 2):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+
+
+def _changed_by_hand(rank: int, zeroing: str, drifts: bool) -> None:
+    model, optimizer = make_pair()
+    for step in range(3 if drifts else 12):
+        (optimizer if zeroing == "optimizer" else model).zero_grad()
+        loss_of(model, rank, step).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1 * (1 + rank * drifts))
+
+
+def _drifting_by_hand(rank: int, zeroing: str) -> list[str]:
+    return [raised(lambda: _changed_by_hand(rank, zeroing, False)), raised(lambda: _changed_by_hand(rank, zeroing, True))]
+
+
+@pytest.mark.parametrize("zeroing", ["model", "optimizer"])
+def test_ranks_whose_weights_are_changed_by_hand_are_compared_too(zeroing: str) -> None:
+    where = "backward 2 of update 1" if zeroing == "model" else "backward 1 of update 2"
+    for alike, apart in run_ranks(_drifting_by_hand, 2, zeroing):
+        assert alike == "nothing raised"
+        assert apart.startswith(f"FleetError: after {where}") and "the ranks no longer hold the same model" in apart, apart
+
+
+def _unfrozen_on_one(rank: int) -> list[str]:
+    limit, comm.SECONDS_BEFORE_WARNING = comm.SECONDS_BEFORE_WARNING, 0.2
+    torch.distributed.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=3))
+    model = mlp(torch.float64)
+    for p in model[2].parameters():
+        p.requires_grad_(False)
+    model, optimizer = fleet.distribute(model, sgd(model), small_buckets())
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        for p in model[2].parameters():
+            p.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        told = raised(lambda: loss_of(model, rank, 1).backward())
+    comm.SECONDS_BEFORE_WARNING = limit
+    return [told, *(str(warning.message) for warning in seen)]
+
+
+def test_a_rank_that_unfreezes_alone_names_the_others_instead_of_waiting_for_ever() -> None:
+    first, second = run_ranks(_unfrozen_on_one, 2)
+    assert "rank 0 waits for rank 1, which added or unfroze no parameters" in first[1]
+    assert "which added or unfroze no parameters before this update" in first[0], first
+    assert second[0] != "nothing raised"
+
+
+def _one_backward_fewer(rank: int, spelling: str) -> str:
+    """The last difference: a batch that one rank skips, and a loop that goes on after errors of its own."""
+    model, optimizer = make_pair()
+
+    def train() -> None:
+        for step in range(4):
+            if rank == 1 and step == 1:
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            with contextlib.suppress(RuntimeError):
+                loss.backward() if spelling == "bare" else optimizer.backward(loss)
+            optimizer.step()
+
+    return raised(train)
+
+
+@pytest.mark.parametrize("spelling", ["bare", "optimizer.backward"])
+def test_a_rank_that_waits_for_a_backward_that_no_other_makes_says_where_and_is_no_runtime_error(spelling: str) -> None:
+    waiting, gone = run_ranks(_one_backward_fewer, 2, spelling)
+    assert waiting.startswith("PeerError: rank 0 has lost the other ranks in backward 1 of update 4"), waiting
+    assert "fleet.sampler(data)" in waiting and "The transport said: " in waiting
+    assert gone == "nothing raised"
