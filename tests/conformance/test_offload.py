@@ -394,7 +394,7 @@ def test_host_memory_that_cannot_be_had_is_refused_with_its_bytes(monkeypatch: p
 
     use_mover(monkeypatch, Full())
     model, optimizer = distribute(Chain(Inner()), ["unit"], offload=True)
-    told = 'offload"\\] asked the host for 192 bytes of pinned memory beside 0 .*CUDA error: out of memory\\)'
+    told = 'offload"\\] asked the host for 192 B of pinned memory beside 0 B .*CUDA error: out of memory\\)'
     with pytest.raises(ConfigError, match=told):
         optimizer.minimize(loss_of(model, 0))
 

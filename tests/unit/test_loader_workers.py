@@ -130,7 +130,7 @@ def read_without_room(rank, place):
 
 def test_without_shared_memory_the_error_says_what_to_do(images, tmp_path):
     (told,) = run_job(read_without_room, 1, tmp_path, str(images / "data"))
-    assert told.startswith("DataError: no shared memory for a batch of 6288 bytes (")
+    assert told.startswith("DataError: no shared memory for a batch of 6.14 KiB (")
     assert "--shm-size" in told and "workers=0" in told
 
 

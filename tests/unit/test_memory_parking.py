@@ -201,7 +201,7 @@ def test_a_host_that_has_no_more_is_an_error_that_names_the_bytes_and_what_to_do
     def none(size: int) -> Tensor:
         raise RuntimeError("CUDA error: out of memory")
 
-    with pytest.raises(ConfigError, match='asked the host for 77 bytes of pinned memory beside 0 .* or leave "offload" out'):
+    with pytest.raises(ConfigError, match='asked the host for 77 B of pinned memory beside 0 B .* or leave "offload" out'):
         Pool(none).take(77)
 
 

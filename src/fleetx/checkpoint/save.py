@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ..config.text import binary
 from ..dist.agree import Failures, run_and_share, run_on_first
 from ..dist.comm import Comm
 from ..errors import CheckpointError
@@ -105,7 +106,7 @@ def _prepare(directory: Path, step: int, needed_bytes: int) -> str:
     free_bytes = shutil.disk_usage(directory).free
     if needed_bytes + SPARE_BYTES > free_bytes:
         raise CheckpointError(
-            f"no room for the checkpoint: it needs {needed_bytes + SPARE_BYTES:,} bytes, {directory} has {free_bytes:,}. "
+            f"no room for the checkpoint: it needs {binary(needed_bytes + SPARE_BYTES)}, {directory} has {binary(free_bytes)}. "
             "Nothing was written; the checkpoints that are there are untouched."
         )
     name = folder.unfinished_name(step)

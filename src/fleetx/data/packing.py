@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ..config.text import binary
 from ..engine.trees import map_leaves, map_tensors
 from ..errors import DataError
 
@@ -85,7 +86,7 @@ def _shared_memory(nbytes: int) -> torch.UntypedStorage:
         return storage
     except RuntimeError as error:
         raise DataError(
-            f"no shared memory for a batch of {nbytes} bytes ({error}). Give /dev/shm more room (a container: --shm-size), or "
+            f"no shared memory for a batch of {binary(nbytes)} ({error}). Give /dev/shm more room (a container: --shm-size), or "
             "use a smaller batch_size, fewer workers, or workers=0, which needs none."
         ) from None
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..engine.dry_run import NoHostMemory
 from ..errors import first_line, warn_user
+from ..config.text import binary
+from ..errors import NoHostMemory, first_line, warn_user
 
 PROBE_BYTES = 64 * 2**20
 
@@ -110,9 +112,9 @@ class Pool:
             made = self._make(size)
         except RuntimeError as error:
             raise NoHostMemory(
-                f'recompute_configs["offload"] asked the host for {size} bytes of pinned memory beside {self.host_bytes} that it '
-                f"holds, and did not get them ({first_line(error)}). Free host memory, raise the limit on locked memory "
-                '(`ulimit -l`), use a smaller batch, or leave "offload" out.'
+                f'recompute_configs["offload"] asked the host for {binary(size)} of pinned memory beside '
+                f"{binary(self.host_bytes)} that it holds, and did not get them ({first_line(error)}). Free host memory, raise "
+                'the limit on locked memory (`ulimit -l`), use a smaller batch, or leave "offload" out.'
             ) from error
         self.host_bytes += made.nbytes
         return made
