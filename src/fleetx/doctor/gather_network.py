@@ -70,10 +70,10 @@ def _is_outward(address: str) -> bool:
 
 def _resolved(name: str) -> tuple[tuple[str, ...], str]:
     try:
-        found = within(LOOK_UP_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        entries = within(LOOK_UP_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError) as error:
         return (), first_line(error)
-    return tuple(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in found)), ""
+    return tuple(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in entries)), ""
 
 
 # --- hosts --------------------------------------------------------------------------------------------------------------
@@ -81,17 +81,17 @@ def _resolved(name: str) -> tuple[tuple[str, ...], str]:
 
 def _peers(hosts: Sequence[str], port: int, own: set[str], machine: nodes.Machine) -> tuple[Peer, ...]:
     """Ask all hosts in parallel, since each may take seconds."""
-    found: dict[int, Peer] = {}
+    peers: dict[int, Peer] = {}
 
     def ask(place: int, host: str) -> None:
-        found[place] = _peer(host, port, own, machine)
+        peers[place] = _peer(host, port, own, machine)
 
     threads = [threading.Thread(target=ask, args=(place, host), daemon=True) for place, host in enumerate(hosts)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return tuple(found[place] for place in range(len(hosts)))
+    return tuple(peers[place] for place in range(len(hosts)))
 
 
 def _peer(host: str, port: int, own: set[str], machine: nodes.Machine) -> Peer:

@@ -228,10 +228,10 @@ class Monitor:
         if taken is None:
             return
         record.note("ranks", _rounded(taken))
-        found, step_seconds = slowest(taken), self._shown.step_seconds()
+        waited_for, step_seconds = slowest(taken), self._shown.step_seconds()
         mean_seconds = sum(one["seconds"] for one in taken.values()) / len(taken)
-        if found is not None and step_seconds and mean_seconds > 0:
-            self._state.slowest = found[0], found[1] / mean_seconds * step_seconds
+        if waited_for is not None and step_seconds and mean_seconds > 0:
+            self._state.slowest = waited_for[0], waited_for[1] / mean_seconds * step_seconds
 
     def _refresh(self) -> None:
         state, newest = self._state, self._pending[-1]
@@ -287,9 +287,9 @@ class Monitor:
         folder.put_json("summary.json", summary)
         folder.close()
         self._sinks.close(summary)
-        found = None if ranks is None else slowest(ranks)
+        waited_for = None if ranks is None else slowest(ranks)
         wire = (tally.bytes_sent, tally.bytes_dense)
-        text = last_line(state, known, whole_seconds, self._split, wire, found, str(self.path), is_wrapped=self._is_wrapped)
+        text = last_line(state, known, whole_seconds, self._split, wire, waited_for, str(self.path), is_wrapped=self._is_wrapped)
         self._screen.end(text)
 
     def __enter__(self) -> Monitor:
