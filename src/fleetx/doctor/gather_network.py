@@ -14,13 +14,13 @@ from ..errors import FleetError, first_line
 from ..launch import nodes
 from .facts import Network, Peer
 
-LOOK_UP_SECONDS = 3.0
+LOOKUP_SECONDS = 3.0
 """Limit of a name lookup: a dead name server would block it for tens of seconds."""
 CONNECT_SECONDS = 3.0
 T = TypeVar("T")
 
 
-def within(limit_seconds: float, ask: Callable[[], T]) -> T:
+def ask_within(limit_seconds: float, ask: Callable[[], T]) -> T:
     """Return the answer or raise TimeoutError; the lookup itself cannot be stopped and goes on in its thread."""
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -37,7 +37,7 @@ def within(limit_seconds: float, ask: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not answers:
-        raise TimeoutError(f"no answer within {limit_seconds:.0f} s")
+        raise TimeoutError(f"no answer ask_within {limit_seconds:.0f} s")
     return answers[0]
 
 
@@ -70,7 +70,7 @@ def _is_outward(address: str) -> bool:
 
 def _resolved(name: str) -> tuple[tuple[str, ...], str]:
     try:
-        entries = within(LOOK_UP_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        entries = ask_within(LOOKUP_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError) as error:
         return (), first_line(error)
     return tuple(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in entries)), ""
@@ -96,7 +96,7 @@ def _peers(hosts: Sequence[str], port: int, own: set[str], machine: nodes.Machin
 
 def _peer(host: str, port: int, own: set[str], machine: nodes.Machine) -> Peer:
     try:
-        address = within(LOOK_UP_SECONDS, lambda: machine.resolve(host))
+        address = ask_within(LOOKUP_SECONDS, lambda: machine.resolve(host))
     except (OSError, UnicodeError) as error:
         return Peer(host, port, "unknown name", detail=f"the name cannot be resolved: {first_line(error)}")
     if address in own or address.startswith("127."):
