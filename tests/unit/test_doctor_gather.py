@@ -92,7 +92,7 @@ def test_pythonpath_may_name_the_fleetx_that_runs() -> None:
 
 def test_a_question_without_an_answer_is_given_up() -> None:
     never = threading.Event()
-    with pytest.raises(TimeoutError, match="no answer ask_within 0 s"):
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
         ask_within(0.05, never.wait)
     never.set()
 

@@ -162,7 +162,7 @@ class SoloComm(Comm):
         return self
 
 
-ERROR_KEY, READ_KEY = "fleetx/last_word", "fleetx/last_word_readers"
+ERROR_KEY, READ_KEY = "fleetx/error", "fleetx/error_read_by"
 SECONDS_FOR_READERS = 2.0
 SECONDS_BEFORE_WARNING = 30.0
 _unread_errors: list[tuple[Any, list[str]]] = []

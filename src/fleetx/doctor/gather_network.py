@@ -37,7 +37,7 @@ def ask_within(limit_seconds: float, ask: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not answers:
-        raise TimeoutError(f"no answer ask_within {limit_seconds:.0f} s")
+        raise TimeoutError(f"no answer within {limit_seconds:.0f} s")
     return answers[0]
 
 
