@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fleetx.launch import agreement
 from fleetx.launch.agreement import Cause, End, Job, NodeState, Phase
-from fleetx.launch.control import Hello, mismatch, place
+from fleetx.launch.control import Hello, assign_rank, mismatch
 
 KILLED = Cause("rank 1 was killed", "rank 1 on node 0 failed: killed", -9, time_ns=20, is_crash=True, is_retryable=True)
 RAISED = Cause("rank 3 failed", "rank 3 on node 1 failed: reset", 1, time_ns=10, is_crash=False, is_retryable=True)
@@ -142,8 +142,8 @@ def test_nodes_started_differently_are_told_which_flag_differs() -> None:
 
 def test_places_are_given_by_rank_or_in_order_of_arrival() -> None:
     someone = replace(HELLO, rank=None, address="10.0.0.9")
-    assert place({0: HELLO}, replace(HELLO, rank=2)) == 2
-    assert place({0: HELLO, 1: HELLO}, someone) == 2
-    assert "no place for 10.0.0.9" in str(place({0: HELLO, 1: HELLO, 2: HELLO}, someone))
-    assert "both have rank 0" in str(place({0: HELLO}, replace(someone, rank=0)))
-    assert "ranks are 0 to 2" in str(place({0: HELLO}, replace(someone, rank=3)))
+    assert assign_rank({0: HELLO}, replace(HELLO, rank=2)) == 2
+    assert assign_rank({0: HELLO, 1: HELLO}, someone) == 2
+    assert "no place for 10.0.0.9" in str(assign_rank({0: HELLO, 1: HELLO, 2: HELLO}, someone))
+    assert "both have rank 0" in str(assign_rank({0: HELLO}, replace(someone, rank=0)))
+    assert "ranks are 0 to 2" in str(assign_rank({0: HELLO}, replace(someone, rank=3)))

@@ -11,7 +11,7 @@ import pytest
 from fleetx.cli.doctor import SIZES, hosts_of, size_list
 from fleetx.doctor import gather
 from fleetx.doctor.gather import find_shadows
-from fleetx.doctor.gather_network import gather_network, within
+from fleetx.doctor.gather_network import ask_within, gather_network
 from fleetx.doctor.trial import _summary, _tail
 from fleetx.errors import ConfigError
 from fleetx.launch.nodes import DEFAULT_PORT
@@ -93,13 +93,13 @@ def test_pythonpath_may_name_the_fleetx_that_runs() -> None:
 def test_a_question_without_an_answer_is_given_up() -> None:
     never = threading.Event()
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
-        within(0.05, never.wait)
+        ask_within(0.05, never.wait)
     never.set()
 
 
 def test_an_error_of_a_question_is_its_answer() -> None:
     with pytest.raises(OSError, match="no such name"):
-        within(5.0, lambda: (_ for _ in ()).throw(OSError("no such name")))
+        ask_within(5.0, lambda: (_ for _ in ()).throw(OSError("no such name")))
 
 
 def test_a_port_of_this_machine_is_free_or_held() -> None:

@@ -9,7 +9,7 @@ from fleetx.monitor.line import RunState, duration_text, last_line, line, number
 from fleetx.monitor.ranks import slowest, summarize
 from fleetx.monitor.record import Tally
 from fleetx.monitor.sinks import scalars_of
-from fleetx.monitor.split import no_time
+from fleetx.monitor.split import zero_split
 
 
 def test_a_line_tells_what_is_known_in_a_fixed_order() -> None:
@@ -40,7 +40,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 def test_the_last_line_tells_where_the_time_went() -> None:
-    split = no_time() | {"forward": 3.0, "backward": 4.0, "update": 1.0, "communication": 1.0, "data": 1.0}
+    split = zero_split() | {"forward": 3.0, "backward": 4.0, "update": 1.0, "communication": 1.0, "data": 1.0}
     now = RunState(step=1000, loss=0.02, values={"acc": 0.978})
     told_line = last_line("finished", now, 10.0, split, (5_700_000, 7_600_000), (1, 2.5), "runs/one")
     assert told_line == (
@@ -69,7 +69,7 @@ def test_small_shares_keep_two_digits() -> None:
 
 def test_the_rank_that_waits_least_is_the_one_the_others_wait_for() -> None:
     def waits(seconds: float) -> dict[str, float]:
-        return summarize(no_time() | {"communication": seconds, "forward": 1.0})
+        return summarize(zero_split() | {"communication": seconds, "forward": 1.0})
 
     assert slowest({0: waits(2.0), 1: waits(0.25), 2: waits(1.0)}) == (1, 1.75)
     assert slowest({0: waits(2.0)}) is None

@@ -43,10 +43,8 @@ def save_checkpoint(
     raised by the next save, by load_checkpoint, or by `.wait()` on the returned object.
     """
     _check_save(directory, step, keep, objects)
-    here, path = (
-        world.current(),
-        Path(os.path.abspath(directory)),
-    )  # absolute: the script may change its directory meanwhile
+    here = world.current()
+    path = Path(os.path.abspath(directory))  # absolute: the script may change its directory during a background save
     with heartbeat.during(Phase.SAVE):
         _finish_last(here.comm)
         share = take_share(objects, here.comm, here.device, copies=async_save)

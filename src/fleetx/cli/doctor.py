@@ -8,7 +8,7 @@ from typing import Any
 from ..config.kinds import Kind, require
 from ..errors import ConfigError
 from ..launch.nodes import DEFAULT_PORT, split_master
-from .flags import count, memory, of
+from .flags import arg_type, count, memory
 
 HELP = "check this machine and a small run of two ranks, and say how to fix each problem"
 SIZES = (4, 64 * 1024, 1 << 20, 16 << 20, 64 << 20)
@@ -43,15 +43,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = TEXT, EXAMPLES
     parser.add_argument("--json", action="store_true", help="print one JSON object with all findings, facts and measurements")
     ranks_help = "ranks to start on this machine for the all-reduces (default: 2)"
-    parser.add_argument("--ranks", type=of(count(2, MOST_RANKS)), default=2, metavar="N", help=ranks_help)
+    parser.add_argument("--ranks", type=arg_type(count(2, MOST_RANKS)), default=2, metavar="N", help=ranks_help)
     sizes_help = "sizes of the all-reduces (default: 4B,64KiB,1MiB,16MiB,64MiB)"
-    parser.add_argument("--sizes", type=of(size_list()), default=SIZES, metavar="SIZE,...", help=sizes_help)
+    parser.add_argument("--sizes", type=arg_type(size_list()), default=SIZES, metavar="SIZE,...", help=sizes_help)
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), help="try only this backend (default: gloo, and NCCL with enough GPUs)"
     )
     parser.add_argument("--no-bandwidth", action="store_true", help="start no ranks")
     parser.add_argument(
-        "--limit", type=of(count(1, 3600)), default=60, metavar="SECONDS", help="time limit of the ranks (default: 60)"
+        "--limit", type=arg_type(count(1, 3600)), default=60, metavar="SECONDS", help="time limit of the ranks (default: 60)"
     )
     parser.add_argument("--master", metavar="HOST[:PORT]", help="node 0 of a job: can it be reached?")
     parser.add_argument("--ips", metavar="A,B,...", help="all nodes of a job: can they be reached?")

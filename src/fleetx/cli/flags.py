@@ -104,7 +104,7 @@ def settings(flag: str, text: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
     return parsed
 
 
-def of(kind: Kind) -> Callable[[str], Any]:
+def arg_type(kind: Kind) -> Callable[[str], Any]:
     """Turn a kind into a `type=` function for argparse."""
 
     def parse(text: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ConfigError, did_you_mean
-from .flags import bandwidth, count, duration, file, memory, of, readable, settings
+from .flags import arg_type, bandwidth, count, duration, file, memory, readable, settings
 
 HELP = "measure a model on this machine and choose a strategy to train it with"
 APPLICATIONS = ("Resnet20", "Resnet50", "VGG16", "Bert_base", "Bert_large")
@@ -39,19 +39,23 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="model to plan for")
     risk_help = "how far a strategy may go from plain training: %(choices)s (default: rounding)"
     parser.add_argument("--risk", choices=RISKS, metavar="RISK", help=risk_help)
-    parser.add_argument("--memory", type=of(memory()), metavar="32GB", help="memory limit (default: all memory of the device)")
+    parser.add_argument(
+        "--memory", type=arg_type(memory()), metavar="32GB", help="memory limit (default: all memory of the device)"
+    )
     batch_help = "samples per update over all ranks (default: one TARGET sample on each)"
-    parser.add_argument("--global-batch", type=of(count(1, LARGEST)), metavar="N", help=batch_help)
+    parser.add_argument("--global-batch", type=arg_type(count(1, LARGEST)), metavar="N", help=batch_help)
     trials_help = "number of plans to run for some real updates (default: 3)"
-    parser.add_argument("--trials", type=of(count(1, 100)), metavar="N", help=trials_help)
+    parser.add_argument("--trials", type=arg_type(count(1, 100)), metavar="N", help=trials_help)
     rows_help = "rows of an application's sample on each rank (default: 32, or 8 for large images and text)"
-    parser.add_argument("--batch", type=of(count(1, LARGEST)), metavar="N", help=rows_help)
-    parser.add_argument("--out", type=of(file(".json")), metavar="plan.json", help="write the plan to this file")
+    parser.add_argument("--batch", type=arg_type(count(1, LARGEST)), metavar="N", help=rows_help)
+    parser.add_argument("--out", type=arg_type(file(".json")), metavar="plan.json", help="write the plan to this file")
     strategy_help = "a strategy file: the parts it switches on are kept, and the rest is planned around them"
-    parser.add_argument("--strategy", type=of(readable(".json", ".yaml", ".yml")), metavar="strategy.yaml", help=strategy_help)
+    parser.add_argument(
+        "--strategy", type=arg_type(readable(".json", ".yaml", ".yml")), metavar="strategy.yaml", help=strategy_help
+    )
     parser.add_argument("--what-if", metavar="NAME=VALUE,...", help=f"any of {', '.join(CHANGES)}")
     parser.add_argument(
-        "--chart", type=of(file(".png", ".svg")), metavar="time.png", help="draw the time of an update by number of ranks"
+        "--chart", type=arg_type(file(".png", ".svg")), metavar="time.png", help="draw the time of an update by number of ranks"
     )
 
 

@@ -91,7 +91,7 @@ def _save(plan: Plan, path: str) -> None:
     print(f"plan written to {path}", flush=True)
 
 
-# --- what if ------------------------------------------------------------------------------------------------------------
+# --- what if ----------------------------------------------------------------------------------------------------------------
 
 
 def _question(options: argparse.Namespace, changes: Mapping[str, Any], before: Mapping[str, Any]) -> Question:
@@ -131,7 +131,7 @@ def _tell_worlds(plan: Plan, question: Question, chart: str | None) -> None:
         print(f"chart written to {chart}", flush=True)
 
 
-# --- Forecasts of other links, ranks and memory, as text ----------------------------------------------------------------
+# --- Forecasts of other links, ranks and memory, as text --------------------------------------------------------------
 
 SHOWN = 12
 """Forecasts of a table; the rest are counted."""
@@ -238,7 +238,7 @@ def rate(bytes_per_s: float) -> str:
     return f"{bits / scale:.3g} {unit}"
 
 
-# --- by the number of ranks ---------------------------------------------------------------------------------------------
+# --- by the number of ranks -------------------------------------------------------------------------------------------------
 
 
 def curves_title(plan: Plan, link: Link) -> str:

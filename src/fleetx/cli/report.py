@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from .flags import file, of
+from .flags import arg_type, file
 
 HELP = "show runs recorded by fleet.Monitor on one HTML page"
 PAGE = "report.html"
@@ -29,9 +29,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = TEXT, EXAMPLES
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
     out_help = f"file to write (default: {PAGE} in the run's folder; for several runs, in the working folder)"
-    parser.add_argument("--out", type=of(file(".html")), metavar=PAGE, help=out_help)
+    parser.add_argument("--out", type=arg_type(file(".html")), metavar=PAGE, help=out_help)
     parser.add_argument(
-        "--png", type=of(file(".png")), metavar="figure.png", help="also draw loss, throughput, time and bytes at 200 dpi"
+        "--png", type=arg_type(file(".png")), metavar="figure.png", help="also draw loss, throughput, time and bytes at 200 dpi"
     )
     parser.add_argument("--title", metavar="TEXT", help="title of the page (default: the runs' names)")
 

@@ -87,11 +87,11 @@ def _function(text: str) -> Callable[[], Any]:
         raise ConfigError(f"{text}: there is no module {error.name!r} to be found from {os.getcwd()}.") from None
     except Exception as error:
         raise ConfigError(f"{text}: importing {module_name} failed: {_error_text(error)}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         has = [key for key, value in vars(module).items() if callable(value)]
         raise ConfigError(f"{text}: {module_name} has no function {name!r}.{did_you_mean(name, has)}")
-    return found  # type: ignore[no-any-return]  # what it returns is checked
+    return function  # type: ignore[no-any-return]  # what it returns is checked
 
 
 def _called(text: str, function: Callable[[], Any]) -> Any:
@@ -108,12 +108,12 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
-def _checked(text: str, found: Any) -> Target:
+def _checked(text: str, returned: Any) -> Target:
     wanted = "(model, optimizer, sample) or (model, optimizer, sample, loss_fn)"
-    if not isinstance(found, tuple) or len(found) not in (3, 4):
-        shown = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+    if not isinstance(returned, tuple) or len(returned) not in (3, 4):
+        shown = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
         raise ConfigError(f"{text} returned {shown}; it must return {wanted}.")
-    target = Target(*found)
+    target = Target(*returned)
     for name, value, kind in (("model", target.model, nn.Module), ("optimizer", target.optimizer, Optimizer)):
         if not isinstance(value, kind):
             raise ConfigError(f"{text} returned {type(value).__name__} as the {name}; it must return {wanted}.")

@@ -173,7 +173,7 @@ class SoloComm(Comm):
         return self
 
 
-ERROR_KEY, READ_KEY = "fleetx/last_word", "fleetx/last_word_readers"
+ERROR_KEY, READ_KEY = "fleetx/error", "fleetx/error_read_by"
 SECONDS_FOR_READERS = 2.0
 SECONDS_BEFORE_WARNING = 30.0
 _unread_errors: list[tuple[Any, list[str]]] = []
@@ -211,9 +211,9 @@ def _explain_lost_connection() -> Iterator[None]:
             raise DataError(posted) from broken
         raise PeerError(
             f"rank {dist.get_rank()} has lost the other ranks in {heartbeat.where()}: one of them has left, or is in another "
-            "call. If a rank shows an error of its own, that is the cause. Else they have made different numbers of backwards or "
-            "collectives: a batch skipped on one of them, one batch more, a call on one rank alone. Give all equally many "
-            "batches, as fleet.sampler(data) does, and skip a batch on all or on none: ask them by fleet.util.all_reduce. "
+            "call. If a rank shows an error of its own, that is the cause. Otherwise the ranks ran different numbers of backward "
+            "passes or collectives: a batch skipped on one rank, one batch more, a call on one rank alone. Give every rank equally "
+            "many batches, as fleet.sampler(data) does, and skip a batch on all ranks or on none, agreed by fleet.util.all_reduce. "
             f"The transport said: {first_line(broken)}"
         ) from broken
 

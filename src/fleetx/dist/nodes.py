@@ -30,8 +30,8 @@ def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel
     widths = {len(members) for members in by_node}
     if len(widths) > 1:
         raise ConfigError(
-            f"two levels need equally many ranks on every node; there are {[len(members) for members in by_node]} on those of "
-            f"ranks {[members[0] for members in by_node]} and their neighbours. Start as many on each, or leave two levels out."
+            f"two levels need equally many ranks on every node; the nodes have {[len(members) for members in by_node]} ranks, "
+            f"beginning with ranks {[members[0] for members in by_node]}. Start equally many on each, or use no two levels."
         )
     across = [list(peers) for peers in zip(*by_node, strict=True)]
     return TwoLevel(inside=comm.subgroup(by_node), across=comm.subgroup(across))

@@ -41,8 +41,8 @@ def parse_quota(text: str) -> float | None:
 
 
 def parse_bytes(text: str) -> int | None:
-    word = text.strip()
-    return int(word) if word.isdigit() and int(word) < NO_LIMIT_BYTES else None
+    digits = text.strip()
+    return int(digits) if digits.isdigit() and int(digits) < NO_LIMIT_BYTES else None
 
 
 def folders(membership: str, controller: str, root: Path = ROOT) -> list[Path]:
@@ -95,8 +95,8 @@ def _memories(root: Path, membership: str | None) -> list[tuple[int, int]]:
     """Return limit and usage of each group that has a limit."""
     places = folders(_membership() if membership is None else membership, "memory", root)
     files = [(place / limit, place / used) for place in places for limit, used in LIMITS_AND_USES]
-    found = [(parse_bytes(read_all([limit])), parse_bytes(read_all([used])) or 0) for limit, used in files]
-    return [(limit, used) for limit, used in found if limit is not None]
+    pairs = [(parse_bytes(read_all([limit])), parse_bytes(read_all([used])) or 0) for limit, used in files]
+    return [(limit, used) for limit, used in pairs if limit is not None]
 
 
 # --- all facts ----------------------------------------------------------------------------------------------------------
@@ -169,14 +169,14 @@ def _python_path() -> list[str]:
 def find_shadows(first: list[str], python_path: list[str], dependencies: set[str]) -> tuple[tuple[str, str], ...]:
     """Find files that hide a module. `first`: folders like that of a script, in which another `fleetx` is expected."""
     hidden = set(sys.stdlib_module_names) | {name.lower() for name in dependencies} | dependencies
-    found: dict[str, str] = {}
+    shadows: dict[str, str] = {}
     for folder in [*first, *python_path]:
         names = hidden | {"fleetx"} if folder in python_path and folder not in first else hidden
         for path in sorted(Path(folder).glob("*")):
             is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
             if is_module and path.stem in names and not _is_installed(path):
-                found.setdefault(path.stem, str(path))
-    return tuple(found.items())
+                shadows.setdefault(path.stem, str(path))
+    return tuple(shadows.items())
 
 
 def _is_installed(path: Path) -> bool:
@@ -230,8 +230,8 @@ def _gpus() -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(one.name, int(one.total_memory), (one.major, one.minor), has_bf16) for one in found)
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(one.name, int(one.total_memory), (one.major, one.minor), has_bf16) for one in devices)
 
 
 def _driver() -> str | None:

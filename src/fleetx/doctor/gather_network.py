@@ -14,13 +14,13 @@ from ..errors import FleetError, first_line
 from ..launch import nodes
 from .facts import Network, Peer
 
-LOOK_UP_SECONDS = 3.0
+LOOKUP_SECONDS = 3.0
 """Limit of a name lookup: a dead name server would block it for tens of seconds."""
 CONNECT_SECONDS = 3.0
 T = TypeVar("T")
 
 
-def within(limit_seconds: float, ask: Callable[[], T]) -> T:
+def ask_within(limit_seconds: float, ask: Callable[[], T]) -> T:
     """Return the answer or raise TimeoutError; the lookup itself cannot be stopped and goes on in its thread."""
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -70,10 +70,10 @@ def _is_outward(address: str) -> bool:
 
 def _resolved(name: str) -> tuple[tuple[str, ...], str]:
     try:
-        found = within(LOOK_UP_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        entries = ask_within(LOOKUP_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError) as error:
         return (), first_line(error)
-    return tuple(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in found)), ""
+    return tuple(dict.fromkeys(str(entry[4][0]).split("%")[0] for entry in entries)), ""
 
 
 # --- hosts --------------------------------------------------------------------------------------------------------------
@@ -81,22 +81,22 @@ def _resolved(name: str) -> tuple[tuple[str, ...], str]:
 
 def _peers(hosts: Sequence[str], port: int, own: set[str], machine: nodes.Machine) -> tuple[Peer, ...]:
     """Ask all hosts in parallel, since each may take seconds."""
-    found: dict[int, Peer] = {}
+    peers: dict[int, Peer] = {}
 
     def ask(place: int, host: str) -> None:
-        found[place] = _peer(host, port, own, machine)
+        peers[place] = _peer(host, port, own, machine)
 
     threads = [threading.Thread(target=ask, args=(place, host), daemon=True) for place, host in enumerate(hosts)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return tuple(found[place] for place in range(len(hosts)))
+    return tuple(peers[place] for place in range(len(hosts)))
 
 
 def _peer(host: str, port: int, own: set[str], machine: nodes.Machine) -> Peer:
     try:
-        address = within(LOOK_UP_SECONDS, lambda: machine.resolve(host))
+        address = ask_within(LOOKUP_SECONDS, lambda: machine.resolve(host))
     except (OSError, UnicodeError) as error:
         return Peer(host, port, "unknown name", detail=f"the name cannot be resolved: {first_line(error)}")
     if address in own or address.startswith("127."):

@@ -147,16 +147,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _summary(said: bytes, code: int) -> str:
     """Return the start of fleetrun's message, without its frame and without the path of the deleted logs."""
     lines = [line.strip(BOX) for line in said.decode("utf-8", "replace").splitlines()]
-    words = "; ".join(line for line in lines if line and not line.startswith("log:"))[:400]
-    return words or f"fleetrun ended with exit code {code}"
+    message = "; ".join(line for line in lines if line and not line.startswith("log:"))[:400]
+    return message or f"fleetrun ended with exit code {code}"
 
 
 def _tail(folder: Path, ranks: int) -> tuple[str, ...]:
     """Return the last lines of each rank's log, once for ranks with equal lines."""
-    found: dict[tuple[str, ...], int] = {}
+    first_rank: dict[tuple[str, ...], int] = {}
     for rank in range(ranks):
-        found.setdefault(tuple(last_lines(log_path(folder, rank), TAIL_LINES)), rank)
-    return tuple(f"rank {rank}: {line}" for lines, rank in found.items() for line in lines)
+        first_rank.setdefault(tuple(last_lines(log_path(folder, rank), TAIL_LINES)), rank)
+    return tuple(f"rank {rank}: {line}" for lines, rank in first_rank.items() for line in lines)
 
 
 # --- findings -----------------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def is_launched(variables: Mapping[str, str]) -> bool:
 
 
 def check(facts: Facts) -> Iterable[Finding]:
-    found = [*_threads(facts), *_interfaces(facts), *_devices(facts), *_left_over(facts), *_changes(facts), *_shadows(facts)]
-    return found or [ok(TOPIC, "none that changes training")]
+    findings = [*_threads(facts), *_interfaces(facts), *_devices(facts), *_left_over(facts), *_changes(facts), *_shadows(facts)]
+    return findings or [ok(TOPIC, "none that changes training")]
 
 
 def _threads(facts: Facts) -> Iterable[Finding]:

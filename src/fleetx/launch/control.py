@@ -62,7 +62,7 @@ def mismatch(first: Hello, other: Hello) -> str | None:
     return None
 
 
-def place(hellos: dict[int, Hello], hello: Hello) -> int | str:
+def assign_rank(hellos: dict[int, Hello], hello: Hello) -> int | str:
     """Return the rank of a node that joins, or a sentence that says why it is refused."""
     count = hellos[0].node_count
     if hello.rank is None:
@@ -129,7 +129,7 @@ class Coordinator:
         with self._lock:
             if self._job.end is not None:
                 return self._job.sentence or "the job has ended."
-            placed = mismatch(self._hellos[0], hello) or place(self._hellos, hello)
+            placed = mismatch(self._hellos[0], hello) or assign_rank(self._hellos, hello)
             if isinstance(placed, int):
                 self._hellos[placed] = hello
                 if len(self._hellos) == hello.node_count:

@@ -278,17 +278,17 @@ def _own_addresses() -> tuple[str, ...]:
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
-    found = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
+    addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
     with contextlib.suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    return tuple(dict.fromkeys(address.split("%")[0] for address in found))
+        addresses += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
+    return tuple(dict.fromkeys(address.split("%")[0] for address in addresses))
 
 
 def _look_up(name: str) -> str:
     if _is_address(name):
         return str(ipaddress.ip_address(name))
-    found = [(entry[0], str(entry[4][0]).split("%")[0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    return min(found, key=lambda entry: (_is_loopback(entry[1]), entry[0] != socket.AF_INET))[1]
+    addresses = [(entry[0], str(entry[4][0]).split("%")[0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return min(addresses, key=lambda entry: (_is_loopback(entry[1]), entry[0] != socket.AF_INET))[1]
 
 
 def _route_to(address: str) -> str | None:

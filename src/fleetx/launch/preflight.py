@@ -78,8 +78,8 @@ def find_without_import(name: str) -> ModuleSpec | None:
     importlib.invalidate_caches()
     for depth in range(1, name.count(".") + 2):
         partial = ".".join(name.split(".")[:depth])
-        found = (finder.find_spec(partial, places) for finder in sys.meta_path)
-        spec = next((candidate for candidate in found if candidate is not None), None)
+        candidates = (finder.find_spec(partial, places) for finder in sys.meta_path)
+        spec = next((candidate for candidate in candidates if candidate is not None), None)
         if spec is None or (partial != name and spec.submodule_search_locations is None):
             return None
         places = spec.submodule_search_locations

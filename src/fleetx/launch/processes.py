@@ -19,13 +19,13 @@ import psutil
 from ..errors import LaunchError
 from .guardian import GOODBYE, RUN_ID, kill_run
 from .logs import STACK_HEADING
-from .signals import catches
+from .signals import has_handler
 
 GUARDIAN = Path(__file__).with_name("guardian.py")
 KILL_SECONDS = 15.0
 """Limit of waiting for killed processes: the kernel first frees their GPU and pinned memory."""
 STACK_SECONDS = 1.0
-LOOK_SECONDS = 0.02
+STACK_POLL_SECONDS = 0.02
 
 
 class Workers:
@@ -58,12 +58,12 @@ class Workers:
     def interrupt(self) -> None:
         """Pass on Ctrl-C. A worker that is not yet in worker.py gets SIGTERM, since it would print a traceback on the console."""
         for rank in self.running():
-            has_begun = catches(self.pid(rank), signal.SIGQUIT)
+            has_begun = has_handler(self.pid(rank), signal.SIGQUIT)
             self._processes[rank].send_signal(signal.SIGINT if has_begun else signal.SIGTERM)
 
     def write_stacks(self, logs: Mapping[int, Path], *, wake: bool) -> None:
         """Make each rank write its threads' stacks into its log, and wait up to a second for them."""
-        able = [rank for rank in self.running() if catches(self.pid(rank), signal.SIGQUIT)]  # the signal would kill others
+        able = [rank for rank in self.running() if has_handler(self.pid(rank), signal.SIGQUIT)]  # the signal would kill others
         sizes = {rank: logs[rank].stat().st_size for rank in able if logs[rank].exists()}
         for rank in able:
             self._processes[rank].send_signal(signal.SIGQUIT)
@@ -71,7 +71,7 @@ class Workers:
                 self._processes[rank].send_signal(signal.SIGCONT)
         limit = time.monotonic() + STACK_SECONDS
         while sizes and time.monotonic() < limit:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(STACK_POLL_SECONDS)
             sizes = {rank: size for rank, size in sizes.items() if not _has_stack(logs[rank], size)}
 
     def kill(self) -> bool:
@@ -91,7 +91,7 @@ def _has_stack(log: Path, size_before: int) -> bool:
     """Return whether the main thread's stack, written last and frame by frame, is complete: nothing was written for a moment."""
     with log.open("rb") as file:
         file.seek(size_before)
-        return STACK_HEADING.encode() in file.read() and time.time() - log.stat().st_mtime > LOOK_SECONDS
+        return STACK_HEADING.encode() in file.read() and time.time() - log.stat().st_mtime > STACK_POLL_SECONDS
 
 
 class Guardian:

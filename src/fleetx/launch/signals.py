@@ -58,7 +58,7 @@ class Signals:
                 signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
 
 
-def catches(pid: int, signum: signal.Signals) -> bool:
+def has_handler(pid: int, signum: signal.Signals) -> bool:
     """Return whether a process has a handler for this signal."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as status:

@@ -124,7 +124,7 @@ class Supervisor(LocalElasticAgent):
         self._elastic_signals = os.environ.get(SIGNALS_TO_HANDLE, SIGNALS_DEFAULT)
         self._stopping: Stopping | None = None
         self._watched: dict[int, hang.Watched] = {}
-        self._looked_seconds = 0.0
+        self._checked_seconds = 0.0
         self._failures: tuple[Failure, ...] = ()
         self._ended_before: tuple[int, ...] = ()
 
@@ -198,7 +198,7 @@ class Supervisor(LocalElasticAgent):
     def _watch(self) -> Job:
         """Watch the workers until the job ends or moves on to the next attempt; return the job."""
         self._local_node.phase = Phase.RUNNING
-        self._looked_seconds = time.monotonic()
+        self._checked_seconds = time.monotonic()
         while True:
             job = self._local_node.agree()
             # Checked before the end: one exchange may bring both, and the request to stop must always be printed.
@@ -206,13 +206,13 @@ class Supervisor(LocalElasticAgent):
                 self._pass_on_stop(signal.Signals(job.stop_signal), job.stop_node)
             if job.end is not None or self._local_node.is_killed or job.attempt != self._local_node.attempt:
                 return job
-            if not self._look(job):
+            if not self._check_workers(job):
                 time.sleep(POLL_SECONDS)
 
     def _is_running(self) -> bool:
         return self._local_node.phase is Phase.RUNNING and not self._local_node.is_killed
 
-    def _look(self, job: Job) -> bool:
+    def _check_workers(self, job: Job) -> bool:
         """Check the workers once; return whether the node's state changed and should be sent at once."""
         if self._local_node.wants_stacks():
             self._started.write_stacks(self._logs(), wake=False)
@@ -226,7 +226,7 @@ class Supervisor(LocalElasticAgent):
         if all(code == 0 for code in exits.values()):
             self._local_node.phase = Phase.DONE
             return True
-        return self._look_for_hang([rank for rank, code in exits.items() if code is None], job)
+        return self._check_hang([rank for rank, code in exits.items() if code is None], job)
 
     def _must_end(self, exits: Mapping[int, int | None]) -> bool:
         has_failed = any(code not in (None, 0) for code in exits.values())
@@ -246,11 +246,11 @@ class Supervisor(LocalElasticAgent):
         where = f" on node {node}" if node != self._local_node.node else ""
         self._run.say(f"stopping ({signum.name}{where}); send it again to end at once")
 
-    def _look_for_hang(self, running: list[int], job: Job) -> bool:
-        elapsed_seconds = time.monotonic() - self._looked_seconds
+    def _check_hang(self, running: list[int], job: Job) -> bool:
+        elapsed_seconds = time.monotonic() - self._checked_seconds
         if elapsed_seconds < HANG_POLL_SECONDS and not job.all_hang:
             return False
-        self._looked_seconds = time.monotonic()
+        self._checked_seconds = time.monotonic()
         self._watched = {rank: self._observe(rank, elapsed_seconds) for rank in self._ranks(running)}
         limit_seconds, is_only_node = self._plan.hang_timeout_seconds, self._plan.nodes.count == 1
         self._local_node.all_wait = not is_only_node and hang.all_wait(self._watched, hang_timeout_seconds=limit_seconds)

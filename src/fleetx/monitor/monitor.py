@@ -4,7 +4,7 @@ with fleet.Monitor("runs/first", total_steps=1000) as monitor:
     for x, y in loader:
         report = optimizer.minimize(criterion(model(x), y))
         monitor.log(report, samples=len(x))
-    monitor.log(acc=accuracy)               # added to the last update
+    monitor.log(acc=accuracy)               # sum_of to the last update
 
 It runs no collective, so that a rank which logs less, or not at all, does not block the others; and it never waits for a GPU.
 With several pairs of model and optimizer, the line shows the pair that was logged first.
@@ -36,9 +36,9 @@ from .folder import Folder, OwnLog, start_of_run
 from .line import RunState, last_line, line, screen
 from .memory_curve import AT_UPDATE, MemoryCurve, memory_peak
 from .ranks import ByRank, Ranks, slowest
-from .record import Record, Tally, Window, joined
+from .record import Record, Tally, Window, total_of
 from .sinks import Sink, Sinks, TensorBoard, has_tensorboard
-from .split import Split, added, no_time, stopwatch
+from .split import Split, stopwatch, sum_of, zero_split
 
 FULL_SECONDS = 2.0
 """Seconds between two records that hold the trust ratios, which are long."""
@@ -76,7 +76,7 @@ class Monitor:
         self._own_log = OwnLog(self.path, self._comm.rank)
         self._screen = screen(rank=self._comm.rank if show and log.shows(logging.INFO) else -1)
         self._began = time.monotonic()
-        self._split, self._ranks = no_time(), Ranks(self._comm)
+        self._split, self._ranks = zero_split(), Ranks(self._comm)
         self._tallies: dict[int, Tally] = {}
         """Totals by number of the pair in this run; the line shows the first."""
         self._pending: collections.deque[Record] = collections.deque()
@@ -136,7 +136,7 @@ class Monitor:
 
     def log(self, report: Report | None = None, *, samples: int | None = None, **values: float | Tensor) -> None:
         """Record a micro-step. `samples`: number in this rank's batch. Other numbers are recorded by name with the update;
-        without a report they are added to the last update."""
+        without a report they are sum_of to the last update."""
         if self._is_closed:
             raise ConfigError("this fleet.Monitor is closed. Log inside its `with` block.")
         checked.require_report(report)
@@ -207,13 +207,13 @@ class Monitor:
             self._curve = MemoryCurve(self._device, expected_seconds=self._shown.step_seconds() or 0.1)
 
     def _write_ready(self, *, is_last: bool = False) -> None:
-        """Write the records that are ready, except the newest: values may still be added to it."""
+        """Write the records that are ready, except the newest: values may still be sum_of to it."""
         while len(self._pending) > (0 if is_last else 1) and (is_last or self._pending[0].is_ready):
             self._write(self._pending.popleft())
 
     def _write(self, record: Record) -> None:
         split: Split = record.split.value()
-        self._split = added(self._split, split)
+        self._split = sum_of(self._split, split)
         self._ranks.add(split)
         if self._folder is None:
             return
@@ -230,10 +230,10 @@ class Monitor:
         if taken is None:
             return
         record.note("ranks", _rounded(taken))
-        found, step_seconds = slowest(taken), self._shown.step_seconds()
+        waited_for, step_seconds = slowest(taken), self._shown.step_seconds()
         mean_seconds = sum(one["seconds"] for one in taken.values()) / len(taken)
-        if found is not None and step_seconds and mean_seconds > 0:
-            self._state.slowest = found[0], found[1] / mean_seconds * step_seconds
+        if waited_for is not None and step_seconds and mean_seconds > 0:
+            self._state.slowest = waited_for[0], waited_for[1] / mean_seconds * step_seconds
 
     def _refresh(self) -> None:
         state, newest = self._state, self._pending[-1]
@@ -267,7 +267,7 @@ class Monitor:
     def _end(self, folder: Folder, state: str, error: str | None, ranks: ByRank | None) -> None:
         """Write the summary: sums and rates of this start, seconds and steps of the whole run."""
         known, seconds = self._state, time.monotonic() - self._began
-        whole_seconds, tally = folder.seconds_before + seconds, joined(self._tallies.values())
+        whole_seconds, tally = folder.seconds_before + seconds, total_of(self._tallies.values())
         summary = {
             "state": state,
             "error": error,
@@ -289,9 +289,9 @@ class Monitor:
         folder.put_json("summary.json", summary)
         folder.close()
         self._sinks.close(summary)
-        found = None if ranks is None else slowest(ranks)
+        waited_for = None if ranks is None else slowest(ranks)
         wire = (tally.bytes_sent, tally.bytes_dense)
-        text = last_line(state, known, whole_seconds, self._split, wire, found, str(self.path), is_wrapped=self._is_wrapped)
+        text = last_line(state, known, whole_seconds, self._split, wire, waited_for, str(self.path), is_wrapped=self._is_wrapped)
         self._screen.end(text)
 
     def __enter__(self) -> Monitor:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import final
 
 from ..dist.comm import Comm
-from .split import PARTS, Split, added, compute_of, no_time
+from .split import PARTS, Split, compute_of, sum_of, zero_split
 
 POST_SECONDS = 1.0
 LAST_SECONDS = 1.0
@@ -47,12 +47,12 @@ class Ranks:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._key = f"fleetx/monitor/{next(_numbers)}"
-        self._sums = no_time()
+        self._sums = zero_split()
         self._taken: dict[int, Split] = {}
         self._due = time.monotonic() + POST_SECONDS
 
     def add(self, split: Mapping[str, float]) -> None:
-        self._sums = added(self._sums, split)
+        self._sums = sum_of(self._sums, split)
         if self._comm.size > 1 and time.monotonic() >= self._due:
             self._due = time.monotonic() + POST_SECONDS
             self._post()
@@ -65,7 +65,7 @@ class Ranks:
         sums = self._latest_sums()
         if sums is None or any(sums[rank] == self._taken.get(rank) for rank in sums):
             return None
-        before = {rank: self._taken.get(rank) or no_time() for rank in sums}
+        before = {rank: self._taken.get(rank) or zero_split() for rank in sums}
         self._taken = sums
         return {rank: summarize({part: split[part] - before[rank][part] for part in PARTS}) for rank, split in sums.items()}
 

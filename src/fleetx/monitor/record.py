@@ -134,7 +134,7 @@ class Tally:
         return round(sent / count), round(dense / count)
 
 
-def joined(tallies: Iterable[Tally]) -> Tally:
+def total_of(tallies: Iterable[Tally]) -> Tally:
     """Add up the totals of all pairs."""
     whole = Tally()
     for one in tallies:

@@ -49,8 +49,8 @@ class Sinks:
                 method(sink)
             except Exception as error:  # a full disk or a lost server must not end training
                 self._sinks.remove(sink)
-                reason = f"failed ({type(error).__name__}: {error}) and gets no more of this run"
-                warn_user(f"the monitor's sink {type(sink).__name__} {reason}; training goes on.")
+                reason = f"failed ({type(error).__name__}: {error}) and receives no more records"
+                warn_user(f"the monitor's sink {type(sink).__name__} {reason}; training continues.")
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:

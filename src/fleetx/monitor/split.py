@@ -32,11 +32,11 @@ COMPUTE = ("forward", "backward", "update")
 Split = dict[str, float]
 
 
-def no_time() -> Split:
+def zero_split() -> Split:
     return dict.fromkeys(PARTS, 0.0)
 
 
-def added(one: Mapping[str, float], other: Mapping[str, float]) -> Split:
+def sum_of(one: Mapping[str, float], other: Mapping[str, float]) -> Split:
     return {part: one[part] + other[part] for part in PARTS}
 
 
@@ -55,7 +55,7 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     def __init__(self, phase: Phase) -> None:
         self._phase, self._since = phase, time.perf_counter()
-        self._split = no_time()
+        self._split = zero_split()
 
     def changed(self, phase: Phase) -> None:
         now = time.perf_counter()
@@ -64,7 +64,7 @@ class HostStopwatch:
 
     def take(self) -> AsyncValue:
         self.changed(self._phase)
-        taken, self._split = self._split, no_time()
+        taken, self._split = self._split, zero_split()
         return ReadyValue(taken)
 
 
@@ -99,7 +99,7 @@ class DeviceStopwatch:
     def __init__(self, phase: Phase, device: torch.device) -> None:
         self._device = device
         self._marks = [(phase, event_now(self._device, enable_timing=True))]
-        self._before = no_time()
+        self._before = zero_split()
 
     def changed(self, phase: Phase) -> None:
         self._marks.append((phase, event_now(self._device, enable_timing=True)))
@@ -116,7 +116,7 @@ class DeviceStopwatch:
     def take(self) -> AsyncValue:
         phase, now = self._marks[-1][0], event_now(self._device, enable_timing=True)
         taken = _Marks(self._marks, now, self._before)
-        self._marks, self._before = [(phase, now)], no_time()
+        self._marks, self._before = [(phase, now)], zero_split()
         return taken
 
 
