@@ -89,7 +89,7 @@ def _skips_its_step(rank: int, zeroes: bool) -> str:
                 optimizer.zero_grad()
             loss.backward()
             if not torch.isfinite(loss):
-                while optimizer.pipeline.comm.word_left() is None:  # until rank 0 is in its step(), or it might come later
+                while optimizer.pipeline.comm.posted_error() is None:  # until rank 0 is in its step(), or it might come later
                     pass
                 continue
             optimizer.step()

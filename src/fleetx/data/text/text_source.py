@@ -44,6 +44,70 @@ def plan_batches(lengths: Array, *, tokens: int, max_seq_len: int, seed: int) ->
     return batches
 
 
+# --- Masking: which tokens BERT has to predict, as a pure function of seed, epoch and sample ----------------------------
+# Of the tokens that may be masked, those with the smallest random words are chosen, an exact share of every sequence. Words
+# belong to positions, so that a sequence is masked in the same way in any batch and at any padding.
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Choice: TypeAlias = npt.NDArray[np.bool_]
+
+MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens; the rest stay unchanged
+_ACTIONS, _TOKENS = 2**32, 2**33  # positions of draws that no sequence reaches
+_POSITION_BITS = 16
+
+
+class Masked(NamedTuple):
+    """Tokens after masking, and for each chosen one its position in the flattened batch and the token to predict."""
+
+    ids: Ids
+    positions: Ids
+    labels: Ids
+
+
+def mask_counts(candidates: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64]:
+    """Return how many of the candidates to mask: the share, rounded to even, and at least one where there is any."""
+    wanted: npt.NDArray[np.int64] = np.maximum(np.rint(share * candidates), 1).astype(np.int64)
+    return np.minimum(wanted, candidates)
+
+
+def choose_masked(candidates: Choice, *, seed: int, epoch: int, indices: Indices, share: float) -> Choice:
+    """Choose a fixed number of candidates in each row: those with the smallest words, ties to the lower position."""
+    width = candidates.shape[1]
+    positions = np.arange(width, dtype=np.uint64)
+    words = random_words(seed, epoch, indices[:, None], positions)
+    # The position in the low bits makes every key different, and ranks equal words by it.
+    keys = (words >> np.uint64(_POSITION_BITS) << np.uint64(_POSITION_BITS)) | positions
+    keys[~candidates] = np.iinfo(np.uint64).max
+    counts = mask_counts(np.count_nonzero(candidates, axis=1), share)
+    ranked = np.sort(keys, axis=1)
+    limits = ranked[np.arange(len(keys)), np.maximum(counts - 1, 0)]
+    return (keys <= limits[:, None]) & candidates
+
+
+def mask_tokens(
+    ids: Ids,
+    candidates: Choice,
+    *,
+    seed: int,
+    epoch: int,
+    indices: Indices,
+    mask_id: int,
+    replacements: Ids,
+    share: float,
+) -> Masked:
+    """Mask tokens: 80% of the chosen ones become [MASK], 10% a random token, 10% stay; all are to be predicted."""
+    width = ids.shape[1]
+    flat = np.flatnonzero(choose_masked(candidates, seed=seed, epoch=epoch, indices=indices, share=share))
+    labels = ids.reshape(-1)[flat]
+    sample, position = indices[flat // width], flat % width
+    action = uniforms(seed, epoch, sample, position + _ACTIONS)
+    drawn = (uniforms(seed, epoch, sample, position + _TOKENS) * len(replacements)).astype(np.int64)
+    shown = np.where(action < MASKED, mask_id, np.where(action < MASKED + REPLACED, replacements[drawn], labels))
+    masked = ids.copy()
+    masked.reshape(-1)[flat] = shown
+    return Masked(masked, flat, labels)
+
+
 # --- The source -----------------------------------------------------------------------------------------------------------
 
 
@@ -132,67 +196,3 @@ class TextSource:
         else:
             ids[each, lengths - 1] = self._tokens[spans.last]  # a shortened B keeps its last token ([SEP])
         return ids, splits, lengths
-
-
-# --- Masking: which tokens BERT has to predict, as a pure function of seed, epoch and sample ----------------------------
-# Of the tokens that may be masked, those with the smallest random words are chosen, an exact share of every sequence. Words
-# belong to positions, so that a sequence is masked in the same way in any batch and at any padding.
-
-Ids: TypeAlias = npt.NDArray[np.int64]
-Choice: TypeAlias = npt.NDArray[np.bool_]
-
-MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens; the rest stay unchanged
-_ACTIONS, _TOKENS = 2**32, 2**33  # positions of draws that no sequence reaches
-_POSITION_BITS = 16
-
-
-class Masked(NamedTuple):
-    """Tokens after masking, and for each chosen one its position in the flattened batch and the token to predict."""
-
-    ids: Ids
-    positions: Ids
-    labels: Ids
-
-
-def mask_counts(candidates: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64]:
-    """Return how many of the candidates to mask: the share, rounded to even, and at least one where there is any."""
-    wanted: npt.NDArray[np.int64] = np.maximum(np.rint(share * candidates), 1).astype(np.int64)
-    return np.minimum(wanted, candidates)
-
-
-def choose_masked(candidates: Choice, *, seed: int, epoch: int, indices: Indices, share: float) -> Choice:
-    """Choose a fixed number of candidates in each row: those with the smallest words, ties to the lower position."""
-    width = candidates.shape[1]
-    positions = np.arange(width, dtype=np.uint64)
-    words = random_words(seed, epoch, indices[:, None], positions)
-    # The position in the low bits makes every key different, and ranks equal words by it.
-    keys = (words >> np.uint64(_POSITION_BITS) << np.uint64(_POSITION_BITS)) | positions
-    keys[~candidates] = np.iinfo(np.uint64).max
-    counts = mask_counts(np.count_nonzero(candidates, axis=1), share)
-    ranked = np.sort(keys, axis=1)
-    limits = ranked[np.arange(len(keys)), np.maximum(counts - 1, 0)]
-    return (keys <= limits[:, None]) & candidates
-
-
-def mask_tokens(
-    ids: Ids,
-    candidates: Choice,
-    *,
-    seed: int,
-    epoch: int,
-    indices: Indices,
-    mask_id: int,
-    replacements: Ids,
-    share: float,
-) -> Masked:
-    """Mask tokens: 80% of the chosen ones become [MASK], 10% a random token, 10% stay; all are to be predicted."""
-    width = ids.shape[1]
-    flat = np.flatnonzero(choose_masked(candidates, seed=seed, epoch=epoch, indices=indices, share=share))
-    labels = ids.reshape(-1)[flat]
-    sample, position = indices[flat // width], flat % width
-    action = uniforms(seed, epoch, sample, position + _ACTIONS)
-    drawn = (uniforms(seed, epoch, sample, position + _TOKENS) * len(replacements)).astype(np.int64)
-    shown = np.where(action < MASKED, mask_id, np.where(action < MASKED + REPLACED, replacements[drawn], labels))
-    masked = ids.copy()
-    masked.reshape(-1)[flat] = shown
-    return Masked(masked, flat, labels)
