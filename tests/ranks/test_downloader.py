@@ -1,4 +1,4 @@
-"""Several real processes and one folder: one of them downloads; killed ones are taken over; failures reach everybody."""
+"""Several real processes and one folder: one of them downloads; another goes on after a kill; all raise the same error."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_when_the_one_that_downloads_fails_all_that_waited_raise_the_same_and_do
     assert last_lines[0].startswith(f"DataError: a.bin from {server.url}/a.bin: the server answered 500")
     assert len(set(last_lines)) == 1 and server.count("a.bin") == 3
     server.faults.clear()
-    assert start(manifest, tmp_path).communicate(timeout=60)[0] == f"{tmp_path}\n"  # an old failure is nobody else's
+    assert start(manifest, tmp_path).communicate(timeout=60)[0] == f"{tmp_path}\n"  # an old failure is not raised again
 
 
 def test_a_killed_download_is_taken_over_by_the_one_that_waits_from_where_it_was(
@@ -220,7 +220,7 @@ def test_waiting_is_told_with_the_process_it_waits_for(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     "note",
     [
-        {"turns": 1, "has_ended": False, "request": "mine"},  # killed, after somebody else's turn
+        {"turns": 1, "has_ended": False, "request": "mine"},  # killed, after a turn of another process
         {"turns": 0, "has_ended": True, "request": "mine"},  # ended before we came
         {"turns": 1, "has_ended": True, "request": "another"},
         {"turns": 1, "has_ended": True, "request": "another", "error": ["DataError", "no"]},

@@ -83,8 +83,8 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
     yield open_page
     for context in contexts:
         context.close()
-    told = [(kind, text) for kind, text in seen if kind != "request" or not text.startswith(("file://", "data:image/png;"))]
-    assert told == []
+    unwanted = [(kind, text) for kind, text in seen if kind != "request" or not text.startswith(("file://", "data:image/png;"))]
+    assert unwanted == []
 
 
 def shoot(page: Any, name: str) -> None:
@@ -176,9 +176,9 @@ def test_the_pointer_reads_a_chart_out(opened: Open) -> None:
 
 def test_the_pointer_reads_a_strip_out(opened: Open) -> None:
     page = opened("lars")
-    told = read_out(page, "strip-0", 0.001, down=0.98).splitlines()
-    assert told[0] == "fc.bias, step 10"
-    assert float(told[1]) == pytest.approx(
+    lines = read_out(page, "strip-0", 0.001, down=0.98).splitlines()
+    assert lines[0] == "fc.bias, step 10"
+    assert float(lines[1]) == pytest.approx(
         read_run(Path(page.url[7:]).parent / "lars").updates[1][9].trust_ratios["fc.bias"], rel=0.01
     )
 
@@ -186,14 +186,14 @@ def test_the_pointer_reads_a_strip_out(opened: Open) -> None:
 def test_arrow_keys_read_a_chart_out(opened: Open) -> None:
     page = opened("finished")
     page.locator("#chart-loss .plot").focus()
-    for key, told in (
+    for key, spoken in (
         ("End", "step 100, finished 0.2"),
         ("ArrowLeft", "step 99, "),
         ("Home", "step 1, finished 2"),
         ("ArrowRight", "step 2, "),
     ):
         page.keyboard.press(key)
-        assert page.locator(".spoken").inner_text().startswith(told)
+        assert page.locator(".spoken").inner_text().startswith(spoken)
     page.keyboard.press("Escape")
     assert page.locator(".tip").is_hidden()
 
@@ -268,13 +268,13 @@ def test_no_text_of_a_run_becomes_markup(opened: Open) -> None:
 def test_even_a_script_that_got_in_would_not_run(browser: Any, pages: dict[str, Path]) -> None:
     broken = pages["finished"].with_name("broken.html")
     broken.write_text(pages["finished"].read_text().replace("<footer>", "<script>document.title = 'taken'</script><footer>"))
-    told: list[str] = []
+    messages: list[str] = []
     page = browser.new_page()
-    page.on("console", lambda message: told.append(message.text))
+    page.on("console", lambda message: messages.append(message.text))
     page.goto(broken.as_uri())
     title, has_controls = page.title(), page.locator(".controls").is_visible()
     page.close()
-    assert (title, has_controls) == ("finished", True) and "Content Security Policy" in told[0]
+    assert (title, has_controls) == ("finished", True) and "Content Security Policy" in messages[0]
 
 
 @pytest.mark.parametrize("name", ["lars", "both", "failed", "several_pairs", "hostile"])
@@ -299,8 +299,8 @@ def test_texts_and_lines_stand_out_from_their_ground(opened: Open, scheme: str) 
 
 
 def colour(page: Any, selector: str, what: str) -> tuple[int, ...]:
-    told = page.locator(selector).first.evaluate(f"(one) => getComputedStyle(one).{what}")
-    return tuple(int(piece) for piece in told[told.index("(") + 1 : -1].split(",")[:3])
+    value = page.locator(selector).first.evaluate(f"(one) => getComputedStyle(one).{what}")
+    return tuple(int(piece) for piece in value[value.index("(") + 1 : -1].split(",")[:3])
 
 
 def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:

@@ -62,21 +62,21 @@ def test_half_a_line_at_the_end_is_no_damage(tmp_path: Path) -> None:
 def test_a_line_cut_off_before_the_next_start_is_no_damage(tmp_path: Path) -> None:
     first, second = (json.dumps(run_folders.line(step, start=step)) for step in (1, 2))
     for between in (f"{second[:40]}\n", second[:40]):  # with an end of line, as Monitor adds it, and without
-        updates, told = parse_lines(f"{first}\n{between}{second}\n")
+        updates, problems = parse_lines(f"{first}\n{between}{second}\n")
         assert [one.step for one in updates] == [1, 2]
-        assert told == ["line 2 of metrics.jsonl was cut off, as by a kill"]
+        assert problems == ["line 2 of metrics.jsonl was cut off, as by a kill"]
 
 
 def test_a_damaged_line_in_the_middle_is_named_and_the_rest_is_read() -> None:
     whole = [json.dumps(run_folders.line(step)) for step in (1, 2, 3)]
-    updates, told = parse_lines("\n".join([whole[0], "\x00\x00", whole[1], '["no object"]', '{"no": "step"}', whole[2], ""]))
+    updates, problems = parse_lines("\n".join([whole[0], "\x00\x00", whole[1], '["no object"]', '{"no": "step"}', whole[2], ""]))
     assert [one.step for one in updates] == [1, 2, 3]
-    assert told == [f"line {place} of metrics.jsonl cannot be read" for place in (2, 4, 5)]
+    assert problems == [f"line {place} of metrics.jsonl cannot be read" for place in (2, 4, 5)]
 
 
 def test_of_many_damaged_lines_the_rest_are_counted() -> None:
-    _, told = parse_lines("?\n" * 20 + json.dumps(run_folders.line(1)) + "\n")
-    assert len(told) == 9 and told[-1] == "12 more lines of metrics.jsonl cannot be read"
+    _, problems = parse_lines("?\n" * 20 + json.dumps(run_folders.line(1)) + "\n")
+    assert len(problems) == 9 and problems[-1] == "12 more lines of metrics.jsonl cannot be read"
 
 
 @pytest.mark.parametrize("value", [None, "text", True, float("nan"), float("inf"), 10**400, [1], {}])
@@ -218,8 +218,8 @@ def test_the_rank_that_waits_least_is_the_one_waited_for() -> None:
     times = {0: RankTimes(0.1, 0.05, 0.04, 0.01), 1: RankTimes(0.1, 0.05, 0.01, 0.04), 2: RankTimes(0.1, 0.06, 0.03, 0.01)}
     found = facts.waited_for(times)
     assert found is not None and (found.rank, found.cause) == (1, "data") and found.seconds == pytest.approx(0.03)
-    told = facts.waiting_words(times)
-    assert told == "Worker 1 kept the others waiting 30 ms a step (30 % of it): it took longer over data and script."
+    words = facts.waiting_words(times)
+    assert words == "Worker 1 kept the others waiting 30 ms a step (30 % of it): it took longer over data and script."
 
 
 def test_a_small_difference_is_not_told_as_waiting() -> None:
@@ -229,9 +229,9 @@ def test_a_small_difference_is_not_told_as_waiting() -> None:
 
 
 def test_times_of_ranks_are_those_of_one_update_though_they_tell_of_different_ones(tmp_path: Path) -> None:
-    told = {"0": {"seconds": 1.0, "compute": 0.5, "communication": 0.4, "data": 0.1},
+    times_of_ranks = {"0": {"seconds": 1.0, "compute": 0.5, "communication": 0.4, "data": 0.1},
             "1": {"seconds": 2.0, "compute": 1.6, "communication": 0.2, "data": 0.2}}  # fmt: skip
-    lines = [run_folders.line(1), run_folders.line(2, ranks=told)]
+    lines = [run_folders.line(1), run_folders.line(2, ranks=times_of_ranks)]
     times = facts.times_by_rank(read_run(run_folders.write_run(tmp_path / "run", lines)))
     assert times[0].communication == pytest.approx(0.4 * 0.05) and times[1].communication == pytest.approx(0.1 * 0.05)
 
@@ -303,7 +303,7 @@ def test_steps_have_whole_ticks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("text", "expected"),
     [
         (axis.plain(0.012345), "0.01235"), (axis.plain(12345.6), "12,346"), (axis.plain(1.2e-7), "1.2e-07"),
         (axis.plain(0), "0"), (axis.plain(-3.0), "-3"), (axis.size(1_500_000), "1.5 MB"), (axis.size(12), "12 bytes"),
@@ -312,8 +312,8 @@ def test_steps_have_whole_ticks() -> None:
         (axis.duration(59.99), "60 s"), (axis.share(1, 8), "12.5 %"), (axis.share(0.0004, 1), "0.04 %"),
     ],
 )  # fmt: skip
-def test_numbers_are_told_shortly(told: str, expected: str) -> None:
-    assert told == expected
+def test_numbers_are_told_shortly(text: str, expected: str) -> None:
+    assert text == expected
 
 
 # --- markup, tables, strips -------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_of_one_run_lies_in_its_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "runs/lars"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("lars: finished, 40 steps in 2.2 s, 3 skipped, loss 0.") and told[1:] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("lars: finished, 40 steps in 2.2 s, 3 skipped, loss 0.") and printed[1:] == [
         "page: runs/lars/report.html"
     ]
     page = (runs / "runs" / "lars" / "report.html").read_text()
@@ -69,7 +69,7 @@ def test_a_missing_matplotlib_is_told_with_the_line_to_type(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["runs/nothing"], "is not there: a run folder"),
         (["runs"], "Run folders in it: runs/lars runs/localsgd"),
@@ -79,10 +79,12 @@ def test_a_missing_matplotlib_is_told_with_the_line_to_type(
         ([], "the following arguments are required: RUN"),
     ],
 )
-def test_wrong_input_is_told_in_one_line(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+def test_wrong_input_is_told_in_one_line(
+    runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     assert main(["report", *arguments]) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +109,8 @@ def test_a_run_that_monitor_has_written_is_read_whole(tmp_path: Path, capsys: py
             monitor.log(optimizer.minimize(model(torch.randn(4, 8)).square().mean()), samples=4, place=step)
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run")]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("run: finished, 20 steps in ") and ", place 20, " in told and " samples/s, peak " in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("run: finished, 20 steps in ") and ", place 20, " in printed and " samples/s, peak " in printed
     run = read_run(tmp_path / "run")
     assert [one.values["place"] for one in run.updates[1]] == list(range(1, 21)) and run.problems == []
     assert all(sum(one.split.values()) > 0 and one.samples == 4 for one in run.updates[1])
