@@ -106,7 +106,11 @@ def planned_around(name: str, **configs: Any) -> tuple[Plan, dict[str, Any]]:
     return from_json(ranks[0]["plan"], source=""), ranks[0]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+LONG = ("recompute", "lars", "bf16_allreduce", "adaptive_localsgd", "amp in float16")
+"""Campaigns: others like them are quick tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.campaign] if name in LONG else []) for name in SETTINGS])
 def test_a_part_is_kept_as_it_is_and_the_rest_is_planned_around_it(name: str) -> None:
     plan, found = planned_around(name, risk="schedule", trials=3)
     given = SETTINGS[name]

@@ -286,7 +286,7 @@ def start():
         yield started.start
 
 
-@pytest.mark.parametrize("worker,bad", [(0, 2), (1, 4)])
+@pytest.mark.parametrize("worker,bad", [(0, 2), pytest.param(1, 4, marks=pytest.mark.campaign)])
 def test_under_fleetrun_a_bad_image_ends_both_workers_with_its_sentence_and_leaves_no_process(start, tmp_path, worker, bad):
     write_images(tmp_path / "data", IMAGES)
     (tmp_path / "data" / "train" / f"{bad}.jpg").write_bytes(b"")

@@ -193,7 +193,9 @@ def test_a_script_that_raises_ends_the_command_with_its_code_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("can_make_hosts")
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.campaign)]
+)
 def test_a_signal_to_the_command_ends_a_running_script_and_leaves_nothing(
     signum: signal.Signals, code: int, tmp_path: Path
 ) -> None:

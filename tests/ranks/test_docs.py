@@ -29,7 +29,7 @@ from tests.helpers.pages import (
     way_of,
 )
 
-QUICK_PYTHON = ["docs/loop.md", "docs/report.md", "docs/strategies/gradient_merge.md"]
+QUICK_PYTHON = ["docs/loop.md", "docs/strategies/gradient_merge.md"]
 QUICK_COMMANDS = ["docs/hosts/kubernetes.md", "docs/index.md", "docs/report.md"]
 """A page of Python, a script with a command, a job on two hosts, and an installation; tests/campaigns/test_docs.py has all."""
 

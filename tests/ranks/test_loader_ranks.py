@@ -133,7 +133,7 @@ for batch in Loader(Rows(24, bad=[{bad}]), 4, shuffle=False, train=True, workers
 """
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_the_word_is_heard_also_where_the_failing_worker_keeps_the_store(failing):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -234,7 +234,7 @@ def test_under_fleetrun_the_line_is_drawn_on_the_launchers_terminal_and_not_into
     assert "half of it is done" in log and "/40" not in log and "\x1b[2K" not in log
 
 
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), pytest.param("TERM", "dumb", marks=pytest.mark.campaign)])
 def test_colours_and_drawing_can_be_switched_off(tmp_path: Path, name: str, value: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     text = shown_on_a_terminal([sys.executable, "train.py", "10", "0.02"], tmp_path, **{name: value})

@@ -279,6 +279,7 @@ def test_ranks_that_wait_for_each_other_on_all_nodes_are_all_named(fleetruns: La
         assert f"rank {rank} hangs: silent for" in run.told and "in a collective, at step 5" in run.told
 
 
+@pytest.mark.campaign
 def test_many_kills_on_both_nodes_cost_one_restart_each(fleetruns: Launchers, tmp_path: Path, port: int) -> None:
     first, second = start_both(fleetruns, tmp_path, port, DIES_IN_TURN, "--max_restart=8")
     assert (first.wait(), second.wait()) == (0, 0), first.told + second.told

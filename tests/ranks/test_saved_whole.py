@@ -238,7 +238,7 @@ for model in (safe, unpickled):
 """
 
 
-@pytest.mark.parametrize("name", ["Net", "Sparing", "Rebuilt"])
+@pytest.mark.parametrize("name", ["Net", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("Sparing", "Rebuilt"))])
 def test_it_loads_where_fleetx_cannot_be_imported_and_the_run_goes_on(folder: Path, name: str) -> None:
     settings = SETTINGS["amp"] | RECOMPUTE | {"sync_batch_norm": True}
     ranks = run_ranks(_saved_and_trained_on, 2, folder, name, settings)
