@@ -23,7 +23,7 @@ from typing import Any
 from ..config.kinds import integer, number
 from ..config.text import binary, decimal
 from ..errors import ConfigError, DataError
-from .fetch import RetryPolicy, fetch, fetch_small, holds, refuse_folder
+from .fetch import RetryPolicy, fetch, fetch_small, has_right_bytes, refuse_folder
 from .folder import RESERVED, below, opened, read_whole, write_whole
 from .manifest import MAX_BYTES, NAMES, PART, Entry, parse_manifest
 from .once_per_node import Turn, once
@@ -64,7 +64,7 @@ class Downloader:
 
         Files of the manifest and of its archives replace others of the same name. Works before fleet.init() too.
         """
-        origin = _origin(manifest)
+        origin = _find_manifest(manifest)
         path = os.path.expanduser(_text("local_path", local_path))
         request = hashlib.sha256(f"{_key(origin)} {self._limits}".encode("utf-8", "surrogateescape")).hexdigest()
         with reporting() as reporter, _errors_named(path):
@@ -131,7 +131,7 @@ class _Work:
 
     def _is_done(self, entry: Entry) -> bool:
         record = self._records.get(entry.path)
-        return is_there(self._root, entry, record) and (not entry.unpack or is_unpacked(self._root, entry, record))
+        return is_unchanged(self._root, entry, record) and (not entry.unpack or is_unpacked(self._root, entry, record))
 
     def _check_room(self, missing: list[Entry]) -> None:
         """Refuse a full disk before the download. An archive needs at least its own size again, for what it unpacks to."""
@@ -153,12 +153,12 @@ class _Work:
         return entry.size
 
     def _fetch(self, entry: Entry, folder: int, turn: Turn) -> None:
-        if is_there(self._root, entry, self._records.get(entry.path)):
+        if is_unchanged(self._root, entry, self._records.get(entry.path)):
             return
         self._records.pop(entry.path, None)
         refuse_folder(folder, entry)
         received = self._received(entry, turn)
-        if not holds(folder, entry, lambda: self._reporter.begin(f"checking {entry.path}", entry.size), received):
+        if not has_right_bytes(folder, entry, lambda: self._reporter.begin(f"checking {entry.path}", entry.size), received):
             self._reporter.begin(f"downloading {entry.path}", entry.size)
             fetch(entry, folder, self._policy, self._reporter.line, received)
         self._records[entry.path] = record_of(folder, entry)
@@ -184,7 +184,7 @@ class _Work:
             self._recorded_at = time.monotonic()
 
 
-def _origin(manifest: str | os.PathLike[str]) -> Address:
+def _find_manifest(manifest: str | os.PathLike[str]) -> Address:
     """Find the manifest; in a folder it has one of the usual names."""
     text = _text("manifest", manifest)
     try:
@@ -266,7 +266,7 @@ def record_of(folder: int, entry: Entry, unpacked: Unpacked | None = None) -> Re
     return Record(entry.sha256, status.st_size, status.st_mtime_ns, unpacked)
 
 
-def is_there(root: int, entry: Entry, record: Record | None) -> bool:
+def is_unchanged(root: int, entry: Entry, record: Record | None) -> bool:
     """Check that the file has the size and the time of change it had when it was verified."""
     if record is None or record.sha256 != entry.sha256:
         return False

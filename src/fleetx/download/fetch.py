@@ -118,7 +118,7 @@ def refuse_folder(folder: int, entry: Entry) -> None:
             raise DataError(f"{entry.path} is a folder in the target, but a file in the manifest. Remove it first.")
 
 
-def holds(folder: int, entry: Entry, begin: Callable[[], None], received: Received) -> bool:
+def has_right_bytes(folder: int, entry: Entry, begin: Callable[[], None], received: Received) -> bool:
     """Check by size, then by hash, whether the file is already there."""
     handle = open_to_read(folder, entry.parts[-1])
     if handle is None:

@@ -31,7 +31,7 @@ MAX_REDIRECTS = 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
 _STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e]*"')
 _NUMBER = re.compile(r"\d{1,19}")
@@ -166,7 +166,7 @@ def open_at(address: Address, offset: int, etag: str | None, timeout_seconds: fl
             file.seek(offset)
             yield Body(lambda count: _read_local(file, count, address), offset, os.fstat(file.fileno()).st_size)
         return
-    with contextlib.closing(_answer(address, offset, etag, timeout_seconds)) as response:
+    with contextlib.closing(_follow(address, offset, etag, timeout_seconds)) as response:
         yield _body(response, offset, address)
 
 
@@ -189,7 +189,7 @@ def _read_local(file: IO[bytes], count: int, path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-class _Answer(http.client.HTTPResponse):
+class _TimedResponse(http.client.HTTPResponse):
     """Receive all headers within the timeout, which sockets apply to each byte alone."""
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
@@ -213,11 +213,11 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 class _PlainConnection(http.client.HTTPConnection):
-    response_class = _Answer
+    response_class = _TimedResponse
 
 
 class _SecureConnection(http.client.HTTPSConnection):
-    response_class = _Answer
+    response_class = _TimedResponse
 
 
 class _Plain(urllib.request.HTTPHandler):
@@ -230,7 +230,7 @@ class _Secure(urllib.request.HTTPSHandler):
         return self.do_open(_SecureConnection, req, context=ssl.create_default_context())
 
 
-def _opener(address: Remote) -> urllib.request.OpenerDirector:
+def _opener_for(address: Remote) -> urllib.request.OpenerDirector:
     """Make an opener of few handlers: the default one opens ftp:, data: and file: addresses, and follows redirects to them."""
     opener = urllib.request.OpenerDirector()
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor()]
@@ -243,11 +243,11 @@ def _opener(address: Remote) -> urllib.request.OpenerDirector:
     return opener
 
 
-def _answer(address: Remote, offset: int, etag: str | None, timeout_seconds: float) -> http.client.HTTPResponse:
+def _follow(address: Remote, offset: int, etag: str | None, timeout_seconds: float) -> http.client.HTTPResponse:
     here = address
     for _ in range(MAX_REDIRECTS + 1):
         try:
-            return _ask(here, offset, etag, timeout_seconds)
+            return _request(here, offset, etag, timeout_seconds)
         except urllib.error.HTTPError as error:
             with contextlib.closing(error):
                 location = error.headers.get("Location")
@@ -256,12 +256,12 @@ def _answer(address: Remote, offset: int, etag: str | None, timeout_seconds: flo
                 here = redirected(here, location)
         except (OSError, http.client.HTTPException) as error:
             if _is_untrusted(error):
-                raise DataError(f"{here}: the server's certificate is not trusted: {_why(error)}.") from None
-            raise Broken(_why(error)) from None
+                raise DataError(f"{here}: the server's certificate is not trusted: {_reason(error)}.") from None
+            raise Broken(_reason(error)) from None
     raise DataError(f"{address} leads on to other addresses more than {MAX_REDIRECTS} times.")
 
 
-def _ask(address: Remote, offset: int, etag: str | None, timeout_seconds: float) -> http.client.HTTPResponse:
+def _request(address: Remote, offset: int, etag: str | None, timeout_seconds: float) -> http.client.HTTPResponse:
     request = urllib.request.Request(address.url, headers={"User-Agent": "fleetx", "Accept-Encoding": "identity"})
     if address.login is not None:
         request.add_header("Authorization", "Basic " + base64.b64encode(address.login.encode()).decode())
@@ -269,7 +269,7 @@ def _ask(address: Remote, offset: int, etag: str | None, timeout_seconds: float)
         request.add_header("Range", f"bytes={offset}-")
         if etag is not None and _STRONG_ETAG.fullmatch(etag):
             request.add_header("If-Range", etag)
-    response: http.client.HTTPResponse = _opener(address).open(request, timeout=timeout_seconds)
+    response: http.client.HTTPResponse = _opener_for(address).open(request, timeout=timeout_seconds)
     return response
 
 
@@ -293,7 +293,7 @@ def _refusal(address: Remote, error: urllib.error.HTTPError, offset: int) -> Exc
     answer = f"the server answered {error.code} {known.get(error.code, '')}".rstrip()
     if error.code == 416 and offset:
         return Broken(f"{answer}: it has no byte {offset}", must_restart=True)
-    if error.code in _AGAIN:
+    if error.code in _RETRIED:
         wait = _NUMBER.fullmatch(error.headers.get("Retry-After", "").strip())
         return Broken(answer, wait_seconds=float(wait[0]) if wait else 0.0)
     return DataError(f"{address}: {answer}.")
@@ -304,7 +304,7 @@ def _body(response: http.client.HTTPResponse, offset: int, address: Remote) -> B
         try:
             return response.read1(count)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise Broken(_why(error)) from None
+            raise Broken(_reason(error)) from None
 
     etag, length = response.headers.get("ETag"), response.headers.get("Content-Length", "").strip()
     if response.status == 206:
@@ -322,7 +322,7 @@ def _is_untrusted(error: BaseException) -> bool:
     return isinstance(error, ssl.SSLCertVerificationError) or isinstance(reason, ssl.SSLCertVerificationError)
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Describe an error in our own words: texts of the http library can hold the password, or what a server sent."""
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, BaseException) else error

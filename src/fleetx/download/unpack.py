@@ -75,7 +75,7 @@ def unpack(
             raise DataError(f"{entry.path}{text if text.startswith(':') else ' ' + text}. Nothing of it was unpacked.") from None
         with below(root, (name,)) as aside:
             names = sorted(os.listdir(aside))[:KEPT_NAMES]
-            _check_way(aside, folder, entry.path, entry.parts[:-1])
+            _check_conflicts(aside, folder, entry.path, entry.parts[:-1])
             _move_in(aside, folder)
         os.sync()  # once: a million single fsyncs take hours
         return Unpacked(writer.files, writer.bytes, names)
@@ -91,7 +91,7 @@ def _fresh_folder(root: int) -> Iterator[str]:
         shutil.rmtree(name, dir_fd=root)
 
 
-def _check_way(source: int, target: int, archive: str, place: tuple[str, ...]) -> None:
+def _check_conflicts(source: int, target: int, archive: str, place: tuple[str, ...]) -> None:
     """Refuse what cannot be moved in, before the first file is moved."""
     for name in os.listdir(source):
         try:
@@ -107,7 +107,7 @@ def _check_way(source: int, target: int, archive: str, place: tuple[str, ...]) -
             )
         if stat.S_ISDIR(mine):
             with below(source, (name,)) as inner, below(target, (name,)) as outer:
-                _check_way(inner, outer, archive, (*place, name))
+                _check_conflicts(inner, outer, archive, (*place, name))
 
 
 def _move_in(source: int, target: int) -> None:

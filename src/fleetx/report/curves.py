@@ -16,6 +16,9 @@ from .read import Run
 Point = tuple[float, float | None]
 """Place and value; None is a gap in the line."""
 COLUMNS = 360
+PARTS = ("data", "forward", "backward", "communication", "update", "other")
+RATE_WINDOWS, SPLIT_WINDOWS = 80, 60
+LEAST_PERIODS = 4
 
 
 def in_columns(points: Sequence[Point], columns: int) -> Iterator[Sequence[Point]]:
@@ -51,11 +54,6 @@ def means(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
         middle = (group[0][0] + group[-1][0]) / 2
         middles.append((middle, sum(known) / len(known) if known else None))
     return middles
-
-
-PARTS = ("data", "forward", "backward", "communication", "update", "other")
-RATE_WINDOWS, SPLIT_WINDOWS = 80, 60
-LEAST_PERIODS = 4
 
 
 @dataclass(frozen=True)

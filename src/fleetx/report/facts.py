@@ -14,6 +14,8 @@ from .metrics import RankTimes, Update, number, numbers, rank_times, whole
 from .read import Run
 
 SAMPLES, STEPS = "samples/s", "steps/s"
+NOTICED = 0.02
+"""Least share of an update's time that is reported as waiting."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,7 @@ def one_line(name: str, facts: Facts) -> str:
     return f"{name}: {', '.join(pieces)}"
 
 
-NOTICED = 0.02
-"""Least share of an update's time that is reported as waiting."""
+# --- the rank that the others waited for ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ABSENT = "–"
+_MISSING = object()
 VOID = frozenset({"meta", "input", "br", "path", "line", "rect", "image"})
 
 
@@ -48,10 +50,6 @@ def data(value: Any) -> Markup:
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return Markup(f'<script type="application/json">{text}</script>')
-
-
-ABSENT = "–"
-_MISSING = object()
 
 
 def shown(value: object) -> str:

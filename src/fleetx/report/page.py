@@ -21,6 +21,89 @@ from .strip import picked
 
 STATES = {"finished": "good", "running": "good", "failed": "bad", "no end written": "odd", "stopped": "odd"}
 REPEATED = "the first try counts in time and bytes, the second is what the charts show"
+CLOCK_POINTS = 240
+ACROSS_WORDS = {"step": "step", "seconds": "time", "bytes": "bytes sent"}
+
+
+def make_page(runs: Sequence[Run], title: str | None = None) -> str:
+    """Return the page of one run, or of several side by side."""
+    tracks = tracks_of(runs)
+    show = Show(runs, [facts_of(run) for run in runs], tracks, layouts(tracks))
+    name = title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}")
+    style, script = (files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    sections = [make(show) for make in (failures, learning, speed, wire, gradients, memory, strategy, environment)]
+    body = join(
+        tag("a", "to the charts", href="#charts", class_="skip"),
+        tag("header", tag("h1", name), tag("p", headline(show), class_="sub") if headline(show) else None),
+        cards(show.facts[0]) if len(runs) == 1 else comparison(show),
+        warnings(show),
+        controls(show),
+        tag("main", *sections, id="charts"),
+        tag("footer", f"fleetx report {__version__}"),
+        tag("div", class_="tip", role="presentation", hidden=True),
+        tag("div", class_="spoken", aria_live="polite"),
+        tag("div", data({"clocks": [clock(track) for track in tracks]}), id="page-data", hidden=True),
+        Markup(f"<script>{script}</script>"),
+    )
+    head = join(
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy(script)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", name),
+        Markup(f"<style>{style}</style>"),
+    )
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+
+def policy(script: str) -> str:
+    """Return the content security policy: no network, and no script but the one of this digest, which voids `unsafe-inline`."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'sha256-{digest}'; img-src data:"
+
+
+def headline(show: Show) -> str:
+    """Say of a single run when and where it ran, and on how many ranks."""
+    if len(show.runs) > 1 or not show.runs[0].starts:
+        return ""
+    first, last = show.runs[0].starts[0], show.runs[0].starts[-1]
+    ranks, nodes = last.get("ranks"), last.get("nodes")
+    many = f"{ranks} rank{'s' if ranks != 1 else ''} on {nodes} node{'s' if nodes != 1 else ''}" if ranks and nodes else None
+    when = str(first["time"]).replace("T", " ").replace("+00:00", " UTC") if first.get("time") else None
+    again = f"started {len(show.runs[0].starts)} times" if len(show.runs[0].starts) > 1 else None
+    return " · ".join(str(piece) for piece in (when, last.get("device"), many, again) if piece)
+
+
+def clock(track: Track) -> dict[str, Any]:
+    """Return the seconds and bytes of some steps: page.js interpolates between them."""
+    timed = [update for update in track.updates if update.total_seconds is not None]
+    kept = [timed[place] for place in picked(len(timed), CLOCK_POINTS)]
+    return {
+        "step": [update.step for update in kept],
+        "seconds": [number_json(update.total_seconds) for update in kept],
+        "bytes": [number_json(update.total_sent) for update in kept],
+    }
+
+
+def chip(track: Track) -> Markup:
+    key = tag("i", class_=f"key c{track.place % COLOURS}{' dashed' if track.place >= COLOURS else ''}")
+    return tag("label", tag("input", type="checkbox", checked=True, data_track=track.place), key, track.name, class_="chip")
+
+
+def controls(show: Show) -> Markup | None:
+    """Make the controls, which are hidden without scripts."""
+    if not show.across:
+        return None
+    chips = [chip(track) for track in show.tracks]
+    choices = [tag("option", ACROSS_WORDS[one.key], value=one.key) for one in show.across]
+    return tag(
+        "div",
+        tag("div", *chips, class_="chips", role="group", aria_label="runs shown") if len(chips) > 1 else None,
+        tag("label", "smooth ", tag("input", type="range", min=0, max=100, value=0, id="smooth")),
+        tag("label", "across ", tag("select", *choices, id="across")) if len(choices) > 1 else None,
+        tag("label", tag("input", type="checkbox", id="all-log"), " log scales"),
+        class_="controls",
+    )
 
 
 def fact_cells(facts: Facts) -> dict[str, tuple[str, str]]:
@@ -140,87 +223,3 @@ def failures(show: Show) -> Markup | None:
             head = tag("summary", f"{run.name}, worker {rank}" if len(show.runs) > 1 else f"worker {rank}")
             parts.append(tag("details", head, tag("pre", text, tabindex=0), open=facts.state == "failed" and len(show.runs) == 1))
     return section("Last lines of the worker logs", *parts, key="failures", is_grid=False)
-
-
-SECTIONS = (failures, learning, speed, wire, gradients, memory, strategy, environment)
-CLOCK_POINTS = 240
-ACROSS_WORDS = {"step": "step", "seconds": "time", "bytes": "bytes sent"}
-
-
-def make_page(runs: Sequence[Run], title: str | None = None) -> str:
-    tracks = tracks_of(runs)
-    show = Show(runs, [facts_of(run) for run in runs], tracks, layouts(tracks))
-    name = title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}")
-    style, script = (files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    body = join(
-        tag("a", "to the charts", href="#charts", class_="skip"),
-        tag("header", tag("h1", name), tag("p", headline(show), class_="sub") if headline(show) else None),
-        cards(show.facts[0]) if len(runs) == 1 else comparison(show),
-        warnings(show),
-        controls(show),
-        tag("main", *(section(show) for section in SECTIONS), id="charts"),
-        tag("footer", f"fleetx report {__version__}"),
-        tag("div", class_="tip", role="presentation", hidden=True),
-        tag("div", class_="spoken", aria_live="polite"),
-        tag("div", data({"clocks": [clock(track) for track in tracks]}), id="page-data", hidden=True),
-        Markup(f"<script>{script}</script>"),
-    )
-    head = join(
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy(script)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", name),
-        Markup(f"<style>{style}</style>"),
-    )
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
-
-
-def policy(script: str) -> str:
-    """Return the content security policy: no network, and no script but the one of this digest, which voids `unsafe-inline`."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'sha256-{digest}'; img-src data:"
-
-
-def headline(show: Show) -> str:
-    """Say of a single run when and where it ran, and on how many ranks."""
-    if len(show.runs) > 1 or not show.runs[0].starts:
-        return ""
-    first, last = show.runs[0].starts[0], show.runs[0].starts[-1]
-    ranks, nodes = last.get("ranks"), last.get("nodes")
-    many = f"{ranks} rank{'s' if ranks != 1 else ''} on {nodes} node{'s' if nodes != 1 else ''}" if ranks and nodes else None
-    when = str(first["time"]).replace("T", " ").replace("+00:00", " UTC") if first.get("time") else None
-    again = f"started {len(show.runs[0].starts)} times" if len(show.runs[0].starts) > 1 else None
-    return " · ".join(str(piece) for piece in (when, last.get("device"), many, again) if piece)
-
-
-def clock(track: Track) -> dict[str, Any]:
-    """Return the seconds and bytes of some steps: page.js interpolates between them."""
-    timed = [update for update in track.updates if update.total_seconds is not None]
-    kept = [timed[place] for place in picked(len(timed), CLOCK_POINTS)]
-    return {
-        "step": [update.step for update in kept],
-        "seconds": [number_json(update.total_seconds) for update in kept],
-        "bytes": [number_json(update.total_sent) for update in kept],
-    }
-
-
-def chip(track: Track) -> Markup:
-    key = tag("i", class_=f"key c{track.place % COLOURS}{' dashed' if track.place >= COLOURS else ''}")
-    return tag("label", tag("input", type="checkbox", checked=True, data_track=track.place), key, track.name, class_="chip")
-
-
-def controls(show: Show) -> Markup | None:
-    """Make the controls, which are hidden without scripts."""
-    if not show.across:
-        return None
-    chips = [chip(track) for track in show.tracks]
-    choices = [tag("option", ACROSS_WORDS[one.key], value=one.key) for one in show.across]
-    return tag(
-        "div",
-        tag("div", *chips, class_="chips", role="group", aria_label="runs shown") if len(chips) > 1 else None,
-        tag("label", "smooth ", tag("input", type="range", min=0, max=100, value=0, id="smooth")),
-        tag("label", "across ", tag("select", *choices, id="across")) if len(choices) > 1 else None,
-        tag("label", tag("input", type="checkbox", id="all-log"), " log scales"),
-        class_="controls",
-    )

@@ -15,47 +15,13 @@ import yaml
 from ..errors import ConfigError
 from .metrics import DECODER, METRICS, Update, add_totals, number, parse_lines, superseded, whole
 
-TAIL_BYTES, TAIL_LINES, MOST_LOGS = 24 << 10, 40, 6
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-def clean(text: str) -> str:
-    """Clean a log for the page: no colours, and of a progress bar what it showed last."""
-    lines = [_ESCAPES.sub("", line).rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return "\n".join(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line) for line in lines)
-
-
-def tail(path: Path) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        text = file.read(TAIL_BYTES).decode("utf-8", errors="replace")
-    lines = clean(text).rstrip().split("\n")
-    return "\n".join(lines[1 if size > TAIL_BYTES and len(lines) > 1 else 0 :][-TAIL_LINES:])
-
-
-def log_tails(folder: Path) -> dict[int, str]:
-    """Return the last lines of worker logs by rank: those with a traceback first, at most MOST_LOGS, no empty ones."""
-    tails = {}
-    for path in folder.glob("workerlog.*"):
-        rank = path.name.partition(".")[2]
-        if not rank.isdecimal() or not path.is_file():  # a link into a log folder that is gone is no file
-            continue
-        try:
-            text = tail(path)
-        except OSError:
-            continue
-        if text.strip():
-            tails[int(rank)] = text
-    order = sorted(tails, key=lambda rank: ("Traceback (most recent call last)" not in tails[rank], rank))
-    return {rank: tails[rank] for rank in order[:MOST_LOGS]}
-
-
 ENVIRONMENT, SUMMARY, MEMORY = "environment.json", "summary.json", "memory.json"
 MARKS_OF_A_RUN = (METRICS, ENVIRONMENT, SUMMARY)
 LIVE_SECONDS = 120.0
 """Seconds since the last change of metrics.jsonl within which a run without a summary counts as running."""
+TAIL_BYTES, TAIL_LINES, MOST_LOGS = 24 << 10, 40, 6
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -187,6 +153,7 @@ def require_run_folder(folder: Path) -> None:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
+    """Read a run folder; `name` is its folder's name if None. Raises ConfigError if it is no run folder."""
     require_run_folder(folder)
     run = Run(name or folder.resolve().name, folder)
     metrics = folder / METRICS
@@ -234,3 +201,38 @@ def run_names(folders: Sequence[Path]) -> list[str]:
             return names
         for place in clashing:
             taken[place] = min(taken[place] + 1, len(parts[place]))
+
+
+# --- worker logs ------------------------------------------------------------------------------------------------------------
+
+
+def clean(text: str) -> str:
+    """Clean a log for the page: no colours, and only the last state of a progress bar."""
+    lines = [_ESCAPES.sub("", line).rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return "\n".join(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", line) for line in lines)
+
+
+def tail(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        text = file.read(TAIL_BYTES).decode("utf-8", errors="replace")
+    lines = clean(text).rstrip().split("\n")
+    return "\n".join(lines[1 if size > TAIL_BYTES and len(lines) > 1 else 0 :][-TAIL_LINES:])
+
+
+def log_tails(folder: Path) -> dict[int, str]:
+    """Return the last lines of worker logs by rank: those with a traceback first, at most MOST_LOGS, no empty ones."""
+    tails = {}
+    for path in folder.glob("workerlog.*"):
+        rank = path.name.partition(".")[2]
+        if not rank.isdecimal() or not path.is_file():  # a link into a log folder that is gone is no file
+            continue
+        try:
+            text = tail(path)
+        except OSError:
+            continue
+        if text.strip():
+            tails[int(rank)] = text
+    order = sorted(tails, key=lambda rank: ("Traceback (most recent call last)" not in tails[rank], rank))
+    return {rank: tails[rank] for rank in order[:MOST_LOGS]}

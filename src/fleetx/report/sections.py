@@ -16,6 +16,11 @@ from .read import Run
 from .stacks import Bar, area_chart, bar_chart
 from .strip import ratio_strip
 
+MOST_BARS, MOST_WAIT_LINES, MOST_CURVES = 24, 8, 4
+LEAST_POINTS = 3
+NOTICED_WAIT = 0.05
+"""Least share of the longest wait at which another rank is shown."""
+
 
 @dataclass(frozen=True)
 class Show:
@@ -98,6 +103,9 @@ def section(title: str, *children: Markup | None, key: str, is_grid: bool = True
         there[first] = tag("div", there[first], class_="wide")
     body = tag("div", *there, class_="grid-of-charts") if is_grid else join(*there)
     return tag("section", tag("h2", title), body, id=key)
+
+
+# --- what a model learns ----------------------------------------------------------------------------------------------------
 
 
 def learning(show: Show) -> Markup | None:
@@ -185,10 +193,7 @@ def loss_scale(show: Show) -> Markup | None:
     return over_steps(show, "scale", "loss scale", lines, starts_log=True, is_smoothed=False)
 
 
-MOST_BARS, MOST_WAIT_LINES, MOST_CURVES = 24, 8, 4
-LEAST_POINTS = 3
-NOTICED_WAIT = 0.05
-"""Least share of the longest wait at which another rank is shown."""
+# --- what a run costs -------------------------------------------------------------------------------------------------------
 
 
 def speed(show: Show) -> Markup | None:
