@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..dist.agree import Failures, run_on_all
 from ..dist.comm import Comm
-from ..errors import ConfigError, FleetError, NoHostMemory, RecomputeError, first_line
-from .dry_run_flag import rehearsing
+from ..errors import ConfigError, FleetError, RecomputeError, first_line
+from . import dry_steps
+from .dry_steps import rehearsing
 from .optimizer import FleetOptimizer
 from .random_states import NUMPY, PYTHON, States, held_sources, torch_sources
 from .state import load_training_state, training_state
@@ -28,6 +29,10 @@ Found = TypeVar("Found")
 
 class OutOfMemory(FleetError):
     """Some rank had not enough memory for a rehearsed step; raised on all of them."""
+
+
+class NoHostMemory(ConfigError):
+    """The host has no more pinned memory to give."""
 
 
 class UpdateOutOfMemory(ConfigError):
@@ -134,14 +139,14 @@ class Rehearsal:
 
     def backward(self, loss: Tensor) -> None:
         """As inside a merge window: gradients come to lie where they always do, and nothing is reduced."""
-        self.optimizer.pipeline.rehearse(loss)
+        dry_steps.backward(self.optimizer.pipeline, loss)
 
     def step(self) -> None:
         self.backward(self.forward())
 
     def gather_gradients(self) -> None:
         """For an update: of zero, which no loss scale makes infinite. Collective."""
-        self.everywhere(lambda: self.optimizer.pipeline.rehearse(self.forward(), seed=0.0, keeps=True))
+        self.everywhere(lambda: dry_steps.backward(self.optimizer.pipeline, self.forward(), seed=0.0, keeps=True))
 
     def update(self) -> None:
         """By the gradients gathered. Collective, and so are its parts: a rank without memory for the optimizer's state can only
@@ -163,7 +168,7 @@ class Rehearsal:
         """By what the first of them says: somebody may go on after one kind of error, and then all ranks must."""
         rank, said = failures.first
         if said["kind"] != "other":
-            self.optimizer.pipeline.drop_rehearsed()  # also where it went well
+            dry_steps.drop_gradients(self.optimizer.pipeline)  # also where it went well
         if said["kind"] == "unit":
             return RecomputeError(said["text"], unit=said["unit"])
         if failures.own is not None and failures.by_rank[self.comm.rank]["kind"] == said["kind"]:
@@ -205,7 +210,7 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        self._optimizer.pipeline.drop_rehearsed()
+        dry_steps.drop_gradients(self._optimizer.pipeline)
         for module, mode, buffers in zip(self._model.modules(), self._modes, self._buffers, strict=True):
             module.training = mode
             module._buffers.clear()

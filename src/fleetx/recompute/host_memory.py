@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..config.text import binary
-from ..errors import NoHostMemory, first_line, warn_user
+from ..engine.dry_run import NoHostMemory
+from ..errors import first_line, warn_user
 
 PROBE_BYTES = 64 * 2**20
 
