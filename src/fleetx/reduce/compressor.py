@@ -186,7 +186,7 @@ class Compressor(abc.ABC):
     @torch.no_grad()
     def _reduce(self, step: Step) -> None:
         sums = self._prepare(step)
-        trouble = self._sum(self._small, sums)
+        trouble = self._sum(self._small, sums, step.bad_losses)
         if not any(trouble):
             self._note_unused()
             if not self._exchange(step, sums):
@@ -202,20 +202,15 @@ class Compressor(abc.ABC):
             self._comm.bytes_sent += self._inside.bytes_sent + self._among.bytes_sent
             self._inside.bytes_sent = self._among.bytes_sent = 0.0
 
-    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor]) -> Trouble:
+    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor], own_bad_losses: float | Tensor) -> Trouble:
         """Sum all of them over ranks in place, one collective for each type. What was not finite on some rank."""
         norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
-        bad_losses = (torch.as_tensor(self._bad_losses(), device=norm.device) != 0).float()
+        bad_losses = (torch.as_tensor(own_bad_losses, device=norm.device) != 0).float()
         if self._inside is not None:  # one rank speaks for its node: it must know of the others' losses, as of their gradients
             self._inside.all_reduce(bad_losses).wait()
         trouble = torch.stack([(~norm.isfinite()).float(), bad_losses]).to(self._buckets[0].flat.dtype)
         sum_together([trouble, *small, *others], self._among)
         return Trouble(*(bool(found) for found in (trouble > 0).tolist()))
-
-    def _bad_losses(self) -> float | Tensor:
-        """Of this rank. An update with one of them is not made: what was sent for it would be lost."""
-        buckets = self._all()
-        return 0.0 if buckets is None else buckets.own_alarms().bad_losses
 
     def _note_unused(self) -> None:
         """Parameters that no rank has used in this update, where the strategy allows them."""
