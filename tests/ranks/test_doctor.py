@@ -121,7 +121,7 @@ def test_under_fleetrun_no_ranks_are_started_and_those_that_are_there_are_measur
     ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     found = json.loads(ended.stdout[ended.stdout.index("{\n") :])
     told = [one["what"] for one in found["findings"] if one["topic"] == "all-reduce"]
-    assert "no ranks of its own: measured between its 2 ranks" in told[0]
+    assert "measured between its 2 ranks, without starting others" in told[0]
     assert [row["is_sum_right"] for row in found["all_reduce"][0]["rows"]] == [True, True]
     assert (tmp_path / "log" / "workerlog.1").read_text() == "", "one voice on each node"
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["workerlog.0", "workerlog.1"]
@@ -245,7 +245,7 @@ def test_hosts_of_a_job_are_reached_or_not_over_a_real_network(tmp_path: Path) -
     assert list(found.values()) == ["ok", "ok", "problem"], found
     own, other, missing = found
     assert "this machine, and the port is free" in own
-    assert other == f"{there.namespace} ({there.address}), port 6070: the host answers, and nobody listens there yet"
+    assert other == f"{there.namespace} ({there.address}), port 6070: the host answers, and no process listens there yet"
     assert missing.startswith(f"{nowhere}, port 6070: no ")
     assert ended.returncode == 1
 

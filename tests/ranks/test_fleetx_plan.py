@@ -188,7 +188,7 @@ def test_flags_that_cannot_be_used(arguments: str, says: str, here: Path, capsys
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("nonsense", "is no target: that is one of Resnet20,"),
+        ("nonsense", "is no target. Give one of Resnet20,"),
         ("absent:make", "there is no module 'absent' to be found from"),
         ("broken:make", "importing broken failed: ModuleNotFoundError: No module named 'nothing_of_that_name' ("),
         ("own:", "is not module:function"),
