@@ -35,6 +35,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/unit/test_words.py
 
 test: lint
 	$(PYTEST)

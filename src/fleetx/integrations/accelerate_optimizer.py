@@ -9,16 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from fleetx import fleet
-from fleetx.dist import world
-from fleetx.engine.bind import give_up
-from fleetx.engine.optimizer import FleetOptimizer
-from fleetx.engine.report import Report
-from fleetx.errors import ConfigError, FleetError
-from fleetx.integrations import require_package
-from fleetx.strategy import DistributedStrategy
-
+from .. import fleet
+from ..dist import world
+from ..engine.bind import give_up
 from ..engine.dry_steps import drop_gradients
+from ..engine.optimizer import FleetOptimizer
+from ..engine.report import Report
+from ..errors import ConfigError, FleetError
+from ..strategy import DistributedStrategy
+from . import require_package
 
 # --- Accelerate's settings as a strategy's, and the variables by which Accelerate knows a rank ------------------------
 
