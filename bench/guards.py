@@ -46,7 +46,7 @@ def make_step(make: Callable[[], nn.Module], data: Any, device: torch.device, mo
 
 def comparison_seconds(optimizer: Any, device: torch.device) -> float:
     """One comparison from begin to end, the device's work included."""
-    check, times = optimizer.pipeline._checks.ranks, []
+    check, times = optimizer.pipeline.checks.ranks, []
     for _ in range(20):
         dist.barrier()
         start = time.perf_counter()

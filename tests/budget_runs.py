@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from budget_nets import allocated_in, lasting_bytes
 from fleetx import fleet
+from fleetx.engine.state import counters
 from fleetx.errors import ConfigError, FleetWarning
 from recompute_runs import random_now, rows
 
@@ -84,7 +85,7 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
         "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
         "optimizer": [{key: value for key, value in state.items()} for state in optimizer.state_dict()["state"].values()],
         "groups": optimizer.state_dict()["param_groups"],
-        "counters": optimizer.pipeline.counters(),
+        "counters": counters(optimizer.pipeline),
         "random": random_now(),
     }
 

@@ -46,10 +46,6 @@ class RecomputeError(FleetError):
         self.unit = unit
 
 
-class NoHostMemory(ConfigError):
-    """The host has no more pinned memory to give."""
-
-
 class FleetWarning(UserWarning):
     """Something works, but probably not as intended."""
 

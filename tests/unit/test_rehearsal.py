@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.dist import world
-from fleetx.engine import dry_run_flag
+from fleetx.engine import dry_steps
 from fleetx.engine.dry_run import OutOfMemory, Rehearsal, Sample, own_loss
+from fleetx.engine.state import counters
 from fleetx.errors import ConfigError, FleetWarning
 from recompute_nets import NETS, WIDTH, Chain, Inner, Norm, Replacing, draw_from_python_and_numpy
 from recompute_runs import random_now, rows, seed
@@ -67,12 +68,12 @@ def everything(rehearsal: Rehearsal) -> dict[str, Any]:
         "modes": [module.training for module in model.modules()],
         "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
         "optimizer": copy.deepcopy(face.state_dict()),
-        "counters": face.pipeline.counters(),
+        "counters": counters(face.pipeline),
         "window": (face.pipeline.window.micro_steps, len(face.pipeline.window.losses), face.due),
         "scale": face.pipeline.stages.backward.scale(),
         "stages": copy.deepcopy(face.pipeline.stages.backward.state_dict()),
         "random": random_now(),
-        "rehearsing": dry_run_flag.is_on(),
+        "rehearsing": dry_steps.is_on(),
     }
 
 
@@ -220,13 +221,13 @@ def test_inside_all_modules_train_and_afterwards_each_has_its_own_mode(alone: No
     rehearsal.model.eval()
     rehearsal.model.draws.train()
     with rehearsal.leaving_no_trace():
-        assert all(module.training for module in rehearsal.model.modules()) and dry_run_flag.is_on()
+        assert all(module.training for module in rehearsal.model.modules()) and dry_steps.is_on()
     assert [name for name, module in rehearsal.model.named_modules() if module.training] == [
         "draws",
         "draws.enter",
         "draws.leave",
     ]
-    assert not dry_run_flag.is_on()
+    assert not dry_steps.is_on()
 
 
 def test_a_step_inside_leaves_no_gradients_and_gathered_ones_are_zero(alone: None) -> None:

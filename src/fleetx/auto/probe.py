@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..engine.dry_run import OutOfMemory, Rehearsal
+from ..engine.dry_steps import drop_gradients
 from ..errors import ConfigError
 from ..recompute.batches import Growth, Units, measured_growth, profile_from_smaller
 from ..recompute.host_memory import Mover, mover_for
@@ -313,7 +314,7 @@ def timed_update(rehearsal: Rehearsal) -> float:
     face.pipeline.buckets.expose(None)
     with face._steps():
         seconds = [clocked(rehearsal, face.update.step) for _ in range(1 + TIMED)][1:]
-    face.pipeline.drop_rehearsed()
+    drop_gradients(face.pipeline)
     return float(max(rehearsal.comm.gather_json(typical(seconds))))
 
 

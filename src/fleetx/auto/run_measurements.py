@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ..engine import dry_steps
 from ..engine.dry_run import Rehearsal
 from ..engine.noise_scale import noise_scale_of
 from ..engine.patching import patched
@@ -225,7 +226,7 @@ def reduced_by(
 def _gather_gradients(rehearsal: Rehearsal, units: Mapping[str, nn.Module]) -> None:
     """For an update, with all units computed again."""
     with patched((module, Replay(name, module, rehearsal.device)) for name, module in units.items()):
-        agreed(rehearsal, lambda: rehearsal.optimizer.pipeline.rehearse(rehearsal.forward(), keeps=True))
+        agreed(rehearsal, lambda: dry_steps.backward(rehearsal.optimizer.pipeline, rehearsal.forward(), keeps=True))
 
 
 def _take(count: int, device: torch.device) -> None:

@@ -16,8 +16,9 @@ from typing import final
 
 import torch
 
+from ..engine import dry_steps
 from ..engine.dry_run import OutOfMemory, Rehearsal, Snapshot
-from ..engine.dry_run_flag import rehearsing
+from ..engine.dry_steps import rehearsing
 from ..engine.report import Report
 from ..errors import FleetError, first_line
 from ..recompute.memory_probe import memory_probe_for
@@ -108,7 +109,7 @@ def _with_less_memory(rehearsal: Rehearsal, count: int) -> None:
 def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float) -> Trial:
     """All ranks make the same number of updates: it follows from numbers they share."""
     pipeline = rehearsal.optimizer.pipeline
-    pipeline.look_at_no_data()
+    dry_steps.look_at_no_data(pipeline)
     merges, period = pipeline.stages.merge.micro_steps, min(candidate.reducer.period, SHORT_PERIOD)
     times = Times(rehearsal, merges)
     of_round = expected_s * period * merges / candidate.merge_steps

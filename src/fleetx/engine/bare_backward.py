@@ -13,14 +13,17 @@ before as well, since that is the same on every rank.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 import torch
 
 from ..dist import heartbeat
+from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_run_flag, pairs, reentrant
+from . import dry_steps, pairs, reentrant
 from .bucket import Bucket
+from .window import Window
 
 if TYPE_CHECKING:
     from .step import Pipeline
@@ -53,7 +56,7 @@ class BareBackward:
     def on_gradient(self, bucket: Bucket, i: int) -> bool:
         """Handle a gradient that no backward of ours awaits. Whether its bucket counts gradients from now on."""
         pipeline = self._pipeline()
-        if pipeline is None or pairs.stays_local() or dry_run_flag.is_on():
+        if pipeline is None or pairs.stays_local() or dry_steps.is_on():
             bucket.note_local(i)
             return False
         task = reentrant.current_task()
@@ -90,7 +93,7 @@ class BareBackward:
         pipeline.buckets.require_unchanged_type()
         self._is_stale = pipeline.layout_is_stale()
         if not self._is_stale:
-            pipeline.enter_bare()
+            self.enter(pipeline)
         elif reopened:
             raise ConfigError(
                 "parameters were added, replaced or unfrozen between two backwards of one update. Call optimizer.step() "
@@ -113,6 +116,21 @@ class BareBackward:
         except BaseException:
             self.abandon()
             raise
+
+    def enter(self, pipeline: Pipeline) -> None:
+        """Begin a micro-step, or go on with it: all bare backwards before one step() are of one micro-step."""
+        window = pipeline.window
+        pipeline.refuse_unclaimed()
+        if window.closed:
+            pipeline.buckets.reopen()
+        elif not window.entered:
+            window.enter(None, None)
+        elif window.asked_due:
+            raise ConfigError(
+                "optimizer.due was False after loss.backward(), and optimizer.step() was not called before the next one. Call "
+                "step() after every micro-batch: inside a merge window it does nothing but count."
+            )
+        heartbeat.at_step(pipeline.index + 1, Phase.BACKWARD)
 
     def end(self, *, shared: bool) -> None:
         """Reduce, where the window is full. `shared`: the backward has reached other pairs too."""
@@ -145,7 +163,51 @@ class BareBackward:
         pipeline = self._pipeline()
         if pipeline is not None:
             pipeline.buckets.abandon()
-            pipeline.break_window()
+            self._break_window(pipeline)
+
+    def _break_window(self, pipeline: Pipeline) -> None:
+        """Mark the window of a backward that failed half-way. Without merging the user zeroes what it left, as in torch."""
+        pipeline.checks.alarms.forget()
+        if pipeline.stages.merge.micro_steps > 1:
+            pipeline.window.broken = True
+        else:
+            pipeline.window = Window()
+
+    # --- another backward before step(), which is reduced by itself ---------------------------------------------------
+
+    def expect_more(self) -> None:
+        """Set aside what was reduced as soon as another backward adds to it."""
+        pipeline = self._pipeline()
+        if pipeline is not None:
+            pipeline.buckets.before_more(_weak_method(self._set_aside))
+
+    @torch.no_grad()
+    def _set_aside(self) -> None:
+        """Let another backward begin from zero: a merged mean is of another scale than its gradients, and what was compressed
+        must not be compressed again. What was reduced is added when that is reduced too."""
+        pipeline = self._pipeline()
+        if pipeline is not None and pipeline.window.closed and pipeline.window.set_aside is None:
+            pipeline.stages.reduce.refuse_again()  # here, where no gradient was added yet: what was reduced may still be applied
+            pipeline.buckets.adopt_replaced()
+            pipeline.window.set_aside = [flat.clone() for flat in pipeline.buckets.flats]
+            torch._foreach_zero_(pipeline.buckets.flats)
+            # autograd.grad calls the same hooks, and adds nothing: then nothing will be reduced, and it is put back.
+            reentrant.queue_callback(_weak_method(self._put_back_unless_more))
+
+    def _put_back_unless_more(self) -> None:
+        pipeline = self._pipeline()
+        if pipeline is None or pipeline.window.set_aside is None or self.is_under_way or pipeline.buckets.touched():
+            return
+        self.add_set_aside()
+        self.expect_more()
+
+    @torch.no_grad()
+    def add_set_aside(self) -> None:
+        """Add what was set aside to what was reduced since."""
+        pipeline = self._pipeline()
+        if pipeline is not None and pipeline.window.set_aside is not None:
+            torch._foreach_add_(pipeline.buckets.flats, pipeline.window.set_aside)
+            pipeline.window.set_aside = None
 
     def _refuse_graph(self, name: str) -> None:
         if torch.is_grad_enabled():  # in a backward only with create_graph=True
@@ -160,3 +222,15 @@ class BareBackward:
             f"`{name}` got two gradients in one backward, and the first is reduced already. Does a custom autograd function run "
             "a backward inside its own? Let one backward give it one gradient."
         )
+
+
+def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
+    """Call the method as long as its object lives: what holds this must not keep it alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = held()
+        if found is not None:
+            found()
+
+    return call

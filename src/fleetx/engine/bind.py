@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from .placement import (
     warn_of_unowned_gradients,
 )
 from .slots import Part, Site, Slot
+from .state import common_buffers, counters, load_common_buffers, load_counters
 from .step import Pipeline
 
 if TYPE_CHECKING:
@@ -74,17 +75,19 @@ def bind(
     here = world.current()
     optimizer, whole, wrapper = face.update, model, wrapper_of(model)
     model = bare(whole)  # names, parts and checks are of the module that the user wrote; DDP around it only reduces
-    check_parts(strategy.parts(), by_ddp=wrapper is not None)
+    parts = strategy.parts()
+    check_parts(parts, by_ddp=wrapper is not None)
     params = named_trainable(model, optimizer)
     refuse_unsuited(model, params)
     agree_on_model(params, whole, optimizer, strategy.to_json(), here.comm)
     refuse_unknown_buffers(model, strategy.local_buffers)  # by all ranks: they have the same buffers, and the same strategy
     if wrapper is not None:
-        refuse_unfit(wrapper, params, strategy.parts(), here.comm, here.device)
+        refuse_unfit(wrapper, params, parts, here.comm, here.device)
     site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)
-    for part in (checks or strategy).parts():
+    for part in parts if checks is None else checks.parts():
         part.check(site)
-    _refuse_unlike_forward(model, strategy)
+    acting = _forward_parts(parts)
+    _refuse_unlike_forward(model, acting)
     restore_forwards(model)
     if not is_placed:
         move(model, optimizer, params, here.device)
@@ -92,6 +95,7 @@ def bind(
     strip_compiled_prefix(model)
     compiled = compile_strategy(
         strategy,
+        parts,
         model=model,
         optimizer=optimizer,
         params=params,
@@ -103,19 +107,19 @@ def bind(
     face.forward_stage = compiled.forward
     keep_with(model, face)
     watch()
-    _in_forward[face.pipeline] = (weakref.ref(model), _forward_parts(strategy))
-    _connect(whole, face, strategy, params)
+    _in_forward[face.pipeline] = (weakref.ref(model), acting)
+    _connect(whole, face, strategy, parts, params)
     if not is_placed:
         warn_of_other_modules(params, here.comm)
 
 
-def _forward_parts(strategy: DistributedStrategy) -> list[Part]:
-    return [part for part in strategy.parts() if part.claims() & {Slot.MODULE, Slot.FORWARD}]
+def _forward_parts(parts: Sequence[Part]) -> list[Part]:
+    return [part for part in parts if part.claims() & {Slot.MODULE, Slot.FORWARD}]
 
 
-def _refuse_unlike_forward(model: nn.Module, strategy: DistributedStrategy) -> None:
+def _refuse_unlike_forward(model: nn.Module, mine: Sequence[Part]) -> None:
     """Two optimizers of one model share its forward: a part that acts there acts for both, or for none."""
-    mine, modules = _forward_parts(strategy), set(model.modules())
+    modules = set(model.modules())
     for pipeline, (held, theirs) in list(_in_forward.items()):
         other = held()
         if pairs.is_alive(pipeline) and other is not None and theirs != mine and not modules.isdisjoint(other.modules()):
@@ -130,7 +134,13 @@ def _refuse_unlike_forward(model: nn.Module, strategy: DistributedStrategy) -> N
             )
 
 
-def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, params: dict[str, nn.Parameter]) -> None:
+def _connect(
+    model: nn.Module,
+    face: FleetOptimizer,
+    strategy: DistributedStrategy,
+    parts: Sequence[Part],
+    params: Mapping[str, nn.Parameter],
+) -> None:
     """Let the pair end, follow new parameters and explain missing gradients; by weak references, so that it can be discarded."""
     model_of, face_of, chosen = weakref.ref(model), weakref.ref(face), strategy.copy()
     ids = {name: id(param) for name, param in params.items()}
@@ -163,7 +173,7 @@ def _connect(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrate
         holds = set() if optimizer is None else optimizer.parameter_ids()
         return "" if held is None else replaced_parameter(bare(held), ids, holds)
 
-    part = part_in_step(strategy.parts(), on_nan_inf=strategy.on_nan_inf)
+    part = part_in_step(parts, on_nan_inf=strategy.on_nan_inf)
 
     pipeline = face.pipeline
     own = pipeline.param_ids
@@ -253,8 +263,8 @@ def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedS
         "Do it on every rank at the same place.",
     )
     _refuse_fixed_layout(face)
-    state = {"counters": old.counters(), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
-    common, number, known = old.common_buffers(), old.teller.pair, old.param_ids
+    state = {"counters": counters(old), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
+    common, number, known = common_buffers(old), old.teller.pair, old.param_ids
     if not old.buckets.touched() and not old.bare.was_reached:
         old.buckets.release()  # the last update's gradients; those of a backward that is just over stay
     give_up(model, face)
@@ -265,10 +275,10 @@ def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedS
     new_params = [p for bucket in new.buckets for p in bucket.params if id(p) not in known]
     broadcast_tensors([p.data for p in new_params], here.comm)
     new.teller.pair = number
-    new.load_counters(state["counters"])
+    load_counters(new, state["counters"])
     new.stages.backward.load_state_dict(state["backward"])
     new.meter.load_state_dict(state["noise"], here.device)
-    new.load_common_buffers(common, None)
+    load_common_buffers(new, common, None)
 
 
 def _refuse_fixed_layout(face: FleetOptimizer) -> None:

@@ -78,6 +78,7 @@ def check_parts(parts: Sequence[Part], *, by_ddp: bool = False) -> None:
 
 def compile_strategy(
     strategy: DistributedStrategy,
+    parts: Sequence[Part],
     *,
     model: nn.Module,
     optimizer: Optimizer,
@@ -86,17 +87,19 @@ def compile_strategy(
     device: torch.device,
     wrapper: DistributedDataParallel | None = None,
 ) -> Compiled:
-    """`wrapper`: of the model, where it reduces."""
-    parts = strategy.parts()
-    check_parts(parts, by_ddp=wrapper is not None)
+    """Build each part of the strategy once, and fill the slots that none of them claims. `parts` were checked before.
+
+    `wrapper`: DistributedDataParallel around the model, where it reduces."""
     local = strategy.local_buffers
     site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device, local_buffers=local)
-    filled: dict[Slot, Any] = {}
-    merge = next((part.build(site)[Slot.MERGE] for part in parts if Slot.MERGE in part.claims()), Merge())
-    # Before a part changes anything.
+    merging = next((part for part in parts if Slot.MERGE in part.claims()), None)
+    filled: dict[Slot, Any] = {} if merging is None else dict(merging.build(site))
+    merge = filled.get(Slot.MERGE, Merge())
+    # Before another part changes anything.
     require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm, by_ddp=wrapper is not None)
     for part in parts:
-        filled.update(part.build(site))
+        if part is not merging:
+            filled.update(part.build(site))
     reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
     stages = Stages(
         merge=merge,

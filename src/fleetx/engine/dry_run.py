@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..dist.comm import Comm
-from ..errors import ConfigError, FleetError, NoHostMemory, RecomputeError, first_line
-from .dry_run_flag import rehearsing
+from ..errors import ConfigError, FleetError, RecomputeError, first_line
+from . import dry_steps
+from .dry_steps import rehearsing
 from .optimizer import FleetOptimizer
 from .random_states import NUMPY, PYTHON, States, held_sources, torch_sources
 from .state import load_training_state, training_state
@@ -27,6 +28,10 @@ Found = TypeVar("Found")
 
 class OutOfMemory(FleetError):
     """Some rank had not enough memory for a rehearsed step; raised on all of them."""
+
+
+class NoHostMemory(ConfigError):
+    """The host has no more pinned memory to give."""
 
 
 class UpdateOutOfMemory(ConfigError):
@@ -122,14 +127,14 @@ class Rehearsal:
 
     def backward(self, loss: Tensor) -> None:
         """As inside a merge window: gradients come to lie where they always do, and nothing is reduced."""
-        self.optimizer.pipeline.rehearse(loss)
+        dry_steps.backward(self.optimizer.pipeline, loss)
 
     def step(self) -> None:
         self.backward(self.forward())
 
     def gather_gradients(self) -> None:
         """For an update: of zero, which no loss scale makes infinite. Collective."""
-        self.everywhere(lambda: self.optimizer.pipeline.rehearse(self.forward(), seed=0.0, keeps=True))
+        self.everywhere(lambda: dry_steps.backward(self.optimizer.pipeline, self.forward(), seed=0.0, keeps=True))
 
     def update(self) -> None:
         """By the gradients gathered. Collective, and so are its parts: a rank without memory for the optimizer's state can only
@@ -162,7 +167,7 @@ class Rehearsal:
             # By what the first of them says: somebody may go on after one kind of error, and then all ranks must.
             rank, said = failed[0]
             if said["kind"] != "other":
-                self.optimizer.pipeline.drop_rehearsed()  # also where it went well
+                dry_steps.drop_gradients(self.optimizer.pipeline)  # also where it went well
             raise _verdict(rank, said, own=error if told is not None and told["kind"] == said["kind"] else None)
         return result  # type: ignore[return-value]
 
@@ -201,7 +206,7 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        self._optimizer.pipeline.drop_rehearsed()
+        dry_steps.drop_gradients(self._optimizer.pipeline)
         for module, mode, buffers in zip(self._model.modules(), self._modes, self._buffers, strict=True):
             module.training = mode
             module._buffers.clear()

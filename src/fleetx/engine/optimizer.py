@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from . import dry_steps
 from .grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
 from .keep_alive import KeptPairs
 from .optimizer_hooks import refuse_before_step, route
@@ -235,7 +236,7 @@ class FleetOptimizer(Optimizer):
     def rehearse_update(self) -> None:
         """For rehearsal.py, which undoes it."""
         with self._steps():
-            self.pipeline.rehearse_update()
+            dry_steps.update(self.pipeline)
 
     def average(self) -> None:
         """Average the weights now; every rank must call it. Under a per-step reducer they are equal already.

@@ -78,8 +78,8 @@ def refuse_unreduced(model: nn.Module | None, optimizer: Optimizer, known: set[i
         kind = type(optimizer).__name__
         raise ConfigError(
             f"the {kind} that is stepped here was not given to fleet.distribute(...), and trains `{names[0]}`, which the one "
-            "that was given does not hold: such gradients are this rank's own. Once model and optimizer are as they shall be, "
-            "write model, optimizer = fleet.distribute(model, optimizer, strategy)."
+            "that was given does not hold: such gradients are this rank's own. Before its first step write model, optimizer = "
+            "fleet.distribute(model, optimizer, strategy); where two optimizers share a model, one such call for each."
         )
 
 

@@ -125,7 +125,8 @@ def warn_of_unowned_gradients(model: nn.Module, comm: Comm) -> None:
             f"`{unowned[0]}`"
             + (f" and {len(unowned) - 1} more parameters are" if len(unowned) > 1 else " is")
             + " trainable and in no optimizer: the gradients stay local to each rank, and clipping by a norm over all of "
-            "model.parameters() would differ between ranks. Freeze them: requires_grad_(False).",
+            "model.parameters() would differ between ranks. Freeze them, requires_grad_(False); or, if another optimizer "
+            "trains them, distribute it too: model, other = fleet.distribute(model, other, strategy).",
         )
 
 

@@ -67,6 +67,8 @@ class Step:
     """As the first group has it: a number, a tensor (reading it may wait for the device), or None where there is none."""
     share: float = 1.0
     """What this rank's gradient counts for in the mean."""
+    bad_losses: float | Tensor = 0.0
+    """Not 0 where a loss of this rank's window is not finite. Such an update is not made: what was sent for it would be lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
     return {
         "inner": optimizer_state(optimizer.update),
         "names": parameter_names(optimizer),
-        "counters": pipeline.counters(),
+        "counters": counters(pipeline),
         "window": {
             "micro_steps": window.micro_steps,
             "losses": list(window.losses),
@@ -53,9 +53,9 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
             "gradients": gradients,
         },
         "stages": {name: _stage_state(pipeline, name) for name in STAGES},
-        "common": pipeline.common_buffers(),
+        "common": common_buffers(pipeline),
         **_buffers_state(pipeline),
-        "good": pipeline.good_buffers(),
+        "good": good_buffers(pipeline),
         "outside": {name: param.detach() for name, param in _outside(pipeline).items()},
         "noise_scale": pipeline.meter.state_dict(),
     }
@@ -139,7 +139,7 @@ def _outside(pipeline: Pipeline) -> dict[str, Tensor]:
 def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:
     pipeline, window = optimizer.pipeline, state["window"]
     load_optimizer_state(optimizer.update, _by_our_numbers(state["inner"], state["names"], parameter_names(optimizer)))
-    pipeline.load_counters(state["counters"])
+    load_counters(pipeline, state["counters"])
     device = next(iter(pipeline.buckets)).flat.device
     pipeline.window = Window(
         losses=[loss.to(device) for loss in window["losses"]],
@@ -158,7 +158,7 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
             stage.load_state_dict(saved)
         elif stage is pipeline.stages.average and pipeline.stages.average is not None:
             pipeline.stages.average.forget()
-    pipeline.load_common_buffers(state["common"], state.get("good"))
+    load_common_buffers(pipeline, state["common"], state.get("good"))
     if pipeline.buckets.tail is not None:
         pipeline.buckets.tail.tables.resume(state.get("changed_tables", []))
     for name, param in _outside(pipeline).items():
@@ -206,3 +206,37 @@ def _by_our_numbers(inner: Mapping[str, Any], saved: list[str], mine: list[str])
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
+
+
+# --- what the pipeline itself remembers between two windows -------------------------------------------------------------
+
+
+def counters(pipeline: Pipeline) -> dict[str, Any]:
+    """Return the numbers of updates and the usual weight; equal on all ranks, except where they train alone."""
+    return {"index": pipeline.index, "skipped": pipeline.skipped, **pipeline.weighing.counters()}
+
+
+def load_counters(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:
+    """Go on counting from these."""
+    pipeline.settle()
+    pipeline.checks.forget()
+    pipeline.index, pipeline.skipped, pipeline.dropped = int(saved["index"]), int(saved["skipped"]), 0
+    pipeline.weighing.load_counters(saved)
+
+
+def common_buffers(pipeline: Pipeline) -> dict[str, Tensor] | None:
+    """Return the floating buffers after the last update: the ranks' changes are averaged from them, a skip goes back to them."""
+    tail = pipeline.buckets.tail
+    return pipeline.checks.finite.good() if tail is None else tail.common()
+
+
+def good_buffers(pipeline: Pipeline) -> dict[str, Tensor] | None:
+    """Return the floating buffers after the last update of a rank that trains alone: its own."""
+    return pipeline.checks.finite.good() if pipeline.trains_alone else None
+
+
+def load_common_buffers(pipeline: Pipeline, common: Mapping[str, Tensor] | None, good: Mapping[str, Tensor] | None) -> None:
+    """Go on from these buffers; None: from what the model's buffers hold now."""
+    if pipeline.buckets.tail is not None:
+        pipeline.buckets.tail.resume(common)
+    pipeline.checks.finite.resume(good if pipeline.trains_alone else common)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -22,7 +21,7 @@ from ..dist import heartbeat, stop_signal
 from ..dist.comm import Comm, Pending
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_run_flag, pairs, reentrant
+from . import dry_steps, pairs, reentrant
 from .bare_backward import BareBackward
 from .bucket import Bucket
 from .buckets import Buckets
@@ -41,7 +40,7 @@ from .window import Weighing, Window, require_loss
 class Pipeline:
     def __init__(self, stages: Stages, buckets: Buckets, comm: Comm, checks: Checks, meter: NoiseScaleMeter) -> None:
         self.stages, self.buckets, self.comm = stages, buckets, comm
-        self._checks, self.meter = checks, meter
+        self.checks, self.meter = checks, meter
         needs_loss = stages.backward.needs_loss or (stages.average is not None and stages.average.needs_loss)
         by_ddp = stages.ddp is not None
         self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss, mean_in_backward=by_ddp)
@@ -53,11 +52,13 @@ class Pipeline:
         """Updates due so far, skipped ones too; the same on every rank."""
         self.skipped = 0
         """Of those, updates not made because their gradients were not finite."""
-        self._dropped = 0
+        self.dropped = 0
         """Windows that were reduced with the other ranks, and dropped by zero_grad() instead of applied."""
         self._is_unapplied = False
         """No step() has followed the last reduce."""
         self._grad_norm: Tensor | None = None
+        self._bad_losses: float | Tensor = 0.0
+        """Of this rank's window that is being reduced."""
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
         self.bare = BareBackward(self)
         if not by_ddp:
@@ -77,7 +78,7 @@ class Pipeline:
         self.warn_of_unowned: Callable[[], None] = lambda: None
         """Used at the first update, and at those after which ranks are compared: gradients of trainable parameters of the model
         that no optimizer holds are of one rank."""
-        self._compares_ranks = True
+        self.compares_ranks = True
         """Not in an update that is measured and undone."""
         self.teller = Teller(stages, buckets, comm)
         if stages.average is not None:
@@ -141,11 +142,11 @@ class Pipeline:
         `scaling`: of a GradScaler. `closure`: for an optimizer that runs it inside its step."""
         self._reduce_what_came()
         if self.window.closed:
-            return self._update(recycle=recycle, scaling=scaling, closure=closure)
+            return self.update(recycle=recycle, scaling=scaling, closure=closure)
         if not self.window.entered:
             raise FleetError(
                 "optimizer.step() found no new gradients. Call loss.backward() or optimizer.backward(loss) first."
-                + self._checks.unused.hint()
+                + self.checks.unused.hint()
             )
         self.window.entered = self.window.asked_due = False
         self.stages.update._opt_called = True  # type: ignore[attr-defined]  # a scheduler may follow every step()
@@ -165,7 +166,7 @@ class Pipeline:
         """Close a window early. Every rank must call it, at the same place."""
         self.reduce_early()
         applies = self.window.closed and not self.window.shared
-        return self._update(recycle=True) if applies else self._report(due=False, updated=False)
+        return self.update(recycle=True) if applies else self._report(due=False, updated=False)
 
     def reduce_early(self) -> None:
         """Half of a flush: true gradients of the micro-steps so far, to be looked at before step() applies them."""
@@ -174,7 +175,7 @@ class Pipeline:
         self.window.refuse_broken()
         if not self.window.closed and self.buckets.has_new():
             self._take_local_gradients()
-        self._checks.agree_to_flush(self.window)
+        self.checks.agree_to_flush(self.window)
         if self.window.micro_steps and not self.window.closed:
             self.reduce_now()
 
@@ -183,14 +184,14 @@ class Pipeline:
 
         Not after a backward that was meant for another pair: a GAN's generator loss leaves gradients in the discriminator."""
         self.settle()
-        self._refuse_unclaimed()
+        self.refuse_unclaimed()
         if self.window.closed and self.window.shared:
             self.window = Window()
         if self.window.closed:
             self.index += 1
-            self._dropped += not self.buckets.alone
-            self._checks.alarms.forget()
-            self._checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
+            self.dropped += not self.buckets.alone
+            self.checks.alarms.forget()
+            self.checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
         dropped = self._news() if self.window.closed and self.buckets.alone else None
         if self.window.closed or self.window.broken:
             self.window = Window()
@@ -208,9 +209,9 @@ class Pipeline:
         if self.bare.is_under_way:
             self.bare.abandon()
         if self.window.set_aside is not None and not self.buckets.touched():
-            self._add_set_aside()
+            self.bare.add_set_aside()
 
-    def _refuse_unclaimed(self) -> None:
+    def refuse_unclaimed(self) -> None:
         """In a merge window a backward of another pair's loss counts as a micro-step, unless this pair's step() follows it."""
         if self.window.shared and self.window.entered and self.stages.merge.micro_steps > 1:
             raise ConfigError(
@@ -222,15 +223,15 @@ class Pipeline:
         """Raise if the gradients may not be applied, before a method of the optimizer's own does."""
         self._settle_backward()
         if self.window.closed:
-            self._checks.before_update()
-            if not self._finite and not self._is_finite_now() and self._checks.must_stop(self.stages.backward):
-                self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
+            self.checks.before_update()
+            if not self._finite and not self._is_finite_now() and self.checks.must_stop(self.stages.backward):
+                self.checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
 
     # --- a step of another optimizer over these parameters -------------------------------------------------------
 
     def before_other_step(self, optimizer: Optimizer) -> None:
         """Do what step() does before the update, which this optimizer makes. Every rank is here, as in step()."""
-        if self.is_own_step(optimizer) or pairs.stays_local() or dry_run_flag.is_on():
+        if self.is_own_step(optimizer) or pairs.stays_local() or dry_steps.is_on():
             return
         if reentrant.current_task() >= 0:
             return refuse_inside_backward(optimizer) if self.comm.size > 1 else None
@@ -242,13 +243,13 @@ class Pipeline:
         if scaling_of(optimizer) is None:
             self.require_applicable()
         else:
-            self._checks.before_update()  # the GradScaler judges what is finite
+            self.checks.before_update()  # the GradScaler judges what is finite
         self.buckets.adopt_replaced()
         self.window.applied, self._is_unapplied = True, False
-        if self.index == 0 or self._checks.ranks.looks_after(self.index + 1):
+        if self.index == 0 or self.checks.ranks.looks_after(self.index + 1):
             self.warn_of_unowned()
         if self.index and not self.buckets.alone:
-            self._checks.ranks.after_update(self.index)  # of the update before, after which buffers are equal only now
+            self.checks.ranks.after_update(self.index)  # of the update before, after which buffers are equal only now
 
     def refuse_unreduced(self, optimizer: Optimizer) -> None:
         if self.comm.size > 1 and not self.is_own_step(optimizer):
@@ -270,7 +271,7 @@ class Pipeline:
 
     def hint_at_missing(self, hint: Callable[[], str]) -> None:
         """Add a sentence to the errors of missing gradients."""
-        self._checks.unused.hint = hint
+        self.checks.unused.hint = hint
 
     def _keep(self) -> None:
         """End the backward of a micro-step inside a window."""
@@ -282,21 +283,6 @@ class Pipeline:
 
     # --- a bare backward --------------------------------------------------------------------------------------
 
-    def enter_bare(self) -> None:
-        """Begin a micro-step, or go on with it: all bare backwards before one step() are of one micro-step."""
-        window = self.window
-        self._refuse_unclaimed()
-        if window.closed:
-            self.buckets.reopen()
-        elif not window.entered:
-            window.enter(None, None)
-        elif window.asked_due:
-            raise ConfigError(
-                "optimizer.due was False after loss.backward(), and optimizer.step() was not called before the next one. Call "
-                "step() after every micro-batch: inside a merge window it does nothing but count."
-            )
-        heartbeat.at_step(self.index + 1, Phase.BACKWARD)
-
     def keep_hidden(self) -> None:
         self._keep()
         self.buckets.hide()
@@ -307,20 +293,12 @@ class Pipeline:
     def abandon_bare(self) -> None:
         self.bare.abandon()
 
-    def break_window(self) -> None:
-        """A backward failed half-way. Without merging torch's own rule holds: what it left is the user's to zero."""
-        self._checks.alarms.forget()
-        if self.stages.merge.micro_steps > 1:
-            self.window.broken = True
-        else:
-            self.window = Window()
-
     def _take_local_gradients(self) -> None:
         """Reduce what is this rank's own, without overlap: left by fleet.no_sync(), or put in place by the user."""
         self.weighing.refuse_bare(self.window)
         reopened = self.window.closed
         if reopened:
-            self.enter_bare()
+            self.bare.enter(self)
         elif not self.window.entered:
             self.window.enter(None, None)
             self.buckets.count_shown()
@@ -335,17 +313,19 @@ class Pipeline:
 
     def arm(self, *, again: bool = False) -> None:
         """Make ready to reduce: inside the coming backward, or at once. `again`: what was reduced before is added to."""
-        self._checks.before_reduce(self.window, again=again)
+        self.checks.before_reduce(self.window, again=again)
         self.window.reduces += 1
         self.meter.begin_reduce()
-        alarms = self._checks.alarms_of(self.window, self.index, self._dropped)
+        alarms = self.checks.alarms_of(self.window, self.index, self.dropped)
+        self._bad_losses = alarms.bad_losses
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
         self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)
 
     def _start(self, bucket: Bucket) -> Pending:
         if self._measures_noise:
             self.meter.before_reduce(bucket)
-        return self.stages.reduce.start(bucket, self._step(self.index + 1, share=self.weighing.share(self.window)))
+        step = self._step(self.index + 1, share=self.weighing.share(self.window), bad_losses=self._bad_losses)
+        return self.stages.reduce.start(bucket, step)
 
     @property
     def _measures_noise(self) -> bool:
@@ -356,50 +336,27 @@ class Pipeline:
         """Wait for the reduce, and judge it. `bare`: another backward may follow; missing gradients are reported in step()."""
         with without_autocast(self.buckets.flats[0].device):
             self.buckets.close()
-        self._add_set_aside()
+        self.bare.add_set_aside()
         self.window.closed = True
         if self.stages.ddp is not None:
             self.stages.ddp.compare(self.buckets)
-        used = self.stages.reduce.used(self._checks.unused.after_reduce())
+        used = self.stages.reduce.used(self.checks.unused.after_reduce())
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
-        looks, measures = self._checks.looks_at_norm(self.stages.backward), self._measures_noise
+        looks, measures = self.checks.looks_at_norm(self.stages.backward), self._measures_noise
         self._grad_norm = self._norms.measure() if looks or measures else None
         norm = self._grad_norm if looks else None
         if self.buckets.alone:
-            self._finite = self._checks.judge_alone(norm, defer=bare)
+            self._finite = self.checks.judge_alone(norm, defer=bare)
         else:
-            self._finite = self._checks.judge(norm, first=self.index == 0, defer=bare)
+            self._finite = self.checks.judge(norm, first=self.index == 0, defer=bare)
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
         self.buckets.expose(used)
-        if self._is_unapplied and not self.buckets.alone and self._compares_ranks:
-            self._checks.ranks.after_unapplied(self._checks.place)
+        if self._is_unapplied and not self.buckets.alone and self.compares_ranks:
+            self.checks.ranks.after_unapplied(self.checks.place)
         self._is_unapplied = True
         if self.stages.merge.micro_steps > 1 or not self.stages.reduce.is_linear:
-            self.buckets.before_more(_weak_method(self._set_aside))
-
-    @torch.no_grad()
-    def _set_aside(self) -> None:
-        """Let another backward begin from zero: a merged mean is of another scale than its gradients, and what was compressed
-        must not be compressed again. What was reduced is added when that is reduced too."""
-        if self.window.closed and self.window.set_aside is None:
-            self.stages.reduce.refuse_again()  # here, where no gradient was added yet: what was reduced may still be applied
-            self.buckets.adopt_replaced()
-            self.window.set_aside = [flat.clone() for flat in self.buckets.flats]
-            torch._foreach_zero_(self.buckets.flats)
-            # autograd.grad calls the same hooks, and adds nothing: then nothing will be reduced, and it is put back.
-            reentrant.queue_callback(_weak_method(self._put_back_unless_more))
-
-    def _put_back_unless_more(self) -> None:
-        if self.window.set_aside is not None and not self.bare.is_under_way and not self.buckets.touched():
-            self._add_set_aside()
-            self.buckets.before_more(_weak_method(self._set_aside))
-
-    @torch.no_grad()
-    def _add_set_aside(self) -> None:
-        if self.window.set_aside is not None:
-            torch._foreach_add_(self.buckets.flats, self.window.set_aside)
-            self.window.set_aside = None
+            self.bare.expect_more()
 
     def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
         """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""
@@ -408,11 +365,11 @@ class Pipeline:
         self.arm(again=again)
         self.close(bare=bare)
 
-    def _update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
+    def update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
-        self._checks.before_update()
+        self.checks.before_update()
         self._is_unapplied = False
-        if self._compares_ranks and (self.index == 0 or self._checks.ranks.looks_after(self.index + 1)):
+        if self.compares_ranks and (self.index == 0 or self.checks.ranks.looks_after(self.index + 1)):
             self.warn_of_unowned()
         if scaling is not None:
             self._finite = scaling.unscale(self.buckets)
@@ -423,15 +380,15 @@ class Pipeline:
             self._grad_norm = self._norms.measure()
         heartbeat.at_step(self.index + 1, Phase.UPDATE)
         finite = self._finite
-        if not finite and scaling is None and self._checks.must_stop(self.stages.backward):
-            self._checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
+        if not finite and scaling is None and self.checks.must_stop(self.stages.backward):
+            self.checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
         self.index += 1
         if finite:
             self._clip(recycle=recycle)
             self.stages.update.step() if closure is None else self.stages.update.step(closure)
         else:
             self._skip()
-        self._checks.finite.settle_buffers(finite=finite, alone=self.buckets.alone)
+        self.checks.finite.settle_buffers(finite=finite, alone=self.buckets.alone)
         scale = self.stages.backward.scale() if scaling is None else scaling.scale
         self.stages.backward.settle(finite=finite)
         try:
@@ -445,8 +402,8 @@ class Pipeline:
         self.window = Window()
         self.buckets.finish_window(recycle=recycle)
         heartbeat.at_step(self.index + 1)
-        if not self.buckets.alone and self._compares_ranks:
-            self._checks.ranks.after_update(self.index)
+        if not self.buckets.alone and self.compares_ranks:
+            self.checks.ranks.after_update(self.index)
         return report
 
     def _is_finite_now(self) -> bool:
@@ -465,11 +422,11 @@ class Pipeline:
         stage = self.stages.average
         if stage is None or not stage(self._step(self.index), news):
             return False
-        self._checks.after_round(self.index, equal=stage.keeps_ranks_equal)
+        self.checks.after_round(self.index, equal=stage.keeps_ranks_equal)
         return True
 
     def _news(self) -> News:
-        window, unheard, stage = self.window, self._checks.unheard, self.stages.average
+        window, unheard, stage = self.window, self.checks.unheard, self.stages.average
         return News(
             loss=mean_loss(window.losses, window.weights) if stage is not None and stage.needs_loss else None,
             weight=math.fsum(window.weights) if window.weights else None,
@@ -480,7 +437,7 @@ class Pipeline:
         )
 
     def _heed_round(self, rows: list[Row]) -> None:
-        self._checks.heed_round(rows)
+        self.checks.heed_round(rows)
         self.stages.backward.adopt_scale(min(row.scale for row in rows))
 
     @property
@@ -501,7 +458,7 @@ class Pipeline:
             )
         if self.stages.average is not None:
             self.stages.average.average_now(self._step(self.index), self._news())
-            self._checks.finite.remember()
+            self.checks.finite.remember()
 
     def refuse_inside_averaged(self) -> None:
         if self.stages.average is not None:
@@ -524,12 +481,12 @@ class Pipeline:
 
     def _skip(self) -> None:
         self.skipped += 1
-        self._checks.finite.note_skip(self.index, alone=self.buckets.alone)
+        self.checks.finite.note_skip(self.index, alone=self.buckets.alone)
         # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
         self.stages.update._opt_called = True  # type: ignore[attr-defined]
 
-    def _step(self, index: int, *, share: float = 1.0) -> Step:
-        return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"), share=share)
+    def _step(self, index: int, *, share: float = 1.0, bad_losses: float | Tensor = 0.0) -> Step:
+        return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"), share=share, bad_losses=bad_losses)
 
     def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None, averaged: bool = False) -> Report:
         return self.teller.report(
@@ -556,38 +513,6 @@ class Pipeline:
         self.window.refuse_closed()
         self.weighing.require(weight, self.window)
 
-    # --- steps that are measured and undone (rehearsal.py) -----------------------------------------------------
-
-    def rehearse(self, loss: Tensor, *, seed: float | None = None, keeps: bool = False) -> None:
-        """A backward whose gradients come to lie where they always do, and are then dropped. No rank is talked to."""
-        self.buckets.begin()
-        self.window.enter(loss, None)
-        self.buckets.expect(reduces=False)
-        try:
-            pairs.run_backward(self, loss, self.weighing.seed(None) if seed is None else seed, retain_graph=False)
-            self.buckets.keep()
-        finally:
-            if not keeps:
-                self.drop_rehearsed()
-
-    def rehearse_update(self) -> None:
-        """Of what `rehearse` has kept. Every rank is here; none looks at data, of which there was none yet."""
-        look, self._checks.first_look = self._checks.first_look, None
-        weighted = self.weighing.weighted
-        self._compares_ranks = False
-        try:
-            self.reduce_now()
-            self._update(recycle=True)
-        finally:
-            self._checks.first_look, self.weighing.weighted = look, weighted
-            self._compares_ranks = True
-
-    def look_at_no_data(self) -> None:
-        """Real updates of a sample follow, to be timed and undone: it may well be the same on all ranks."""
-        if self._checks.first_look is not None:
-            self._checks.first_look.give_up()
-            self._checks.first_look = None
-
     def end(self, why: str) -> None:
         if self.when_ended is None:
             self.give_up()
@@ -600,52 +525,8 @@ class Pipeline:
         self.buckets.give_up()
         if self.stages.ddp is not None:
             self.stages.ddp.give_up()
-        if self._checks.first_look is not None:
-            self._checks.first_look.give_up()
-
-    def drop_rehearsed(self) -> None:
-        self.buckets.abandon()
-        self.window = Window()
-        self.buckets.zero()
-
-    # --- what is remembered between two windows ---------------------------------------------------------------
-
-    def counters(self) -> dict[str, Any]:
-        """What the pipeline itself remembers; equal on all ranks, except where they train alone."""
-        return {"index": self.index, "skipped": self.skipped, **self.weighing.counters()}
-
-    def load_counters(self, counters: Mapping[str, Any]) -> None:
-        self.settle()
-        self._checks.forget()
-        self.index, self.skipped, self._dropped = int(counters["index"]), int(counters["skipped"]), 0
-        self.weighing.load_counters(counters)
-
-    def common_buffers(self) -> dict[str, Tensor] | None:
-        """The floating buffers after the last update: from them the ranks' changes are averaged, to them a skip goes back."""
-        tail = self.buckets.tail
-        return self._checks.finite.good() if tail is None else tail.common()
-
-    def good_buffers(self) -> dict[str, Tensor] | None:
-        """Of a rank that trains alone: its own floating buffers after its last update."""
-        return self._checks.finite.good() if self.trains_alone else None
-
-    def load_common_buffers(self, common: Mapping[str, Tensor] | None, good: Mapping[str, Tensor] | None) -> None:
-        """None: they are what the buffers hold now."""
-        if self.buckets.tail is not None:
-            self.buckets.tail.resume(common)
-        self._checks.finite.resume(good if self.trains_alone else common)
-
-
-def _weak_method(method: Callable[[], None]) -> Callable[[], None]:
-    """Call the method as long as its object lives: what holds this must not keep it alive."""
-    held = weakref.WeakMethod(method)
-
-    def call() -> None:
-        found = held()
-        if found is not None:
-            found()
-
-    return call
+        if self.checks.first_look is not None:
+            self.checks.first_look.give_up()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:

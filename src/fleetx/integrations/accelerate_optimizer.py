@@ -18,6 +18,8 @@ from fleetx.errors import ConfigError, FleetError
 from fleetx.integrations import imported
 from fleetx.strategy import DistributedStrategy
 
+from ..engine.dry_steps import drop_gradients
+
 # --- Accelerate's settings as a strategy's, and the variables by which Accelerate knows a rank ------------------------
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -137,7 +139,7 @@ class FleetAcceleratedOptimizer(PlainOptimizer):  # type: ignore[misc]
         """Of a loop that was left inside a window: its framework makes no update of it."""
         pipeline = self.optimizer.pipeline
         if pipeline.window.micro_steps:
-            pipeline.drop_rehearsed()
+            drop_gradients(pipeline)
 
     def end_with_average(self) -> None:
         """Every rank calls it. No round right after one: DiLoCo's momentum would move the weights once more."""

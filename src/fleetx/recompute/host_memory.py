@@ -8,7 +8,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from ..errors import NoHostMemory, first_line, warn_user
+from ..engine.dry_run import NoHostMemory
+from ..errors import first_line, warn_user
 
 PROBE_BYTES = 64 * 2**20
 

@@ -185,7 +185,8 @@ class Compressor(abc.ABC):
     @torch.no_grad()
     def _reduce(self, step: Step) -> None:
         sums = self._prepare(step)
-        nonfinite = self._sum(self._small, sums)
+        nonfinite = self._sum(self._small, sums, step.bad_losses)
+        # An update with a bad loss on some rank is not made: what was sent for it would be lost.
         if not any(nonfinite):
             self._note_unused()
             if not self._exchange(step, sums):
@@ -201,20 +202,15 @@ class Compressor(abc.ABC):
             self._comm.bytes_sent += self._inside.bytes_sent + self._among.bytes_sent
             self._inside.bytes_sent = self._among.bytes_sent = 0.0
 
-    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor]) -> NonFinite:
+    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor], own_bad_losses: float | Tensor) -> NonFinite:
         """Sum all tensors over ranks in place, by one collective per type; return what was not finite on some rank."""
         norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
-        bad_losses = (torch.as_tensor(self._bad_losses(), device=norm.device) != 0).float()
+        bad_losses = (torch.as_tensor(own_bad_losses, device=norm.device) != 0).float()
         if self._inside is not None:  # one rank stands for its node: it needs the other ranks' losses, as their gradients
             self._inside.all_reduce(bad_losses).wait()
         nonfinite = torch.stack([(~norm.isfinite()).float(), bad_losses]).to(self._buckets[0].flat.dtype)
         sum_together([nonfinite, *small, *others], self._among)
         return NonFinite(*(bool(flag) for flag in (nonfinite > 0).tolist()))
-
-    def _bad_losses(self) -> float | Tensor:
-        """Count this rank's bad losses. An update with one is not made, and what was sent for it would be lost."""
-        buckets = self._all()
-        return 0.0 if buckets is None else buckets.own_alarms().bad_losses
 
     def _note_unused(self) -> None:
         """Note the parameters that no rank used in this update, where the strategy allows them."""

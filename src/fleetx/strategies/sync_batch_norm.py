@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..dist.comm import Comm
-from ..engine import dry_run_flag
+from ..engine import dry_steps
 from ..engine.patching import patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
@@ -61,7 +61,7 @@ class _Normalize(torch.autograd.Function):
         normal = (x.to(mean.dtype) - mean.view(shape)) * inv_std.view(shape)
         sums = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
         grad_bias, grad_weight = sums.clone()
-        if not dry_run_flag.is_on():  # every rank runs this backward: they all ran the forward, whose gather they all met
+        if not dry_steps.is_on():  # every rank runs this backward: they all ran the forward, whose gather they all met
             ctx.comm.all_reduce(sums).wait()
         mean_grad, mean_product = (sums / total).view(2, *shape)
         scale = inv_std if weight is None else inv_std * weight.to(mean.dtype)
@@ -86,7 +86,7 @@ def _gather_moments(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
     var, mean = torch.var_mean(wide, dims, correction=0) if count else (wide.new_zeros(x.shape[1]),) * 2
     mine = torch.cat([wide.new_full((1,), count), mean, var * count])
     channels = x.shape[1]
-    if dry_run_flag.is_on():  # alone: a rank that runs out of memory in a rehearsed step must leave nobody waiting
+    if dry_steps.is_on():  # alone: a rank that runs out of memory in a rehearsed step must leave nobody waiting
         gathered = mine.repeat(comm.size, 1)
     else:
         gathered, pending = comm.all_gather(mine)

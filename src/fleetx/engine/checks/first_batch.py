@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 
 from ...dist.comm import Comm
 from ...errors import ConfigError, warn_user
-from .. import dry_run_flag
+from .. import dry_steps
 from ..plain_copy import keep_copies_plain, left_out
 
 COMPILE_FIRST = (
@@ -70,7 +70,7 @@ class FirstLook:
 
     @left_out
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not self._model or dry_run_flag.is_on():  # in a copy of the model it is another one
+        if module is not self._model or dry_steps.is_on():  # in a copy of the model it is another one
             return
         if not self._compiled_before and _called_from_compiled(module):
             raise ConfigError(COMPILE_FIRST)
@@ -100,8 +100,9 @@ class FirstLook:
         if seen is not None and len({rank["batch"] for rank in ranks}) == 1:
             advice = (
                 f"all {comm.size} ranks saw the same first batch, so they do the same work. Give each its share of the data: "
-                "DataLoader(data, batch_size, sampler=fleet.sampler(data)). A batch drawn at random needs another seed on "
-                "each rank: torch.manual_seed(seed + fleet.worker_index()) after the model is made."
+                "DataLoader(data, batch_size, sampler=fleet.sampler(data)). Input drawn at random (the noise of a GAN, for "
+                f"{type(self._model).__name__}) needs another seed on each rank: torch.manual_seed(seed + fleet.worker_index()) "
+                "after the model is made."
             )
         if advice is not None:
             warn_user(advice)
