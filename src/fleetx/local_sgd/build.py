@@ -87,6 +87,7 @@ def nothing_saved(part: Settings, *, longest_period: int, key: str, write: int) 
 
 
 def averaging_stages(part: Settings, site: Site, period: Period) -> Mapping[Slot, Any]:
+    """Build the stages for REDUCE and AVERAGE."""
     averaging = Averaging(
         site,
         begin_step=part.begin_step,

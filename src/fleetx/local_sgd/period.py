@@ -26,6 +26,8 @@ def adaptive_period(
 
 
 class Period(Protocol):
+    """How many updates lie between two averagings."""
+
     needs_loss: bool
     now: int
     """Updates between the last averaging and the next."""
@@ -42,6 +44,8 @@ class Period(Protocol):
 
 @final
 class FixedPeriod:
+    """Average every `updates` updates."""
+
     needs_loss = False
 
     def __init__(self, updates: int) -> None:
@@ -62,6 +66,8 @@ class FixedPeriod:
 
 @final
 class AdaptivePeriod:
+    """Shorten the period as the loss falls, lengthen it as the learning rate falls."""
+
     needs_loss = True
 
     def __init__(self, first: int, *, most: int, formula: str, speaks: bool) -> None:

@@ -321,6 +321,7 @@ class Layerwise(Update, abc.ABC):
 
 
 def _checked_choice(foreach: bool | None, fused: bool | None) -> tuple[bool | None, bool | None]:
+    """Check the types of both options, and refuse both together."""
     for name, value in (("foreach", foreach), ("fused", fused)):
         if value is not None:
             boolean().check(name, value)

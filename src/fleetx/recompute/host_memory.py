@@ -40,6 +40,7 @@ def mover_for(device: torch.device) -> Mover | None:
 
 
 def warn_of_no_offload(device: torch.device) -> None:
+    """Warn that offload has no effect on this device."""
     warn_user(
         "recompute_configs[\"offload\"] moves inputs of recomputed blocks from a GPU's memory to the host's. This device is the "
         f"{device.type}, whose memory is the host's: there is nothing to move, and training goes on without it.",

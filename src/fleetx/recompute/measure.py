@@ -64,7 +64,7 @@ class Marks:
         """Read at the begin or end of a unit's call."""
         self.readings[self._at].forward_peak = self._probe.peak()
         if self._at + 1 == len(self._pieces):
-            raise another_way()
+            raise path_changed()
         self._enter(self._at + 1)
 
     def forward_ended(self) -> None:
@@ -74,7 +74,7 @@ class Marks:
         self._read_backward()
         calls = self._again[name]
         if not calls:
-            raise another_way()
+            raise path_changed()
         self._at = calls.pop()
         self.readings[self._at].again_start = self._probe.now()
 
@@ -90,7 +90,8 @@ class Marks:
         reading.backward_peak = max(reading.backward_peak, self._probe.peak())
 
 
-def another_way() -> ConfigError:
+def path_changed() -> ConfigError:
+    """Return the error for a model that called other modules than in the step before."""
     return ConfigError(
         "recompute: the model called other modules in one step than in the next, for the same batch and the same random numbers, "
         'so no plan can be made. Name modules in recompute_configs["checkpoints"] instead of a "budget".'
@@ -218,11 +219,12 @@ def timed(
         run_hooked(units, again, UnitHooks(begins=lambda name, w=watch: w.begin(), ends=watch.end), step)  # type: ignore[misc]
         runs.append(watch.seconds())
     if len({tuple((name, len(found)) for name, found in sorted(run.items())) for run in runs}) > 1:
-        raise another_way()
+        raise path_changed()
     return {name: [median(run[name][i] for run in runs) for i in range(len(found))][::-1] for name, found in runs[0].items()}
 
 
 def seconds_of(step: Callable[[], None], device: torch.device) -> float:
+    """Time one step, to its end on the device."""
     begun = time.perf_counter()
     step()
     if device.type == "cuda":

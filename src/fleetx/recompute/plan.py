@@ -135,6 +135,7 @@ def _solved(profile: Profile, aim: int, budget: int) -> Solution | None:
 
 
 def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) -> Settled:
+    """Run one step by the solution and describe the plan with predicted and measured numbers."""
     try:
         in_use, held = (max(profile.floor, count) for count in planner.real(profile, solution))
         ran_out = None
@@ -158,6 +159,7 @@ def _run(planner: Planner, profile: Profile, solution: Solution, budget: int) ->
 
 
 def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ...]:
+    """List the segments of more than one unit, by name."""
     rows: list[list[int]] = []
     for unit in sorted(solution.again):
         if unit in solution.joins:
@@ -168,6 +170,7 @@ def _segments(profile: Profile, solution: Solution) -> tuple[tuple[str, ...], ..
 
 
 def _too_small(budget: int, profile: Profile, settled: Sequence[Settled]) -> str:
+    """Write the error for a budget that no plan kept to."""
     if settled[-1].ran_out is not None:
         return (
             f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and a plan that is predicted to need '

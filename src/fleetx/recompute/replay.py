@@ -67,6 +67,7 @@ def result_is_unwanted(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _for_backward(module: nn.Module) -> Iterator[None]:
+    """Mark the module as running again only for what it saves."""
     before, _thread.for_backward = _thread.for_backward, module
     try:
         yield
@@ -76,6 +77,7 @@ def _for_backward(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _asks(how: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Answer questions to other ranks by `how` inside."""
     before, _thread.ask = _thread.ask, how
     try:
         yield
@@ -219,7 +221,7 @@ class Replay:
             try:
                 return unpack(holder)
             except MetadataMismatch as mismatch:
-                raise computes_something_else(name, first_line(mismatch)) from mismatch
+                raise rerun_differs(name, first_line(mismatch)) from mismatch
 
         with saved_tensors_hooks(pack, unpack_or_name):
             yield
@@ -249,7 +251,7 @@ class Replay:
 
         def next_answer(ask: Callable[[], Any]) -> Any:
             if not answers:
-                raise computes_something_else(self._name, "it asked the other ranks once more")
+                raise rerun_differs(self._name, "it asked the other ranks once more")
             return answers.pop()
 
         with (
@@ -308,7 +310,8 @@ def copy_containers(value: Any) -> Any:
     return value
 
 
-def computes_something_else(name: str, how: str) -> RecomputeError:
+def rerun_differs(name: str, how: str) -> RecomputeError:
+    """Return the error for a unit whose second run differs from its first."""
     return RecomputeError(
         f"recompute: `{name}` computed something else when it was run again in backward. Its forward depends on what has "
         "changed since: an attribute that it counts up, a cache, a global, or data. Make its forward depend on its inputs "

@@ -41,6 +41,7 @@ class Weights:
 
 
 def weights(trace: Trace) -> Weights:
+    """Sum up what each module saves, and what computing it again alone would free."""
     saves: dict[str, Counter[int]] = defaultdict(Counter)
     everywhere: Counter[int] = Counter()
     for storage, inside in saves_of(trace):

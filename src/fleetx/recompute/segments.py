@@ -44,7 +44,7 @@ class DroppedInput:
         """Compute it with gradients, so that the same kernels run as the first time; what they save is dropped."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(_drop, _never))
+            stack.enter_context(saved_tensors_hooks(_drop, _refuse_backward))
             for settings in self.autocast:
                 stack.enter_context(torch.autocast(**settings))
             again = self.run(self.call).detach()
@@ -116,5 +116,5 @@ def _drop(_: Tensor) -> None:
     return None
 
 
-def _never(_: None) -> NoReturn:
+def _refuse_backward(_: None) -> NoReturn:
     raise RuntimeError("this run was for its result alone: there is no backward through it")

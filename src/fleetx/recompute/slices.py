@@ -75,5 +75,6 @@ def cuts(name: str, children: list[str], trace: Trace, weigh: Weights) -> list[t
 
 
 def _run_once_in_a_row(names: list[str], trace: Trace) -> bool:
+    """Return whether the modules are called once each, in this order."""
     calls = [event.name for event in trace.events if isinstance(event, Called) and event.name in names]
     return calls == names

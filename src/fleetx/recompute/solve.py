@@ -221,6 +221,7 @@ def _are_alike(first: Choice, second: Choice) -> bool:
 
 
 def _steps(profile: Profile) -> Iterator[Walk]:
+    """Iterate over the elements, each with what the walk needs to know of its neighbours."""
     last_mention: dict[int, int] = {}
     last_call: dict[int, int] = {}
     for i, element in enumerate(profile.elements):
@@ -289,6 +290,7 @@ def thinned(fronts: dict[Key, list[State]]) -> dict[Key, list[State]]:
 
 
 def _thin(front: list[State], most: int) -> list[State]:
+    """Keep the fastest state of each size class, and the smallest of all."""
     smallest = front[0].kept.all
     grain = (front[-1].kept.all - smallest) // max(1, most - 1) + 1
     slots = {-1: front[0]}

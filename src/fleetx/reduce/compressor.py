@@ -188,6 +188,7 @@ class Compressor(abc.ABC):
     def _reduce(self, step: Step) -> None:
         sums = self._prepare(step)
         nonfinite = self._sum(self._small, sums, step.bad_losses)
+        # An update with a bad loss on some rank is not made: what was sent for it would be lost.
         if not any(nonfinite):
             self._note_unused()
             if not self._exchange(step, sums):

@@ -60,6 +60,8 @@ def entries_sent(numel: int, sparsity: float) -> int:
 
 @final
 class SparseReduce(Compressor):
+    """Send the largest entries of each tensor; keep momentum and residuals per rank."""
+
     name, threshold = "dgc", "min_numel"
 
     def __init__(
@@ -211,6 +213,7 @@ def backends_for(rows: Sequence[Row]) -> list[tuple[ListedRows | FusedRows, list
 
 
 def backend_for(rows: Sequence[Row]) -> ListedRows | FusedRows:
+    """Choose the backend for rows of one type."""
     if has_triton() and runs_here(rows[0].v.device):
         from .dgc_fused import FusedRows, fits  # Triton is imported only where it is used
 

@@ -32,6 +32,7 @@ FEW, MANY = tl.constexpr(1.25), tl.constexpr(3.0)
 
 @triton.jit
 def gather(items, rows, rules, bounds, counts, candidates, CHUNK: tl.constexpr, DECAYS: tl.constexpr):
+    """Update u and v of a chunk, and list the places of entries that reach the tensor's bound."""
     word = tl.load(items + tl.program_id(0))
     tensor, chunk = (word >> TENSOR_SHIFT).to(tl.int32), word & CHUNK_MASK
     row, rule = rows + tensor * ROW, rules + tensor * RULE
@@ -79,6 +80,7 @@ def equal_before(sizes, places, count, size, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def choose(rows, bounds, shares, counts, candidates, sizes, values_out, places_out, done, BLOCK: tl.constexpr):
+    """Move a tensor's k largest candidates into the message, zero them in u and v, and set its next bound."""
     tensor = tl.program_id(0)
     row = rows + tensor * ROW
     wanted, room = tl.load(row + COUNT).to(tl.int32), tl.load(row + ROOM).to(tl.int32)

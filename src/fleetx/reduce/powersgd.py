@@ -54,6 +54,8 @@ def unit_columns(matrix: Tensor) -> Tensor:
 
 @final
 class LowRankReduce(Compressor):
+    """Send each matrix as two factors of low rank; keep per rank what they miss."""
+
     name, threshold = "powersgd", "min_compression"
 
     def __init__(self, site: Site, *, rank: int, dense_updates: int, min_compression: float, two_level: bool) -> None:

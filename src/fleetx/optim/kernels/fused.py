@@ -56,6 +56,7 @@ def launch(kernel: Any, plan: Plan, items: Tensor, *arguments: Any) -> None:
 
 
 def launch_lamb(plan: Plan, table: Tensor, ratios: Tensor, element: Any) -> None:
+    """Launch LAMB's three kernels."""
     lists, chunk, count = plan.lists(), plan.tuning.chunk_elements, plan.n_tensors
     advancing = (table, *plan.sums, count, element, plan.is_aligned, chunk)
     launch(lamb_advance, plan, lists.at_once_and_measure, *advancing)
@@ -64,6 +65,7 @@ def launch_lamb(plan: Plan, table: Tensor, ratios: Tensor, element: Any) -> None
 
 
 def launch_lars(plan: Plan, table: Tensor, ratios: Tensor, element: Any, norms: Norms) -> None:
+    """Launch LARS' kernels: up to three, fewer where norms are known."""
     carried, given = norms.of_weights_carried, norms.of_gradients_given
     lists, chunk, count = plan.lists(measured=carried and given), plan.tuning.chunk_elements, plan.n_tensors
     measuring = (table, *plan.sums, count, element, plan.is_aligned, not carried, not given, chunk)
@@ -310,6 +312,7 @@ class Batch:
 
 
 def _settings(optimizer: Layerwise, group: dict[str, Any]) -> list[float]:
+    """Return a group's settings in the order of the kernels' columns."""
     lr, sign = group["lr"], -1.0 if group["maximize"] else 1.0
     rate = 0.0 if _is_on_device(lr) else float(lr)
     if optimizer.counts_steps:
