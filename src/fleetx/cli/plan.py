@@ -28,9 +28,9 @@ examples:
   fleetrun --nproc_per_node 2 -m fleetx.cli plan train:make --risk lossy     (several ranks, and the link between them)
   fleetx plan plan.json --what-if bandwidth=10Gbit,latency=50us,world=64,memory=32GB --chart step_time.png
 
---what-if changes the link of each rank (bandwidth, latency), the number of ranks (world) or the memory of each, and foretells
-what would be chosen there. With a change of the link or of the ranks, or with --chart, the time of an update is told for 2 to
-4096 ranks.
+--what-if changes the link of each rank (bandwidth, latency), the number of ranks (world) or the memory of each, and predicts
+what would be chosen there. With a change of the link or of the ranks, or with --chart, the time of an update is shown for 2
+to 4096 ranks.
 """
 
 

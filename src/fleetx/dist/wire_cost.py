@@ -1,4 +1,4 @@
-"""What each way of reducing gradients puts on the wire, and how long that takes: pure functions of sizes, ranks and the link.
+"""Predict what each way of reducing gradients sends, and how long that takes: pure functions of sizes, ranks and the link.
 
 Bytes are what one rank sends, as `report.bytes_sent` counts them. A ring all-reduce of S bytes sends 2(N-1)/N * S whatever N is;
 an all-gather sends (N-1) * S: what is gathered grows with the ranks, and stops paying when there are enough of them.
@@ -31,7 +31,7 @@ def as_matrix(shape: Shape) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between any two ranks."""
+    """Describe the connection between any two ranks."""
 
     ranks: int
     bytes_per_s: float
@@ -41,7 +41,7 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Cost:
     bytes_sent: float
-    """By one rank, in one update."""
+    """Bytes that one rank sends."""
     seconds: float
 
 
@@ -49,7 +49,7 @@ class Cost:
 
 
 def all_reduce(payload_bytes: float, link: Link) -> Cost:
-    """In a ring: one round to sum, one to hand the sums on."""
+    """Predict an all-reduce in a ring: one round to sum, one to hand the sums on."""
     sent = 2 * (link.ranks - 1) / link.ranks * payload_bytes
     return Cost(sent, 2 * (link.ranks - 1) * link.latency_s + sent / link.bytes_per_s)
 
@@ -60,7 +60,7 @@ def all_gather(payload_bytes: float, link: Link) -> Cost:
 
 
 def both(first: Cost, second: Cost) -> Cost:
-    """One after the other."""
+    """Add the costs of two messages, one after the other."""
     return Cost(first.bytes_sent + second.bytes_sent, first.seconds + second.seconds)
 
 
@@ -68,24 +68,24 @@ def both(first: Cost, second: Cost) -> Cost:
 
 
 def dense(numel: float, link: Link, *, item_bytes: float = FLOAT32_BYTES) -> Cost:
-    """All-reduce of every gradient; with 2 bytes an item, fp16_allreduce and bf16_allreduce."""
+    """Predict an all-reduce of every gradient; with 2 bytes an item, fp16_allreduce and bf16_allreduce."""
     return all_reduce(numel * item_bytes, link)
 
 
 def sparse(numel: float, link: Link, *, sparsity: float, dense_numel: float = 0.0) -> Cost:
-    """DGC: entries of `numel` gathered, `dense_numel` others reduced."""
+    """Predict DGC: a share of the entries of `numel` is gathered, `dense_numel` others are reduced."""
     return both(all_reduce(dense_numel * FLOAT32_BYTES, link), all_gather((1 - sparsity) * numel * ENTRY_BYTES, link))
 
 
 def low_rank(matrices: Sequence[tuple[int, int]], link: Link, *, rank: int, dense_numel: float = 0.0) -> Cost:
-    """PowerSGD: two factors of each matrix, all left ones in one collective, with what is dense, all right ones in another."""
+    """Predict PowerSGD: two factors of each matrix, all left ones in one collective, with what is dense, all right ones in another."""
     left = sum(min(rank, rows, columns) * rows for rows, columns in matrices)
     right = sum(min(rank, rows, columns) * columns for rows, columns in matrices)
     return both(all_reduce((left + dense_numel) * FLOAT32_BYTES, link), all_reduce(right * FLOAT32_BYTES, link))
 
 
 def averaging(numel: float, link: Link, *, period: int, item_bytes: float = FLOAT32_BYTES) -> Cost:
-    """Local SGD: one dense all-reduce in `period` updates; the mean of one update."""
+    """Predict Local SGD: one dense all-reduce in `period` updates; the mean of one update."""
     round_ = all_reduce(numel * item_bytes, link)
     return Cost(round_.bytes_sent / period, round_.seconds / period)
 
@@ -94,17 +94,17 @@ def averaging(numel: float, link: Link, *, period: int, item_bytes: float = FLOA
 
 
 def break_even_ranks(sparsity: float, *, item_bytes: float = FLOAT32_BYTES) -> float:
-    """With so many ranks a sparse all-gather sends as much as a dense all-reduce: (N-1) d S 8 = 2 (N-1)/N S item_bytes.
+    """Solve for the ranks with which a sparse all-gather sends as much as a dense all-reduce: (N-1) d S 8 = 2 (N-1)/N S item_bytes.
 
     In float32 that is 1 / density."""
     return 2 * item_bytes / ((1 - sparsity) * ENTRY_BYTES)
 
 
 def times_less(sparsity: float, ranks: int, *, item_bytes: float = FLOAT32_BYTES) -> float:
-    """How many times fewer bytes a sparse all-gather sends than a dense all-reduce; below 1: it sends more."""
+    """Return how many times fewer bytes a sparse all-gather sends than a dense all-reduce; below 1: it sends more."""
     return break_even_ranks(sparsity, item_bytes=item_bytes) / ranks
 
 
 def low_rank_times_less(rows: int, columns: int, rank: int) -> float:
-    """How many times fewer bytes two factors are than their matrix; the same for any number of ranks."""
+    """Return how many times fewer bytes two factors are than their matrix; the same for any number of ranks."""
     return rows * columns / ((rows + columns) * min(rank, rows, columns))
