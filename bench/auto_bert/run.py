@@ -64,7 +64,7 @@ FEW = 2
 WANTED = {"checkpoint everything": 230.0, "largest batch that fits": 269.0}
 MARGIN, WITHIN = 1.15, 0.10
 LONGEST_MICRO_S = 2.5
-"""Plans whose micro-steps take longer are not run to see how well they were foretold."""
+"""Plans whose micro-steps take longer are not run to see how well they were predicted."""
 PEAK_WITHIN = 0.05
 
 Micro = Callable[[bool], object]
@@ -153,7 +153,7 @@ def planned(size: Size, card: Card, whole: int, *, small: bool) -> dict[str, Any
 
 
 def unseen(plan: Any, size: Size, card: Card, whole: int) -> list[dict[str, Any]]:
-    """Plans that `auto` has foretold and not run: what they take. One that fails is told of, and the others follow."""
+    """Run the plans that `auto` has predicted and not run. One that fails is reported, and the others follow."""
     ran, found = {row.name for row in plan.rows}, []
     for one in plan.measured.passes:
         told = forecast(plan.measured, Candidate(one.precision, one.batch, whole // one.batch), memory=plan.memory)

@@ -168,7 +168,7 @@ def peak_of(pair: Pair) -> int:
 
 
 def peaks(net: Net, rows: int) -> tuple[int, int]:
-    """Of a plain step as foretold, and the least that any plan of recompute has. Leaves no trace."""
+    """Predict the peak of a plain step, and the least of any plan of recompute. Leaves no trace."""
     pair = bound(net, Candidate(batch=rows), None)
     with quiet(), pair.rehearsal.leaving_no_trace():
         profile = Planner(pair.rehearsal).profile()

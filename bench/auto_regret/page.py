@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.auto_bert.page import section
+from bench.auto_bert.page import in_words_of_the_page, section
 from bench.auto_regret.summary import Record, allows
 from bench.large_batch.page import table
 from bench.localsgd_table.page import MISSING
@@ -15,7 +15,7 @@ PAGE = """\
 
 Made from measured figures by `python -m bench.auto_regret.run --table`; do not edit.
 
-`strategy.auto` measures the model and the network, foretells every plan, runs the best few, and chooses. This page compares its
+`strategy.auto` measures the model and the network, predicts every plan, runs the best few, and chooses. This page compares its
 choices with the best of a fixed grid of plans, every one of which was measured.
 
 {verdicts}
@@ -25,7 +25,7 @@ choices with the best of a fixed grid of plans, every one of which was measured.
 {choices}
 
 Regret is how much longer a sample takes than under the best plan of the grid that budget and risk allow. "By the forecast alone"
-is the regret of the plan that was foretold to be the fastest, had none been run. "No tuning" is float32 with a dense all-reduce,
+is the regret of the plan that was predicted to be the fastest, had none been run. "No tuning" is float32 with a dense all-reduce,
 and with recompute where it does not fit without. "Everything on" is 16-bit amp, every block computed again, four micro-batches
 merged and DGC; where it does not fit, its time is in brackets.
 
@@ -81,7 +81,7 @@ def verdict_table(verdicts: Mapping[str, Record]) -> str:
     body = []
     for one in verdicts.values():
         numbers = ", ".join(f"{name}: {_shown(value)}" for name, value in one["numbers"].items())
-        body.append([one["wanted"], numbers, answers[one["holds"]]])
+        body.append([in_words_of_the_page(one["wanted"]), numbers, answers[one["holds"]]])
     return table(["wanted", "measured", "holds"], body)
 
 

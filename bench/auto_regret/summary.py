@@ -3,7 +3,7 @@
 measured    seconds of a sample: the mean of the two turns; the spread is their difference, in that mean
 regret      measured(chosen) / measured(best) - 1, over all plans of the grid that the budget and the risk allow
 pairs       of plans whose measured times differ by more than the larger of their spreads (in the faster one's time): how many
-            are foretold in the right order. Their rank correlation is (right - wrong) / all: 1 is perfect, 0 is chance
+            are predicted in the right order. Their rank correlation is (right - wrong) / all: 1 is perfect, 0 is chance
 unseen      plans that `auto` did not run itself
 """
 
@@ -202,7 +202,7 @@ def verdicts(total: Record) -> dict[str, dict[str, Any]]:
             "holds": None if order is None else order >= LEAST_CORRELATION,
         },
         "planning": _at_most(f"planning takes at most {PLANNING_S:g} s", total["planning_s"], PLANNING_S),
-        "step": _within(f"step time of plans that were not run foretold within {STEP_ERROR:.0%}", step, STEP_ERROR),
+        "step": _within(f"step time of plans that were not run predicted within {STEP_ERROR:.0%}", step, STEP_ERROR),
         "steady step": _within(
             "the same, with the machine's own drift taken out, by the plans that were run both then and later",
             total["step_error_without_drift"],

@@ -167,7 +167,7 @@ class Cell:
         self.tell(pair, budget)
 
     def forecasts(self, plan: Plan, budget: int | None) -> dict[str, Any]:
-        """By the plan without recompute: what `auto` foretells of it within the budget, or why it does not."""
+        """Return what `auto` predicts of each plan within the budget, by the plan without recompute; or why it does not."""
         found: dict[str, Any] = {}
         for candidate in grid(self.rows):
             told = forecast(plan.measured, candidate, memory=budget)

@@ -1,4 +1,4 @@
-"""`auto` in one process: plain is an answer, memory is kept to as foretold, and what is left is what was there."""
+"""`auto` in one process: plain is an answer, memory is kept to as predicted, and what is left is what was there."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_a_plan_in_a_file_is_used_again_beside_the_same_parts_alone(tmp_path: Pa
     assert first[0]["runs"] > 0 and again[0]["runs"] == 0 and again[0]["strategy"] == first[0]["strategy"]
     assert f"by the plan in {file}. Kept: clip_norm (max_norm=0.5)." in again[0]["said"]
     other = run_ranks(_by_file, 2, file, "bf16_allreduce")
-    assert other[0]["runs"] > 0 and "is made anew: fixed is {'bf16_allreduce': True}" in other[0]["said"]
+    assert other[0]["runs"] > 0 and "a new one is made: fixed is {'bf16_allreduce': True}" in other[0]["said"]
     assert other[0]["strategy"]["bf16_allreduce"] and "clip_norm" not in other[0]["strategy"]
 
 

@@ -237,7 +237,7 @@ def test_a_plan_file_of_one_rank_is_drawn_by_a_rate_alone(
     pytest.importorskip("matplotlib")
     assert main(["plan", "plan.json", "--what-if", "bandwidth=1Gbit", "--chart", "one.png"]) == 0
     text = capsys.readouterr().out
-    assert "what if:" not in text and "ms of an update, foretold, by ranks" in text and (here / "one.png").exists()
+    assert "what if:" not in text and "predicted ms of an update, by ranks" in text and (here / "one.png").exists()
     assert main(["plan", "plan.json"]) == 0
     assert capsys.readouterr().out.startswith("auto: fp32 (planned in")
 

@@ -1,4 +1,4 @@
-"""`auto` on a GPU: the memory it foretells is what it takes, and a small card is no reason to fail. Skipped without one."""
+"""`auto` on a GPU: the memory it predicts is what it takes, and a small card is no reason to fail. Skipped without one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `strategy.auto` rests on: measures of the model and the network, and what follows from them."""
+"""Choose a strategy: measure the model and the network, predict every plan, run the best few, say why."""

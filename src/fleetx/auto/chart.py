@@ -1,7 +1,8 @@
-"""A picture of an update's time by the number of ranks, one line for each reducer, named where it ends."""
+"""Draw an update's time by the number of ranks, one line for each reducer, named where it ends."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#333333", "#4878a8", "#7a5195", "#d1495b", "#edae49", "#66a182")
 GAP = 0.055
-"""Between the names of two lines, of the picture's height."""
+"""Least distance between the names of two lines, as a share of the picture's height."""
 
 
 def require_matplotlib() -> None:
@@ -25,7 +26,7 @@ def require_matplotlib() -> None:
 
 
 def draw(path: str | os.PathLike[str], curves: Sequence[Curve], title: str) -> None:
-    """As PNG or SVG, by the path's ending."""
+    """Write the picture as PNG or SVG, by the path's ending."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -33,7 +34,7 @@ def draw(path: str | os.PathLike[str], curves: Sequence[Curve], title: str) -> N
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    for curve, colour in zip(curves, COLOURS, strict=False):
+    for curve, colour in zip(curves, itertools.cycle(COLOURS), strict=False):
         worlds = sorted(curve.seconds)
         style = "-" if curve.is_measured else "--"
         axes.plot(worlds, [1e3 * curve.seconds[world] for world in worlds], style, color=colour, linewidth=1.8)
@@ -53,7 +54,7 @@ def draw(path: str | os.PathLike[str], curves: Sequence[Curve], title: str) -> N
 
 
 def _tick_times(axes: Axes) -> None:
-    """1, 2, 5, 10, ... in plain numbers: times may be far less than ten times apart, and then powers of ten name none."""
+    """Label 1, 2, 5, 10, ... in plain numbers: times may be far less than ten times apart, and powers of ten would name none."""
     low, high = axes.get_ylim()
     ticks = [digit * 10.0**power for power in range(-6, 10) for digit in (1, 2, 5)]
     inside = [tick for tick in ticks if low <= tick <= high]
@@ -63,7 +64,7 @@ def _tick_times(axes: Axes) -> None:
 
 def _name_lines(axes: Axes, curves: Sequence[Curve]) -> None:
     heights = [_height(axes, curve) for curve in curves]
-    for curve, colour, place, end in zip(curves, COLOURS, spread(heights, gap=GAP), heights, strict=False):
+    for curve, colour, place, end in zip(curves, itertools.cycle(COLOURS), spread(heights, gap=GAP), heights, strict=False):
         name = curve.name + ("" if curve.is_measured else " (work not measured)")
         axes.annotate(
             name,
@@ -79,13 +80,13 @@ def _name_lines(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _height(axes: Axes, curve: Curve) -> float:
-    """Of a line's end, as a share of the picture's height."""
+    """Return the height of a line's end, as a share of the picture's height."""
     last = (max(curve.seconds), 1e3 * curve.seconds[max(curve.seconds)])
     return float(axes.transAxes.inverted().transform(axes.transData.transform(last))[1])
 
 
 def spread(heights: Sequence[float], *, gap: float) -> list[float]:
-    """The same, in the same order, no two nearer than the gap: those in each other's way are moved apart about their middle."""
+    """Move heights that are nearer than the gap apart about their middle; the order stays."""
     order = sorted(range(len(heights)), key=lambda place: heights[place])
     groups: list[list[int]] = []
     for place in order:

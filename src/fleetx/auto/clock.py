@@ -1,4 +1,4 @@
-"""Seconds of what is run to be timed."""
+"""Time pieces of work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..engine.dry_run import Rehearsal
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean of the faster half: what else a machine does can only make a step slower."""
+    """Return the mean of the faster half: other load on a machine can only make a step slower."""
     return fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
 def clocked(rehearsal: Rehearsal, work: Callable[[], Any]) -> float:
-    """All ranks begin together."""
+    """Return the seconds that work takes on this rank; all ranks begin together."""
     rehearsal.comm.barrier()
     begun = time.perf_counter()
     work()

@@ -144,7 +144,7 @@ def _reducer(measured: Measured, chosen: Forecast, reducer: Reducer, *, risk: st
             f'its risk is "{reducer.risk.value}", and auto_configs["risk"] is "{risk}".',
             note,
         )
-    if reducer.kind in measured.missing:
+    if reducer.kind in measured.missing and measured.reduced_of(reducer) is None:
         return _sentence(measured.missing[reducer.kind])
     return _noted(_compared(measured, chosen, reducer) + _run(chosen, reducer.kind, ran), note)
 

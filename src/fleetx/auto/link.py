@@ -1,6 +1,6 @@
-"""The network between the ranks, measured: how long a collective of so many bytes takes, on the very group that trains.
+"""Measure the network between the ranks: how long a collective takes by its bytes, on the very group that trains.
 
-Between measured sizes that is read off; for other bandwidths or numbers of ranks a line is fitted,
+Between measured sizes times are interpolated; for other bandwidths or numbers of ranks a line is fitted,
 
     seconds = latency + bytes / rate
 """
@@ -25,7 +25,7 @@ SIZES = tuple(4 * KIB * 4**power for power in range(8))
 """Bytes of one rank's tensor: 4 KiB to 64 MiB."""
 REPEATS = 5
 LONGEST_S = 4.0
-"""For all of one collective's sizes: on a slow link the largest are left out."""
+"""Most seconds for all sizes of one collective, about: on a slow link the largest are left out."""
 
 
 @final
@@ -45,7 +45,7 @@ Point = tuple[float, float]
 
 
 def fitted(points: Sequence[Point]) -> Line:
-    """The line with the least sum of squared relative errors: a small message counts as much as a large one."""
+    """Fit the line with the least sum of squared relative errors: a small message counts as much as a large one."""
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)
     mean_bytes = sum(w * count for w, (count, _) in zip(weights, points, strict=True)) / total
@@ -64,7 +64,7 @@ def fitted(points: Sequence[Point]) -> Line:
 
 
 def read_off(points: Sequence[Point], count: float) -> float:
-    """Seconds of so many bytes: on the straight line between the two sizes around it; beyond the largest by the fitted rate."""
+    """Interpolate the seconds of so many bytes between the two sizes around them; beyond the largest use the fitted rate."""
     if count >= points[-1][0]:
         line, (largest, seconds) = fitted(points), points[-1]
         return seconds + (count - largest) / line.bytes_per_s
@@ -78,7 +78,7 @@ def read_off(points: Sequence[Point], count: float) -> float:
 @final
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """Of one group of ranks."""
+    """Hold the times of one group of ranks."""
 
     ranks: int
     all_reduce: tuple[Point, ...]
@@ -91,7 +91,7 @@ class LinkProfile:
         return read_off(self.all_gather, count) if self.ranks > 1 else 0.0
 
     def link(self) -> Link:
-        """As the cost functions want it: of one message between two ranks of a ring, which sends 2 (N-1)/N of the bytes."""
+        """Return what cost functions want: the link between two ranks of a ring, which sends 2 (N-1)/N of the bytes."""
         if self.ranks == 1:
             return Link(1, float("inf"))
         line, steps = fitted(self.all_reduce), 2 * (self.ranks - 1)
@@ -99,7 +99,7 @@ class LinkProfile:
 
 
 def measured_link(comm: Comm, device: torch.device, *, sizes: Sequence[int] = SIZES, longest_s: float = LONGEST_S) -> LinkProfile:
-    """Collective. Every rank has the same figures: those of the slowest."""
+    """Measure the link. Collective: every rank has the same figures, those of the slowest."""
     if comm.size == 1:
         return LinkProfile(1, (), ())
     return LinkProfile(
@@ -112,8 +112,8 @@ def measured_link(comm: Comm, device: torch.device, *, sizes: Sequence[int] = SI
 def timed(
     comm: Comm, device: torch.device, sizes: Sequence[int], longest_s: float, run: Callable[[torch.Tensor], Any]
 ) -> tuple[Point, ...]:
-    """Medians, the slowest rank's. Whether a larger size is still tried is decided by what all ranks share, or some would wait
-    in a collective that others never enter."""
+    """Return the slowest rank's median for each size. Whether a larger size is still tried follows from numbers all ranks share,
+    or some would wait in a collective that others never enter."""
     points: list[Point] = []
     spent = 0.0
     for size in sizes:

@@ -68,7 +68,7 @@ class Measured:
 
     @property
     def context(self) -> PlanContext:
-        """What parts are asked for candidates with."""
+        """Return what parts are asked for candidates with."""
         return PlanContext(max(2, self.ranks), "cpu" if self.device == "CPU" else "cuda", self.gradients.shapes)
 
     def pass_of(self, precision: str, batch: int) -> Pass | None:

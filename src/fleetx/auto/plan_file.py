@@ -1,4 +1,4 @@
-"""The plan in a file: is there one that is for this very training? Rank 0 reads and writes it for all."""
+"""Read and write the plan in a file, if it was made for this very training. Rank 0 does so for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .subject import Subject
 
 
 def require_folder(subject: Subject, auto: Auto) -> None:
-    """Before a minute is spent on a plan that cannot be written. Rank 0 writes it."""
+    """Refuse a folder that rank 0 cannot write to, before a minute is spent on a plan."""
     folder = Path(auto.plan).parent if auto.plan is not None else None
 
     def look() -> None:
@@ -39,7 +39,7 @@ def _config_error(failures: Failures) -> ConfigError:
 
 
 def key_of(subject: Subject, auto: Auto) -> dict[str, Any]:
-    """What a plan is for. Collective: the samples of the ranks may differ in their last batch, and rank 0's counts."""
+    """Collect the facts a plan is made for. Collective: samples of ranks may differ in their last batch, and rank 0's counts."""
     model, optimizer = subject.model, subject.optimizer
     lines = [f"{plain_name(name)} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     lines += [f"{plain_name(name)} {type(module).__qualname__}" for name, module in model.named_modules()]
@@ -61,7 +61,7 @@ def key_of(subject: Subject, auto: Auto) -> dict[str, Any]:
 
 
 def kept_plan(subject: Subject, auto: Auto, key: dict[str, Any]) -> Plan | None:
-    """Rank 0 reads it for all; what is wrong with it is wrong for all."""
+    """Return the plan of the file if it fits, else None. Rank 0 reads it for all, and all raise what is wrong with it."""
     if auto.plan is None:
         return None
     path = Path(auto.plan)
@@ -78,7 +78,7 @@ def kept_plan(subject: Subject, auto: Auto, key: dict[str, Any]) -> Plan | None:
     if not other:
         return plan
     if subject.comm.rank == 0:
-        log.say(f"auto: the plan in {auto.plan} is for something else, and is made anew: {'; '.join(other)}.")
+        log.say(f"auto: the plan in {auto.plan} is for something else, and a new one is made: {'; '.join(other)}.")
     return None
 
 

@@ -1,4 +1,4 @@
-"""A step of one precision, measured piece by piece: its time and memory, and what each plan of recompute makes of them.
+"""Measure a step of one precision piece by piece: its time and memory, and what each plan of recompute makes of them.
 
 Every number that comes out is the same on all ranks: the slowest rank's, or the largest. Whether something is measured at all is
 decided by such numbers alone, since every rank must be in every collective.
@@ -37,7 +37,7 @@ from .subject import Subject
 
 
 def computed_again(profile: Profile, *, offload: bool) -> Solution:
-    """Every unit; `offload`: with its inputs in host memory, where it has some that leave the device."""
+    """Compute every unit again; `offload`: with its inputs in host memory, where it has some that leave the device."""
     elements = [element for element in profile.elements if element.unit is not None and element.again is not None]
     again = frozenset(element.unit for element in elements if element.unit is not None)
     offloaded = frozenset(e.unit for e in elements if e.unit is not None and offload and e.offloads is not None)
@@ -51,7 +51,7 @@ class OwnRecompute:
         own = subject.fixed.recompute
         assert own is not None
         self.is_settled = own.budget is None
-        """By names: nothing is left to choose. By a budget the cheapest plan within it is taken, as `auto` itself would."""
+        """Whether units are named, so that nothing is left to choose. Else the cheapest within the budget is taken."""
         self.wanted: Sequence[str] = list(chosen_units(subject.model, own.checkpoints)) if self.is_settled else own.checkpoints
         self.mover: Mover | None = mover_for(subject.device) if own.offload else None
 
@@ -62,19 +62,19 @@ class OwnRecompute:
 # ----------------------------------------------------------------------------------------------------------------------
 
 TIMED, FEW_TIMED, TIMED_S = 6, 2, 2.0
-"""A step is timed so many times; fewer, if that takes more than so many seconds."""
+"""A step is timed `TIMED` times; fewer, but at least `FEW_TIMED`, if that takes more than `TIMED_S`."""
 LONG_STEP_S, LATEST_S = 2.0, 40.0
-"""Other batches than the sample's are timed if one of their steps is shorter, and if it is not later than that."""
+"""Batches other than the sample's are timed if one of their steps is shorter than the first, before the second has passed."""
 MORE_SIZES, MOST_SIZES = 2, 5
-"""So many other batches are timed that fit as they are; so many in all."""
+"""Other batches that are timed: those that fit without recompute, and all."""
 PLAIN = Solution(frozenset(), 0.0, 0)
-"""Nothing is computed again."""
+"""The plan that computes nothing again."""
 SHARES = (0.8, 0.6, 0.45, 0.3, 0.2)
-"""Of what a plain step needs beyond the least, for the rungs of a ladder."""
+"""Shares of what a plain step needs beyond the least, for the rungs of a ladder."""
 
 
 def precisions(device: torch.device) -> list[str]:
-    """Those that the hardware has, float32 first."""
+    """List the precisions that the hardware has, float32 first."""
     if device.type != "cuda":
         return ["float32", "bfloat16"]
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -83,10 +83,10 @@ def precisions(device: torch.device) -> list[str]:
 
 @final
 class PrecisionProbe:
-    """A step in one precision: its units' memory and time, for the sample as it is or for any number of its rows."""
+    """Measure a step in one precision: its units' memory and time, for the sample as it is or for any number of its rows."""
 
     def __init__(self, subject: Subject, precision: str, *, memory: int | None, grows: bool) -> None:
-        """`grows`: other batches than the sample's will be asked for."""
+        """`grows`: batches other than the sample's will be asked for."""
         self._subject, self.precision, self._memory, self._grows = subject, precision, memory, grows
         self._own = OwnRecompute(subject) if subject.fixed.recompute is not None else None
         self._growth: Growth | None = None
@@ -95,10 +95,10 @@ class PrecisionProbe:
         self.units: dict[str, nn.Module] = {}
         self.update_s = 0.0
         self.state_bytes = 0
-        """Of the optimizer, once it has made an update."""
+        """Bytes that the optimizer keeps once it has made an update."""
 
     def look(self) -> float:
-        """Seconds of one step of the sample; none if there is no room for it."""
+        """Time one step of the sample; 0 if it does not fit into memory."""
         with self._subject.bound(self._settings()) as rehearsal, rehearsal.leaving_no_trace():
             try:
                 return timed_look(rehearsal)
@@ -109,7 +109,7 @@ class PrecisionProbe:
         return Candidate(self.precision).settings()
 
     def run(self, batches: Sequence[int], *, is_first: bool) -> None:
-        """Measure. `batches`: those that will be asked for, and are timed themselves if they can be."""
+        """Measure. `batches`: those that will be asked for, timed themselves where they can be."""
         subject = self._subject
         with subject.bound(self._settings()) as rehearsal, rehearsal.leaving_no_trace():
             before = lasting_bytes(rehearsal)
@@ -145,8 +145,8 @@ class PrecisionProbe:
         return Planner(rehearsal, units=units) if own is None else Planner(rehearsal, own.wanted, units=units, mover=own.mover)
 
     def _measure_times(self, rehearsal: Rehearsal, batches: Sequence[int]) -> None:
-        """Of the sizes whose memory was measured; of those asked for the nearest that fit as they are, and the nearest that fit
-        by a plan, if their steps are not long."""
+        """Time the sizes whose memory was measured; of those asked for the nearest that fit as they are, and the nearest that fit
+        with recompute, if their steps are not long."""
         if self._growth is None:
             self._time(rehearsal, self._subject.rows)
             return
@@ -160,7 +160,7 @@ class PrecisionProbe:
                 self._time(rehearsal, size)
 
     def _plan_for(self, batch: int) -> Solution | None:
-        """The cheapest that keeps to the memory; or the user's own."""
+        """Return the user's own plan, or the cheapest within the memory; None if none is."""
         own = self._own_plan(batch)
         if own is not None:
             return own
@@ -169,11 +169,11 @@ class PrecisionProbe:
         return cheapest_that_fits(self.profile(batch), int(self._memory * (1 - ALLOWANCE)))
 
     def _own_plan(self, batch: int) -> Solution | None:
-        """By the units that the user has named; None where there is something to choose."""
+        """Return the plan of the units that the user has named; None where there is something to choose."""
         return self._own.plan(self.profile(batch)) if self._own is not None and self._own.is_settled else None
 
     def _time(self, rehearsal: Rehearsal, batch: int) -> None:
-        """Forward and backward with nothing computed again; from a step with, where there is no room for that."""
+        """Time forward and backward with nothing computed again; where that does not fit, from a step with recompute."""
         of_size = rehearsal if batch == self._subject.rows else self._subject.resized(rehearsal, batch)
         planner, profile, longer = self._planner(of_size, self.units), self.profile(batch), self._longer(batch)
         solutions = [one for one in (self._plan_for(batch), least_peak(profile)) if one is not None]
@@ -194,22 +194,22 @@ class PrecisionProbe:
     # --- what follows ---------------------------------------------------------------------------------------------------
 
     def profile(self, batch: int) -> Profile:
-        """Bytes are on the line through the two that were measured. Seconds are not: a batch that does not fill a GPU takes as
-        long as a smaller one. Units computed again take as much longer as the whole forward does."""
+        """Predict the profile of a batch. Bytes are on the line through the two that were measured. Seconds are not: a batch that
+        does not fill a GPU takes as long as a smaller one. Units computed again take as much longer as the whole forward does."""
         if self._growth is not None:
             return with_seconds(self._growth.at(batch), self._growth.of_large, self._longer(batch))
         assert self._profile is not None
         return self._profile
 
     def _longer(self, batch: int) -> float:
-        """Times the forward of the larger profile; by the rows, while nothing else is known."""
+        """Return how many times as long the forward takes as that of the larger profile; by the rows, while nothing is timed."""
         if self._growth is None:
             return 1.0
         large = self._growth.large
         return self._times_at(batch)[0] / self._times[large][0] if large in self._times else batch / large
 
     def fits_somehow(self, batch: int) -> bool:
-        """With so many rows, by some plan of recompute."""
+        """Whether so many rows fit into memory, by some plan of recompute."""
         own = self._own_plan(batch)
         if own is not None:
             return self._memory is None or own.peak_bytes <= self._memory
@@ -219,7 +219,7 @@ class PrecisionProbe:
         return sum(self._times_at(batch)[:2])
 
     def pass_of(self, batch: int, limits: Sequence[int]) -> Pass:
-        """For so many rows; with a plan of recompute for each limit, and some between."""
+        """Return the measurements for so many rows, with a plan of recompute for each limit, and some between."""
         forward_s, backward_s, is_predicted = self._times_at(batch)
         own = self._own_plan(batch)
         if own is None:
@@ -238,7 +238,7 @@ class PrecisionProbe:
 
 
 def with_seconds(profile: Profile, measured: Profile, longer: float) -> Profile:
-    """A profile whose units take so many times the seconds of another's."""
+    """Return a profile whose units take so many times the seconds of another's."""
 
     def element(own: Element, other: Element) -> Element:
         ways = {kind: (getattr(own, kind), getattr(other, kind)) for kind in ("stored", "again", "joins", "offloads")}
@@ -249,8 +249,9 @@ def with_seconds(profile: Profile, measured: Profile, longer: float) -> Profile:
 
 
 def on_line(points: Sequence[tuple[int, float]], batch: int) -> float:
-    """Seconds of a batch, from those of others: between two, on the line through them. Fewer rows than the smallest, and more
-    than the largest, take no less than their share of its time: a batch that does not fill a GPU says little of one that does."""
+    """Predict the seconds of a batch from those of others: between two, on the line through them. Fewer rows than the smallest,
+    and more than the largest, take no less than their share of its time: a batch that does not fill a GPU says little of one that
+    does."""
     below, above = [p for p in points if p[0] <= batch], [p for p in points if p[0] >= batch]
     if not below or not above:
         size, seconds = above[0] if above else below[-1]
@@ -261,7 +262,7 @@ def on_line(points: Sequence[tuple[int, float]], batch: int) -> float:
 
 
 def ladder_of(profile: Profile, limits: Sequence[int], names: bool = False) -> tuple[Rung, ...]:
-    """Nothing computed again; the cheapest plan for each limit; and some for cards that are not here. `names`: the units are
+    """List plans of recompute: none; the cheapest for each limit; and some for cards that are not here. `names`: the units are
     modules, which a strategy can name."""
     plain = peak_bytes(profile, ())
     rungs = {plain: Rung(plain, 0.0, 0)}
@@ -282,7 +283,7 @@ def ladder_of(profile: Profile, limits: Sequence[int], names: bool = False) -> t
 
 
 def timed_pass(rehearsal: Rehearsal) -> tuple[float, float]:
-    """Seconds of forward and of backward, those of the slowest rank. Collective."""
+    """Time forward and backward, on the slowest rank. Collective."""
     repeats = min(TIMED, max(FEW_TIMED, int(TIMED_S / timed_look(rehearsal))))
     found = [rehearsal.everywhere(lambda: _once(rehearsal)) for _ in range(repeats)]
     ranks = rehearsal.comm.gather_json([typical([one[i] for one in found]) for i in (0, 1)])
@@ -291,7 +292,7 @@ def timed_pass(rehearsal: Rehearsal) -> tuple[float, float]:
 
 
 def timed_look(rehearsal: Rehearsal) -> float:
-    """Seconds of one step; on a GPU, whose first may wait for kernels to be loaded, of the second. Collective."""
+    """Time one step; on a GPU, whose first may wait for kernels to be loaded, the second. Collective."""
     for _ in range(2 if rehearsal.device.type == "cuda" else 1):
         found = rehearsal.everywhere(lambda: _once(rehearsal))
     return float(max(rehearsal.comm.gather_json(sum(found))))
@@ -308,7 +309,7 @@ def _once(rehearsal: Rehearsal) -> tuple[float, float]:
 
 
 def timed_update(rehearsal: Rehearsal) -> float:
-    """Seconds of the optimizer's own step. It has its state already. Collective."""
+    """Time the optimizer's own step; its state must be there. Collective."""
     face = rehearsal.optimizer
     rehearsal.gather_gradients()
     face.pipeline.buckets.expose(None)
@@ -319,6 +320,6 @@ def timed_update(rehearsal: Rehearsal) -> float:
 
 
 def lasting_bytes(rehearsal: Rehearsal) -> int:
-    """Of all tensors that live from step to step, each storage once."""
+    """Count the bytes of all tensors that live from step to step, each storage once."""
     storages = {s._cdata: s.nbytes() for t in rehearsal.lasting() if (s := storage_of(t)) is not None}
     return sum(storages.values())

@@ -1,4 +1,4 @@
-"""What the user asks of `auto`, with the gaps filled in."""
+"""Check what the user asks of `auto`, and fill in the gaps."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .candidate import allows, batches_of
 from .subject import Subject
 
 START_ROWS = 32
-"""Where a function makes the batches: the size that is measured first."""
+"""Rows that are measured first where a function makes the batches."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the user wants, with the gaps filled in."""
+    """Hold what the user asks for, with the gaps filled in."""
 
     auto: Auto
     memory: int | None
     share: int | None
-    """Rows of one rank in one update; None: as the sample."""
+    """Rows of one rank in one update; None: as in the sample."""
     merge_steps: int | None = None
-    """Micro-batches of one update, where the user has set them."""
+    """Micro-batches of one update, as the user has set them; None: free to choose."""
 
     def batches(self, rows: int) -> list[tuple[int, int]]:
-        """Micro-batches and how many of them make one update, for a sample of so many rows."""
+        """List micro-batches, and how many of them make one update, for a sample of so many rows."""
         if self.merge_steps is not None:
             return [(rows if self.share is None else self.share // self.merge_steps, self.merge_steps)]
         if self.share is not None:
@@ -54,7 +54,7 @@ def require_sample(subject: Subject) -> None:
 
 
 def _older_spelling(subject: Subject) -> str:
-    """`localsgd` and `auto` alone mean something else: the user may have that in mind."""
+    """Name the older spelling: `localsgd` and `auto` alone mean something else, which the user may have in mind."""
     if "localsgd" not in subject.fixed.names:
         return ""
     return " For a period that adapts itself, write strategy.adaptive_localsgd = True without auto."
@@ -97,7 +97,7 @@ def _require_whole_micro_batches(share: int, merge_steps: int, global_batch: int
 
 
 def _own_budget(subject: Subject, auto: Auto) -> int | None:
-    """Of the user's own recompute, which leads to the same plans as a limit for all."""
+    """Return the budget of the user's own recompute, which leads to the same plans as a limit for all."""
     recompute = subject.fixed.recompute
     budget = None if recompute is None else recompute.budget
     if budget is not None and auto.memory is not None and budget > auto.memory:
@@ -109,7 +109,7 @@ def _own_budget(subject: Subject, auto: Auto) -> int | None:
 
 
 def _memory_here(subject: Subject) -> int | None:
-    """What the device has for this process; a CPU sets no limit. The least of all ranks. Ranks on one GPU share what is free."""
+    """Return the memory that a device has for its process, the least of all ranks; None on CPUs. Ranks on one GPU share it."""
     mine: tuple[str, int, int] | None = None
     if subject.device.type == "cuda":
         subject.comm.all_reduce(torch.zeros(1, device=subject.device)).wait()  # the buffers of collectives are there then
@@ -122,6 +122,6 @@ def _memory_here(subject: Subject) -> int | None:
 
 
 def least_share(ranks: Sequence[tuple[str, int, int]]) -> int:
-    """Of each rank: its GPU, the bytes that are free there, those that it holds already and may use again."""
+    """Return the least memory of a rank. Each rank gives its GPU, the bytes free there, and those it holds and may use again."""
     sharing = Counter(card for card, _, _ in ranks)
     return min(free // sharing[card] + reserved for card, free, reserved in ranks)

@@ -26,7 +26,7 @@ from .trial import Trial, tried
 PLANNING_S = 50.0
 """Seconds after which no further trial begins."""
 CORRECTIONS, STEP_DOWN = 2, 0.02
-"""So many smaller budgets are tried for a plan that took too much, each at least by this share."""
+"""Smaller budgets that are tried for a plan that took too much, and the least share by which each is smaller."""
 MOST_FAILED = 6
 """Trials that may fail before no more are begun."""
 ALIKE = 0.02

@@ -1,4 +1,4 @@
-"""What is planned for: a model, its optimizer and a sample; and pairs of them that are bound for a while, and given up again."""
+"""Hold what is planned for, a model, its optimizer and a sample, and bind them for a while by the settings that are tried."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ class Subject:
     model: nn.Module
     optimizer: Optimizer
     sample: Any
-    """One batch; or a function that makes one of so many rows."""
+    """One batch; or a function of a number of rows that makes one."""
     loss_fn: LossFn | None
     comm: Comm
     device: torch.device
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the user's strategy that are no part, which every candidate keeps."""
+    """Settings of the user's strategy beside its parts, which every candidate keeps."""
     fixed: Fixed = field(default_factory=Fixed)
     """Parts of the user's strategy, which every candidate keeps."""
     is_placed: bool = False
     begun: float = field(default_factory=time.perf_counter)
 
     rows: int = 0
-    """Of a batch, the same on all ranks; 0 where they differ, or cannot be counted."""
+    """Rows of a batch, the same on all ranks; 0 where they differ, or cannot be counted."""
     rows_of_ranks: list[int] = field(default_factory=list)
     batch: Any = None
 
     def start_with(self, rows: int) -> None:
-        """Where batches are made, with so many rows; else with the one given. Collective."""
+        """Make a batch of so many rows where a function makes them; else take the one given. Collective."""
         made = self.made(rows) if callable(self.sample) else self.sample
         counts = {rows} if callable(self.sample) else rows_in(made)
         self.rows_of_ranks = self.comm.gather_json(counts.pop() if len(counts) == 1 else 0)
         self.batch, self.rows = made, self.rows_of_ranks[0] if len(set(self.rows_of_ranks)) == 1 else 0
 
     def made(self, rows: int) -> Any:
-        """A batch of so many rows. Collective: the user's function may fail on one rank alone, and all must hear of it."""
+        """Make a batch of so many rows. Collective: the user's function may fail on one rank alone, and then all ranks raise."""
         return run_on_all(
             self.comm,
             lambda: self.of_rows(rows),
@@ -66,29 +66,29 @@ class Subject:
         )
 
     def few_rows(self) -> int | None:
-        """Gradients are as large of few rows as of many; None: of all, where there are none to leave out."""
+        """Return how many rows are enough for gradients, which are as large of few rows as of many; None: all rows."""
         return max(4, self.rows // 8) if self.rows > 8 else None
 
     def of_rows(self, rows: int) -> Any:
-        """A batch of another size."""
+        """Make a batch of another size."""
         return self.sample(rows) if callable(self.sample) else rows_of(self.sample, rows)
 
     def elapsed_s(self) -> float:
-        """Collective: of the rank that is furthest."""
+        """Return the seconds since planning began, on the rank that began first. Collective."""
         return float(max(self.comm.gather_json(time.perf_counter() - self.begun)))
 
     def strategy(self, settings: Mapping[str, Any]) -> DistributedStrategy:
         return DistributedStrategy(**{**self.scalars, **settings, **self.fixed.settings})
 
     def strategy_tried(self, settings: Mapping[str, Any], *, recomputes: bool) -> DistributedStrategy:
-        """Without what would end or hinder updates that are only timed: one sample, over and over, may well diverge."""
+        """Make a strategy without what would stop updates that are only timed: one sample, over and over, may well diverge."""
         calm = {name: value for name, value in self.scalars.items() if name not in ("noise_scale_steps", "on_nan_inf")}
         return DistributedStrategy(**{**calm, "on_nan_inf": "skip", **self.fixed.timed(settings, recomputes=recomputes)})
 
     @contextlib.contextmanager
     def bound(self, settings: Mapping[str, Any], *, rows: int | None = None, settles: bool = False) -> Iterator[Rehearsal]:
-        """A pair by these settings and the parts that are fixed, for so many rows of the sample. `settles`: the user's own
-        recompute is one of these, and parts run the steps they need. Says nothing."""
+        """Bind a pair by these settings and the fixed parts, for so many rows of the sample; nothing is printed. `settles`: the
+        user's own recompute is one of these parts, and parts run the steps they need."""
         strategy, face = self.strategy_tried(settings, recomputes=settles), FleetOptimizer(self.optimizer)
         rehearsal = self._bind(face, strategy)
         with contextlib.ExitStack() as ends:
@@ -103,7 +103,7 @@ class Subject:
             yield rehearsal
 
     def _bind(self, face: FleetOptimizer, strategy: DistributedStrategy) -> Rehearsal:
-        """Collective. Buckets and the batch take memory; who has none for them tells the others, all of which are here then."""
+        """Bind. Collective: buckets and the batch take memory, and all ranks raise if one of them runs out of it."""
 
         def bind_here() -> Rehearsal:
             with silence():
@@ -126,7 +126,7 @@ class Subject:
         return rehearsal
 
     def resized(self, rehearsal: Rehearsal, rows: int) -> Rehearsal:
-        """Collective."""
+        """Return the rehearsal with another batch. Collective."""
         sample = agreed(rehearsal, lambda: Sample(self.of_rows(rows), rehearsal.device))
         return replace(rehearsal, sample=sample)
 
@@ -135,7 +135,7 @@ Found = TypeVar("Found")
 
 
 def agreed(rehearsal: Rehearsal, work: Callable[[], Found]) -> Found:
-    """Its result; or an error of ours on every rank, whatever was raised on some: whoever goes on after it, all do."""
+    """Run work on every rank; raise a FleetError on all ranks if it failed on some, so that all go on or none does."""
     try:
         return rehearsal.everywhere(work)
     except FleetError:
@@ -145,14 +145,14 @@ def agreed(rehearsal: Rehearsal, work: Callable[[], Found]) -> Found:
 
 
 def raise_if_alone(error: FleetError) -> None:
-    """Errors that the other ranks do not have: to go on would leave this one in other collectives than they are in."""
+    """Raise errors that the other ranks do not have: to go on would leave this one in other collectives than they are in."""
     if isinstance(error, UpdateOutOfMemory | DataError | PeerError):
         raise error
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """What a part has to say of a pair that is only tried is no news to the user."""
+    """Drop what parts print and warn of: a pair that is only tried is no news to the user."""
     with contextlib.redirect_stdout(io.StringIO()), log.muted(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FleetWarning)
         yield

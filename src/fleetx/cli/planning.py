@@ -1,4 +1,4 @@
-"""What `fleetx plan` does: have a plan, measured now or read from a file, and tell what would change it."""
+"""Run `fleetx plan`: measure a plan or read one from a file, print it, and predict what would change it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_LINK = Link(1, math.inf)
 
 
 def run_plan(options: argparse.Namespace, changes: Mapping[str, Any]) -> None:
-    """Only rank 0 tells anything."""
+    """Run the command; only rank 0 prints."""
     if options.chart is not None:
         require_matplotlib()
     is_file = options.target.endswith(".json")
@@ -45,7 +45,7 @@ def run_plan(options: argparse.Namespace, changes: Mapping[str, Any]) -> None:
     if _asks_more(options, here, changes):
         print("\n" + outlook_text(plan, what_if(plan.measured, here, plan.fixed)), flush=True)
     if options.chart is not None or {"bandwidth", "latency", "world"} & set(changes):
-        _tell_worlds(plan, question, options.chart)
+        _print_worlds(plan, question, options.chart)
 
 
 def _plan_of_file(options: argparse.Namespace) -> Plan:
@@ -56,7 +56,7 @@ def _plan_of_file(options: argparse.Namespace) -> Plan:
 
 
 def _plan_of_model(options: argparse.Namespace, changes: Mapping[str, Any]) -> Plan:
-    """Measured here, on all ranks there are."""
+    """Measure a plan here, on all ranks there are."""
     fleet.init()
     if fleet.worker_num() == 1:
         _require_link(options, changes)
@@ -76,7 +76,7 @@ def _plan_of_model(options: argparse.Namespace, changes: Mapping[str, Any]) -> P
 
 
 def _require_link(options: argparse.Namespace, changes: Mapping[str, Any]) -> None:
-    """One rank measures none: what is missing is better told now than after measuring all the rest."""
+    """Refuse questions about a link that one rank cannot measure, before all the rest is measured."""
     question = _question(options, changes, {})
     if options.chart is not None:
         question = replace(question, world=max(2, question.world or 0))
@@ -95,7 +95,7 @@ def _save(plan: Plan, path: str) -> None:
 
 
 def _question(options: argparse.Namespace, changes: Mapping[str, Any], before: Mapping[str, Any]) -> Question:
-    """What is not asked now is as the plan was asked for."""
+    """Read the question off the flags; what they do not say is as the plan was asked for."""
     return Question(
         risk=options.risk or before.get("risk", "rounding"),
         memory=changes.get("memory", options.memory or before.get("memory")),
@@ -107,20 +107,20 @@ def _question(options: argparse.Namespace, changes: Mapping[str, Any], before: M
 
 
 def _for_here(question: Question, options: argparse.Namespace, *, ranks: int) -> Question:
-    """A link without a number of ranks, of a plan that knows one rank, is for the chart alone."""
+    """Leave out a link without a number of ranks where the plan knows one rank: it is for the chart alone."""
     if options.chart is not None and ranks == 1 and question.world is None:
         return replace(question, bytes_per_s=None, latency_s=None)
     return question
 
 
 def _asks_more(options: argparse.Namespace, question: Question, changes: Mapping[str, Any]) -> bool:
-    """A plan that was just measured has answered the flags already; one of a file was made for others."""
+    """Whether flags ask for more than the plan says: one just measured has answered them, one of a file was made for others."""
     of_link = (question.bytes_per_s, question.latency_s, question.world)
     is_other = any(one is not None for one in of_link) or "memory" in changes
     return is_other or (options.target.endswith(".json") and any((options.risk, options.memory, options.global_batch)))
 
 
-def _tell_worlds(plan: Plan, question: Question, chart: str | None) -> None:
+def _print_worlds(plan: Plan, question: Question, chart: str | None) -> None:
     several = replace(question, world=max(2, question.world or plan.measured.ranks))
     link = link_for(plan.measured.link.link(), several)
     found = curves(plan.measured, candidate_of(plan), question, fixed=plan.fixed)
@@ -134,13 +134,13 @@ def _tell_worlds(plan: Plan, question: Question, chart: str | None) -> None:
 # --- Forecasts of other links, ranks and memory, as text --------------------------------------------------------------
 
 SHOWN = 12
-"""Forecasts of a table; the rest are counted."""
-TOLD_WORLDS = (2, 8, 64, 512, 4096)
+"""Most forecasts of a table; the rest are counted."""
+SHOWN_WORLDS = (2, 8, 64, 512, 4096)
 UNKNOWN = "(work not measured)"
 
 
 def how_to_use(plan: Plan) -> str:
-    """What to write into a script."""
+    """Say what to write into a script."""
     plain, settings = DistributedStrategy().to_dict(), plan.strategy.to_dict()
     said = [f"{name}={value!r}" for name, value in settings.items() if name not in plain or value != plain[name]]
     loader = f" Let the loader give {plan.micro_batch} rows." if plan.micro_batch else ""
@@ -176,19 +176,19 @@ def _cells(one: Forecast, outlook: Outlook) -> list[str]:
 
 
 def what_changed(plan: Plan, outlook: Outlook) -> str:
-    """One sentence: the plan as measured beside the choice."""
+    """Compare the plan as measured with the choice, in one sentence."""
     chosen, before = outlook.chosen, candidate_of(plan)
     there = f"as measured ({conditions(plan.measured.link.link(), None)}) {plan.chosen} was taken"
     same = same_plan(outlook, before)
     here = f"{chosen.samples / chosen.cost.seconds:,.1f} samples/s"
     if same is chosen:
         return f"the same: {there}; here it makes {here}, an update of {chosen.samples:,} in {1e3 * chosen.cost.seconds:,.1f} ms."
-    told = f"it {same}" if isinstance(same, str) else f"it would make {same.samples / same.cost.seconds:,.1f} samples/s"
-    return f"changed: {there}; here {told}, and {chosen.candidate.name} makes {here}."
+    there_now = f"it {same}" if isinstance(same, str) else f"it would make {same.samples / same.cost.seconds:,.1f} samples/s"
+    return f"changed: {there}; here {there_now}, and {chosen.candidate.name} makes {here}."
 
 
 def _refused(refused: Mapping[str, str]) -> list[str]:
-    """Candidates that have one reason in common share a line."""
+    """List why candidates have no forecast; those with one reason in common share a line."""
     names: dict[str, list[str]] = {}
     for name, why in refused.items():
         names.setdefault(why, []).append(name)
@@ -196,7 +196,7 @@ def _refused(refused: Mapping[str, str]) -> list[str]:
 
 
 def notes(outlook: Outlook) -> list[str]:
-    """What the forecasts take for granted."""
+    """Say what the forecasts assume."""
     found = []
     if outlook.unmeasured:
         found.append(
@@ -213,7 +213,7 @@ def notes(outlook: Outlook) -> list[str]:
 
 
 def link_notes(measured: Measured, question: Question) -> list[str]:
-    """What forecasts of other numbers of ranks take for granted."""
+    """Say what forecasts of other numbers of ranks assume."""
     found = ["the wire is that of one ring through all ranks; trees take less where latency is most of it."]
     if measured.ranks == 1:
         latency = "" if question.latency_s is not None else "; messages are taken to have no latency (latency= sets one)"
@@ -247,16 +247,16 @@ def curves_title(plan: Plan, link: Link) -> str:
     merged = f" x {base.merge_steps}" if base.merge_steps > 1 else ""
     kind = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(base.precision, base.precision)
     over = f"{rate(link.bytes_per_s)} each, latency {1e6 * link.latency_s:,.0f} us"
-    return f"ms of an update, foretold, by ranks ({kind}{rows}{merged} on each rank; {over})"
+    return f"predicted ms of an update, by ranks ({kind}{rows}{merged} on each rank; {over})"
 
 
 def curves_text(title: str, found: Sequence[Curve]) -> str:
     rows = [
         [
             curve.name,
-            *(f"{1e3 * curve.seconds[world]:,.1f}" if world in curve.seconds else "-" for world in TOLD_WORLDS),
+            *(f"{1e3 * curve.seconds[world]:,.1f}" if world in curve.seconds else "-" for world in SHOWN_WORLDS),
             curve.risk + ("" if curve.is_measured else f" {UNKNOWN}"),
         ]
         for curve in found
     ]
-    return "\n".join([title, *aligned([["", *map(str, TOLD_WORLDS), "risk"], *rows], left=(0, len(TOLD_WORLDS) + 1))])
+    return "\n".join([title, *aligned([["", *map(str, SHOWN_WORLDS), "risk"], *rows], left=(0, len(SHOWN_WORLDS) + 1))])

@@ -244,12 +244,12 @@ class PlanContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Part(abc.ABC):
-    """What a user asked for: one final subclass per file of `strategies/`, its fields the keys of `<name>_configs`."""
+    """Hold what a user asked for: one final subclass per file of `strategies/`, its fields the keys of `<name>_configs`."""
 
     name: ClassVar[str]
     risk_class: ClassVar[Risk]
     talks_in_backward: ClassVar[bool] = False
-    """It has collectives of its own inside backward; buckets are then reduced after it, never in between."""
+    """Whether it has collectives of its own inside backward; buckets are then reduced after it, never in between."""
     inner: ClassVar[tuple[type[Optimizer], ...]] = ()
     """Optimizers whose place this part takes; empty: it works with any."""
     why: ClassVar[str] = ""
@@ -276,23 +276,23 @@ class Part(abc.ABC):
 
     @abc.abstractmethod
     def build(self, site: Site) -> Mapping[Slot, Any]:
-        """Stages for the claimed slots. MODULE and FORWARD are applied to the model here and need no stage."""
+        """Make the stages for the claimed slots. MODULE and FORWARD are applied to the model here and need no stage."""
 
     def rehearse(self, rehearsal: Rehearsal) -> None:  # noqa: B027 - most parts know all they need beforehand
-        """The pair is ready to train, and there is a sample: run steps that leave no trace, and settle what depends on them."""
+        """Run steps of the sample that leave no trace, once the pair is ready to train, and settle what depends on them."""
 
     def notes(self) -> list[str]:
-        """Sentences for `strategy.explain()`: what these settings cost and gain, with the numbers filled in."""
+        """Return sentences for `strategy.explain()`: what these settings cost and gain, with the numbers filled in."""
         return []
 
     def no_effect(self) -> str | None:
-        """A sentence where these settings leave training as it is without the part, with the line to write; None elsewhere.
-        Shown by `strategy.explain()` and, when training begins, by worker 0."""
+        """Return a sentence, with the line to write, where these settings leave training as it is without the part; else None.
+        It is shown by `strategy.explain()` and, when training begins, by worker 0."""
         return None
 
     @classmethod
     def neutral(cls) -> dict[str, Any] | None:
-        """The settings at which this part must equal plain synchronous training, if there are any."""
+        """Return the settings at which this part must equal plain synchronous training, if there are any."""
         return {}
 
     # --- What `auto` asks: pure functions of the settings -----------------------------------------------------------------

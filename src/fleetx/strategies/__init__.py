@@ -11,7 +11,7 @@ from ..engine.slots import Part
 
 @functools.cache
 def catalogue() -> dict[str, type[Part]]:
-    """Every part by name, found by walking this folder."""
+    """Return every part by name, found by walking this folder."""
     parts: dict[str, type[Part]] = {}
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{__name__}.{info.name}")

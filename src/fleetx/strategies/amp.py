@@ -22,7 +22,7 @@ SMALLEST_SCALE = 1.0
 
 
 def next_scale(scale: float, good: int, bad: int, *, finite: bool, config: Amp) -> tuple[float, int, int]:
-    """Fleet's rule: shrink after `decr_every_n_nan_or_inf` overflows in a row, grow after `incr_every_n_steps` clean updates."""
+    """Shrink after `decr_every_n_nan_or_inf` overflows in a row, grow after `incr_every_n_steps` clean updates: Fleet's rule."""
     if not config.use_dynamic_loss_scaling:
         return scale, 0, 0
     if finite:
@@ -37,7 +37,7 @@ def next_scale(scale: float, good: int, bad: int, *, finite: bool, config: Amp) 
 
 @final
 class LossScaling:
-    """BACKWARD for float16. The scale is undone in the flat buffer, before anything is reduced or kept."""
+    """Fill BACKWARD for float16. The scale is undone in the flat buffer, before anything is reduced or kept."""
 
     needs_loss = True
     checks_finite = True
@@ -50,7 +50,7 @@ class LossScaling:
         return self._scale
 
     def expects_overflow(self) -> bool:
-        # Not for ever: data that is NaN itself would be skipped silently to the end of the run.
+        # Not without end: data that is NaN itself would be skipped silently to the end of the run.
         must_shrink = self._config.use_dynamic_loss_scaling and self._bad + 1 >= self._config.decr_every_n_nan_or_inf
         return not (must_shrink and self._scale <= SMALLEST_SCALE)
 
@@ -69,7 +69,7 @@ class LossScaling:
 
 @final
 class Autocast:
-    """FORWARD: autocast from the outermost module call to its end, then float32 outputs."""
+    """Fill FORWARD: autocast from the outermost module call to its end, then float32 outputs."""
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self.device_type, self.dtype = device_type, dtype
@@ -101,7 +101,7 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 def black_modules(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
-    """Modules named by qualified name, pattern or class; a name that matches nothing is an error."""
+    """Find modules by qualified name, pattern or class; a name that matches nothing is an error."""
     named = [(name.removeprefix("_orig_mod."), module) for name, module in model.named_modules() if name]
     found: dict[int, nn.Module] = {}
     for entry in wanted:
@@ -117,7 +117,7 @@ def black_modules(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
 
 
 def slowdown(device: torch.device, dtype: torch.dtype) -> float:
-    """Time of a small convolution and matrix product in `dtype` over that in float32; above 1 means slower."""
+    """Measure the time of a small convolution and matrix product in `dtype`, relative to float32; above 1 means slower."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         conv, x = nn.Conv2d(16, 16, 3, padding=1).to(device), torch.randn(4, 16, 16, 16, device=device)
         linear, rows = nn.Linear(256, 256).to(device), torch.randn(64, 256, device=device)
@@ -184,7 +184,7 @@ class Amp(Part):
 
 
 def outermost_candidates(model: nn.Module) -> list[nn.Module]:
-    """Every module whose call may be the outermost: a loss method may call a child and never the model itself."""
+    """List modules whose call may be the outermost: a loss method may call a child and never the model itself."""
     if type(model).__name__ == "OptimizedModule":
         return [model]  # the compiled graph is entered as a whole
     return [module for module in model.modules() if type(module).forward is not nn.Module.forward]

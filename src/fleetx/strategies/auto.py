@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Part):
-    """Never built: fleet.distribute(...) puts the strategy in its place that it chose (auto/choose.py)."""
+    """Ask for a plan. It is never built: fleet.distribute(...) puts the chosen strategy in its place (auto/search.py)."""
 
     name: ClassVar[str] = "auto"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE

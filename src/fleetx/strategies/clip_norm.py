@@ -13,11 +13,11 @@ from ..config.kinds import key, number
 from ..engine.slots import Part, Risk, Site, Slot
 
 EPSILON = 1e-6
-"""torch.nn.utils.clip_grad_norm_ adds the same to the norm."""
+"""Added to the norm, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """At most 1: what brings a gradient of this norm down to `max_norm`."""
+    """Return the factor, at most 1, that brings a gradient of this norm down to `max_norm`."""
     return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
 
 

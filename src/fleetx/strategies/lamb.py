@@ -48,7 +48,7 @@ class Lamb(Part):
         require_neutral(self, site.optimizer)
         require_no_decay(self, site, key="lamb_weight_decay", excluded=self.exclude_from_weight_decay)
         # Adam's moments mean the same here. But Adam keeps no float32 copy of 16-bit parameters, and its step sizes were others:
-        # whoever changes the rule in mid-run should have to say so.
+        # a change of the rule in mid-run should be asked for explicitly.
         require_no_state(self, site, why="A run begun by Adam is not gone on with by another rule unasked.")
         self._optimizer(site)
 

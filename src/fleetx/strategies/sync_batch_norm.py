@@ -20,7 +20,7 @@ from ..recompute.replay import agreed
 
 
 def joined_moments(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and summed squared deviation of a joined batch, from those of its parts (rows).
+    """Join the count, mean and summed squared deviation of a batch from those of its parts (rows).
 
     Chan's rule: no difference of large numbers, and a part of any size (also none) counts for what it is.
     """
@@ -30,7 +30,7 @@ def joined_moments(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tens
 
 
 def _channels(x: Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions that are reduced, and the shape that broadcasts a channel vector."""
+    """Return the dimensions that are reduced, and the shape that broadcasts a channel vector."""
     dims = [d for d in range(x.dim()) if d != 1]
     return dims, [1 if d != 1 else x.shape[1] for d in range(x.dim())]
 
@@ -86,7 +86,7 @@ def _gather_moments(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
     var, mean = torch.var_mean(wide, dims, correction=0) if count else (wide.new_zeros(x.shape[1]),) * 2
     mine = torch.cat([wide.new_full((1,), count), mean, var * count])
     channels = x.shape[1]
-    if dry_steps.is_on():  # alone: a rank that runs out of memory in a rehearsed step must leave nobody waiting
+    if dry_steps.is_on():  # alone: a rank that runs out of memory in a rehearsed step must leave no other waiting
         gathered = mine.repeat(comm.size, 1)
     else:
         gathered, pending = comm.all_gather(mine)
@@ -95,7 +95,7 @@ def _gather_moments(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def synchronised_forward(module: _BatchNorm, comm: Comm) -> Callable[..., Tensor]:
-    """BatchNorm's forward with joined statistics in training; outside training the module's own."""
+    """Make BatchNorm's forward with joined statistics in training; outside training it is the module's own."""
 
     def around(forward: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not module.training:
