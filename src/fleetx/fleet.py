@@ -121,7 +121,7 @@ def init(
     backend: str | None = None,
     timeout: timedelta | float | None = None,
 ) -> None:
-    """Join the job: an existing process group, or a launcher's variables, or alone. Calling it again joins nothing anew.
+    """Join the job: an existing process group, or a launcher's variables, or alone. A second call does nothing.
 
     `role` is Fleet's role maker; ranks come from the environment, so any object is accepted. `is_collective=False` would be
     a parameter server, which this library has not.

@@ -71,7 +71,7 @@ class UnknownSettingError(ConfigError, AttributeError):
 
 
 class FrozenList(list[Any]):
-    """A setting that is a list, as it reads back. Changing it in place would be a write that nobody checks: refused, not lost."""
+    """A setting that is a list, as it reads back. Changing it in place would be a write without a check: refused, not lost."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ConfigError(
@@ -206,7 +206,7 @@ class DistributedStrategy:
         return catalogue()[name](**(settings.plain() if settings is not None else {}))
 
     def parts(self) -> list[Part]:
-        """The parts that are switched on, with their settings; settings nobody would use are an error."""
+        """The parts that are switched on, with their settings; settings of a switch that is off are an error."""
         for name in catalogue():
             settings = self._settings(name)
             if settings is not None and settings.changed() and not self._values[name]:

@@ -259,13 +259,13 @@ def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedS
     Weights, the optimizer's state, counters, loss scale and statistics go on as they are."""
     old = face.pipeline
     old.comm.wait_for_all(
-        f"fleetx/layout/{old.teller.pair}/{old.index}/{len(face.parameter_ids())}",
+        f"fleetx/layout/{old.report_builder.pair}/{old.index}/{len(face.parameter_ids())}",
         missing="added or unfroze no parameters before this update, as this rank did, nor replaced any. "
         "Do it on every rank at the same place.",
     )
     _refuse_fixed_layout(face)
     state = {"counters": counters(old), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
-    common, number, known = common_buffers(old), old.teller.pair, old.param_ids
+    common, number, known = common_buffers(old), old.report_builder.pair, old.param_ids
     if not old.buckets.touched() and not old.bare.was_reached:
         old.buckets.release()  # the last update's gradients; those of a backward that is just over stay
     give_up(model, face)
@@ -275,7 +275,7 @@ def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedS
     here = world.current()
     new_params = [p for bucket in new.buckets for p in bucket.params if id(p) not in known]
     broadcast_tensors([p.data for p in new_params], here.comm)
-    new.teller.pair = number
+    new.report_builder.pair = number
     load_counters(new, state["counters"])
     new.stages.backward.load_state_dict(state["backward"])
     new.meter.load_state_dict(state["noise"], here.device)

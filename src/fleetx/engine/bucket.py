@@ -1,6 +1,6 @@
 """One flat buffer that the gradients of some parameters live in, and the hooks by which they get there.
 
-A gradient comes in one of three ways, told apart by where `param.grad` points when its hook runs:
+A gradient comes in one of three ways, distinguished by where `param.grad` points when its hook runs:
     in place    autograd added it to the view (CPU, small): nothing is left to do
     on its own  autograd made a tensor of its own (GPU, or large): it is moved into the view, and `param.grad` becomes the view
     unexpected  the first gradient of a bare `loss.backward()`, which then becomes a backward of ours (bare_backward.py); or one
@@ -31,7 +31,7 @@ Hook = Callable[[Tensor], None]
 
 
 class Owner(Protocol):
-    """Who is told of a complete bucket."""
+    """Receives complete buckets."""
 
     def on_complete(self, bucket: Bucket) -> None: ...
     def on_unexpected(self, bucket: Bucket, i: int) -> bool:
@@ -75,7 +75,7 @@ class Bucket:
         pieces = self.flat.split([p.numel() for p in self.params])
         self.views = [view_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
         self.whole = whole
-        """`param.grad` is of the whole window when backward ends, whoever wrote it: DDP has reduced in place, or in a buffer."""
+        """`param.grad` is of the whole window when backward ends, whether DDP reduced it in place or in a buffer of its own."""
         self._renewed = False
         """`whole`: a gradient came that was not added to what the window has."""
         self._shown: list[Tensor | None] = list(self.views)
@@ -230,7 +230,7 @@ class Bucket:
             param.grad = None
 
     def show_window(self) -> None:
-        """`whole`: what is to come is added to the window's sums, also where somebody has zeroed gradients in between."""
+        """`whole`: what is to come is added to the window's sums, also where the user has zeroed gradients in between."""
         for param, view, filled in zip(self.params, self.views, self.filled, strict=True):
             if filled and param.grad is None:
                 param.grad = view
@@ -332,7 +332,7 @@ class Bucket:
         return next(reversed(hooks), key) == key
 
     def add_hooks(self, owner: Callable[[], Owner | None]) -> list[RemovableHandle]:
-        """A hook on each parameter; they can rest without being registered anew, which costs ten times as much."""
+        """A hook on each parameter; they can rest without being registered again, which costs ten times as much."""
         handles = []
         for i, param in enumerate(self.params):
             hook = _make_hook(owner, self, i)

@@ -285,7 +285,7 @@ class Buckets:
         return self._alarms._replace(missing=len(self.missing()))
 
     def alarm_sums(self) -> Tensor | None:
-        """The alarms after `close`, summed over ranks; None where there is nobody to sum with."""
+        """The alarms after `close`, summed over ranks; None where there is no other rank to sum with."""
         return None if self.tail is None or self.alone else self._tail_tensor[:ALARMS]
 
     def use_counts(self) -> list[float]:

@@ -15,7 +15,7 @@ from ..dist.comm import Comm
 from ..errors import ConfigError, StrategyConflict
 from .buckets import Buckets
 from .checks.checks import AlarmReader, Checks
-from .checks.deferred import Unheard
+from .checks.deferred import DeferredErrors
 from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
 from .checks.half_sent import HalfSent
@@ -125,7 +125,7 @@ def compile_strategy(
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
         alarms=AlarmReader(buckets),
-        unheard=Unheard(),
+        deferred_errors=DeferredErrors(),
         half_sent=HalfSent(comm),
         comm=comm,
     )

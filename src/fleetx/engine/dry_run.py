@@ -1,7 +1,7 @@
 """Steps that leave no trace: they are measured, then weights, buffers, optimizer, stages and random numbers are put back.
 
-A rehearsed forward and backward talk to no other rank, so one that runs out of memory leaves nobody waiting: `everywhere` then
-tells all ranks, before the next collective. A rehearsed update does talk; no recompute would make room for it.
+A rehearsed forward and backward send nothing, so a rank that runs out of memory leaves no other one waiting: `everywhere`
+raises on all ranks then, before the next collective. A rehearsed update does talk; no recompute would make room for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NoHostMemory(ConfigError):
 
 
 class UpdateOutOfMemory(ConfigError):
-    """This rank had not enough memory in the middle of an update; the others are still in it, and nobody can go on."""
+    """This rank had not enough memory in the middle of an update; the others are still in it, and no rank can go on."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -165,7 +165,7 @@ class Rehearsal:
         return run_on_all(self.comm, lambda: with_own_out_of_memory(work), report=_report, fails=self._verdict)
 
     def _verdict(self, failures: Failures) -> Exception:
-        """By what the first of them says: somebody may go on after one kind of error, and then all ranks must."""
+        """Choose by what the first of them says: a caller may go on after one kind of error, and then all ranks must."""
         rank, said = failures.first
         if said["kind"] != "other":
             dry_steps.drop_gradients(self.optimizer.pipeline)  # also where it went well

@@ -285,7 +285,7 @@ class FleetOptimizer(Optimizer):
         return described or f"{type(self.update).__name__} treats the parameters of a group alike, as its groups say."
 
     def forget_norms(self) -> None:
-        """For LARS with carry_norms, after somebody has written parameters through `.data`, which nobody can see."""
+        """Measure LARS's norms again (carry_norms), after a write to parameters through `.data`, which leaves no trace."""
         if not isinstance(self.update, Update):
             raise ConfigError(f"{type(self.update).__name__} keeps no norms from the last update. Leave forget_norms() out.")
         self.update.forget_norms()

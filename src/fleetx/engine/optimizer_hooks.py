@@ -27,7 +27,7 @@ def refuse_before_step(optimizer: Optimizer, refuse: Callable[..., None]) -> Non
 
 
 def may_change_gradients(hooks: Mapping[int, Any]) -> bool:
-    """Whether somebody else's are among them."""
+    """Return whether hooks of others are among them."""
     return any(not hasattr(hook, MARK) for hook in hooks.values())
 
 

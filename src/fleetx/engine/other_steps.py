@@ -1,7 +1,8 @@
-"""Steps of an optimizer that was not given to fleet.distribute: one made for a second phase, or anew for each epoch.
+"""Steps of an optimizer that was not given to fleet.distribute: one made for a second phase, or a new one for each epoch.
 
-The pair reduces the gradients, whoever applies them. Torch calls `_before_step` before every step of every optimizer; where
-parameters of a pair are among those to be stepped, the pair is told, and refuses what would leave a part of its strategy out.
+The pair reduces the gradients, whichever optimizer applies them. Torch calls `_before_step` before every step of every
+optimizer; where parameters of a pair are among those to be stepped, the pair refuses what would leave a part of its strategy
+out.
 """
 
 from __future__ import annotations

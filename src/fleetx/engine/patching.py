@@ -20,7 +20,7 @@ _who: ContextVar[frozenset[int]] = ContextVar("who", default=frozenset())
 
 
 def inside() -> frozenset[int]:
-    """Ids. Whoever runs a part of a forward later, or in another thread, takes them there."""
+    """Return the ids of these patches. Code that runs a part of a forward later, or in another thread, takes them along."""
     return _who.get()
 
 

@@ -34,7 +34,7 @@ _pairs: list[Pair] = []
 
 def enlist(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy) -> None:
     inner = face.update
-    number = face.pipeline.teller.pair = len(_pairs) + 1
+    number = face.pipeline.report_builder.pair = len(_pairs) + 1
     count, name, is_wrapped = sum(p.numel() for p in model.parameters()), type(bare(model)).__name__, bare(model) is not model
     pair = Pair(number, weakref.ref(model), type(inner).__name__, name, count, strategy.copy(), is_wrapped)
     _pairs.append(pair)

@@ -129,12 +129,12 @@ def dense_bytes(buckets: Buckets, comm: Comm) -> int:
 
 
 @final
-class Teller:
+class ReportBuilder:
     def __init__(self, stages: Stages, buckets: Buckets, comm: Comm) -> None:
         self._stages, self._comm = stages, comm
         self.pair = 0
         """Among the pairs of this process, from 1 (running.py)."""
-        self._told_bytes = comm.bytes_sent
+        self._reported_bytes = comm.bytes_sent
         self._dense_bytes = dense_bytes(buckets, comm)
 
     def report(
@@ -150,7 +150,7 @@ class Teller:
         noise: Tensor | None,
     ) -> Report:
         """`loss_scale`: the one that this update was made with; None for the present one."""
-        sent, self._told_bytes = self._comm.bytes_sent - self._told_bytes, self._comm.bytes_sent
+        sent, self._reported_bytes = self._comm.bytes_sent - self._reported_bytes, self._comm.bytes_sent
         stages, average = self._stages, self._stages.average
         ratios = getattr(stages.update, "trust_ratios", None)
         return Report(

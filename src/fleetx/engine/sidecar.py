@@ -122,7 +122,7 @@ class Tail:
             if name in written:
                 self._unequal.note(name, is_unequal(now, last, new.view(now.shape), self.size))
 
-    def heed(self, alarms: Alarms, comm: Comm) -> None:
+    def read_alarms(self, alarms: Alarms, comm: Comm) -> None:
         """Every rank has the same sums, and does the same."""
         unequal = self.tables.make_equal(comm) if alarms.changed_tables > 0 else set()
         unequal |= self._unequal.gather(comm) if alarms.unequal_buffers > 0 else set()

@@ -60,11 +60,11 @@ class Risk(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update. Nobody counts for themselves: the index is handed in, from 1, the same on every rank."""
+    """One update. No stage counts by itself: the index is passed in, from 1, the same on every rank."""
 
     index: int
     lr: float | Tensor | None
-    """As the first group has it: a number, a tensor (reading it may wait for the device), or None where there is none."""
+    """Learning rate of the first group: a number, a tensor (reading it may wait for the device), or None where there is none."""
     share: float = 1.0
     """What this rank's gradient counts for in the mean."""
     bad_losses: float | Tensor = 0.0
@@ -145,7 +145,7 @@ class Reduce(Protocol):
         """Of parameters that some rank used: those that have a gradient now, in the order of buckets. None: all have."""
 
     def kept(self) -> Kept | None:
-        """What the report of the update just reduced can tell; None where all is sent."""
+        """What the report of the update just reduced shows of it; None where all is sent."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def check_state_dict(self, state: Mapping[str, Any], index: int) -> None: ...
@@ -161,7 +161,7 @@ class Clip(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a rank has to tell the others, of the update just over and of those before that nobody has heard of."""
+    """What a rank reports to the others at an averaging: of the update just over, and of earlier ones not reported yet."""
 
     loss: Tensor | None = None
     weight: float | None = None
@@ -183,7 +183,7 @@ class Average(Protocol):
     """Whether the last round has left the same weights on all of its ranks."""
     waits: dict[int, float] | None
 
-    def attach(self, *, update: Optimizer, heed: Callable[[list[Any]], None]) -> None: ...
+    def attach(self, *, update: Optimizer, on_round: Callable[[list[Any]], None]) -> None: ...
     def __call__(self, step: Step, news: News) -> bool:
         """After every update, made or skipped, on every rank. Whether a round among all ranks was settled."""
 

@@ -31,7 +31,7 @@ from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
 from .rank_status import Row
-from .report import Report, Teller, mean_loss
+from .report import Report, ReportBuilder, mean_loss
 from .slots import News, Stages, Step
 from .window import Weighing, Window, require_loss
 
@@ -82,9 +82,9 @@ class Pipeline:
         that no optimizer holds are of one rank."""
         self.compares_ranks = True
         """Not in an update that is measured and undone."""
-        self.teller = Teller(stages, buckets, comm)
+        self.report_builder = ReportBuilder(stages, buckets, comm)
         if stages.average is not None:
-            stages.average.attach(update=stages.update, heed=self._heed_round)
+            stages.average.attach(update=stages.update, on_round=self._read_round)
         pairs.enlist(self)
         stop_signal.travels_with_updates()
 
@@ -315,7 +315,7 @@ class Pipeline:
         """Wait for what a backward that failed has sent; the next one may have to be refused."""
         sent = self.buckets.abandon()
         if sent:
-            self.checks.half_sent.note(self.teller.pair, place=self.checks.place, sent=sent, total=len(self.buckets))
+            self.checks.half_sent.note(self.report_builder.pair, place=self.checks.place, sent=sent, total=len(self.buckets))
 
     def _take_local_gradients(self) -> None:
         """Reduce what is this rank's own, without overlap: left by fleet.no_sync(), or put in place by the user."""
@@ -419,7 +419,7 @@ class Pipeline:
         self.stages.backward.settle(finite=finite)
         try:
             averaged = self._average(self._news())
-        except BaseException:  # the update is made: whoever catches this and goes on must not make it twice
+        except BaseException:  # the update is made: a caller that catches this and goes on must not make it twice
             self.window = Window()
             self.buckets.finish_window(recycle=recycle)
             raise
@@ -454,18 +454,18 @@ class Pipeline:
         return True
 
     def _news(self) -> News:
-        window, unheard, stage = self.window, self.checks.unheard, self.stages.average
+        window, deferred_errors, stage = self.window, self.checks.deferred_errors, self.stages.average
         return News(
             loss=mean_loss(window.losses, window.weights) if stage is not None and stage.needs_loss else None,
             weight=math.fsum(window.weights) if window.weights else None,
             scale=self.stages.backward.scale(),
             stops=int(stop_signal.is_requested()),
-            failed_at=unheard.failed_at,
-            missing=len(unheard.missing),
+            failed_at=deferred_errors.failed_at,
+            missing=len(deferred_errors.missing),
         )
 
-    def _heed_round(self, rows: list[Row]) -> None:
-        self.checks.heed_round(rows)
+    def _read_round(self, rows: list[Row]) -> None:
+        self.checks.read_round(rows)
         self.stages.backward.adopt_scale(min(row.scale for row in rows))
 
     @property
@@ -517,7 +517,7 @@ class Pipeline:
         return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"), share=share, bad_losses=bad_losses)
 
     def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None, averaged: bool = False) -> Report:
-        return self.teller.report(
+        return self.report_builder.report(
             self._step(self.index if due else self.index + 1),
             self.window,
             due=due,

@@ -79,10 +79,10 @@ class Averaging:
 
     # --- what the step reads --------------------------------------------------------------------------------------
 
-    def attach(self, *, update: torch.optim.Optimizer, heed: Callable[[list[Row]], None]) -> None:
-        """Connect the engine: `update` is the optimizer that moves the parameters; `heed` acts on all ranks' rows, and may raise
-        on all of them."""
-        self._apply_rows = weakref.WeakMethod(heed)  # a cycle would keep a discarded pair alive until the next collection
+    def attach(self, *, update: torch.optim.Optimizer, on_round: Callable[[list[Row]], None]) -> None:
+        """Connect the engine: `update` is the optimizer that moves the parameters; `on_round` acts on all ranks' rows, and may
+        raise on all of them."""
+        self._apply_rows = weakref.WeakMethod(on_round)  # a cycle would keep a discarded pair alive until the next collection
         self._values.use_optimizer(update)
 
     @property

@@ -1,4 +1,4 @@
-"""What looks over a step's shoulder. Alarms travel with the gradients, are read on all ranks alike, and heeded by everybody."""
+"""Per-step checks. Flags travel with the gradients and are summed with them, so that all ranks react alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..rank_status import Row
 from ..sidecar import ALARMS, Alarms
 from ..slots import Backward
 from ..window import Window
-from .deferred import Unheard
+from .deferred import DeferredErrors
 from .desync import RankCheck
 from .first_batch import FirstLook
 from .half_sent import HalfSent
@@ -27,7 +27,7 @@ from .unused import UnusedCheck
 
 # --- Reading the alarms that travelled with the gradients: at once where that is free, else one update later ----------
 # On a CPU the sums are simply there. On a GPU reading them waits for the device, so they are copied to the host behind the
-# reduce, and read when the next window is about to be reduced: on every rank at the same place, and nobody has waited.
+# reduce, and read when the next window is about to be reduced: on every rank at the same place, and no rank has waited.
 
 
 @final
@@ -38,7 +38,7 @@ class AlarmReader:
         self._arrived: torch.cuda.Event | None = None
 
     def is_free(self) -> bool:
-        """Whether reading at once costs nothing: the sums are on the CPU, or there is nobody to sum with."""
+        """Whether reading at once costs nothing: the sums are on the CPU, or there is no other rank to sum with."""
         sums = self._buckets.alarm_sums()
         return sums is None or sums.device.type == "cpu"
 
@@ -121,7 +121,7 @@ class Checks:
     finite: NonFiniteGuard
     ranks: RankCheck
     alarms: AlarmReader
-    unheard: Unheard
+    deferred_errors: DeferredErrors
     half_sent: HalfSent
     comm: Comm
     deferred: Alarms | None = None
@@ -141,7 +141,7 @@ class Checks:
             self.alarms.forget()
         late = self.alarms.sent_before()
         if late is not None:
-            self._heed(late)
+            self._read_alarms(late)
         if self.first_look is not None:
             look, self.first_look = self.first_look, None
             look.finish(self.comm, loss=window.losses[0] if window.losses else None, weighted=bool(window.weights))
@@ -150,10 +150,10 @@ class Checks:
         """Raise what a bare backward has left open: every rank is in step(), with the same sums."""
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
-            self.unused.heed(deferred)
+            self.unused.read_alarms(deferred)
         if self.deferred_alone:
             self.deferred_alone = False
-            self.unheard.note_missing(self.unused.missing)
+            self.deferred_errors.note_missing(self.unused.missing)
 
     def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
         bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses()
@@ -174,7 +174,7 @@ class Checks:
         if norm is not None or self.alarms.is_free() or first or self.ranks.tables_change:
             alarms, value = self.alarms.read(norm)
             finite = value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
-            self._heed(alarms, defer=defer)
+            self._read_alarms(alarms, defer=defer)
         else:
             self.alarms.send()
             self.ranks.hears_later()
@@ -187,13 +187,13 @@ class Checks:
             if defer:
                 self.deferred_alone = True
             else:
-                self.unheard.note_missing(self.unused.missing)
+                self.deferred_errors.note_missing(self.unused.missing)
         return value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
 
-    def heed_round(self, rows: Sequence[Row]) -> None:
-        """The ranks have met: everybody knows what each had to tell, and does the same."""
+    def read_round(self, rows: Sequence[Row]) -> None:
+        """Act on what all ranks reported at an averaging; every rank does the same."""
         stop_signal.set_agreed(agreed=any(row.stops for row in rows))
-        self.unheard.heed(rows, self.comm)
+        self.deferred_errors.read_rows(rows, self.comm)
 
     def after_round(self, index: int, *, equal: bool) -> None:
         """Weights and buffers are an average. `equal`: the same on all ranks."""
@@ -206,7 +206,7 @@ class Checks:
         if not alone:
             self.finite.refuse(step, losses)
         told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
-        self.unheard.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
+        self.deferred_errors.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
 
     def agree_on_edited(self, norm: float, step: int, *, alone: bool, backward: Backward) -> bool:
         """Whether gradients that were not finite may be applied after all: the user has changed them, and this is their norm.
@@ -233,17 +233,17 @@ class Checks:
         """A checkpoint was loaded: what is under way is of the weights before."""
         self.alarms.forget()
         self.ranks.forget()
-        self.unheard.forget()
+        self.deferred_errors.forget()
 
-    def _heed(self, alarms: Alarms, *, defer: bool = False) -> None:
+    def _read_alarms(self, alarms: Alarms, *, defer: bool = False) -> None:
         """Every rank has the same sums, and does the same."""
         self._require_one_place(alarms)
         stop_signal.set_agreed(agreed=bool(alarms.stops > 0))
         if defer:
             self.deferred = alarms
         else:
-            self.unused.heed(alarms)
-        self.ranks.heed(alarms)
+            self.unused.read_alarms(alarms)
+        self.ranks.read_alarms(alarms)
         self.ranks.exchange()
 
     def _require_one_place(self, alarms: Alarms) -> None:

@@ -17,7 +17,7 @@ from .unused import missing_gradients_message
 
 @final
 @dataclass(slots=True)
-class Unheard:
+class DeferredErrors:
     failed_at: int = 0
     """The first update that was not made, though the strategy says stop; 0: none."""
     why: str = ""
@@ -34,13 +34,13 @@ class Unheard:
     def forget(self) -> None:
         self.failed_at, self.why, self.missing = 0, "", []
 
-    def heed(self, rows: Sequence[Row], comm: Comm) -> None:
+    def read_rows(self, rows: Sequence[Row], comm: Comm) -> None:
         """Every rank is here with the same rows, and so all of them gather, or none does.
 
         A checkpoint holds nothing of this: the run that saved it has heard, or was ended otherwise."""
         missing, why = self.missing, self.why
         if rows[comm.rank].missing or rows[comm.rank].failed_at:
-            self.forget()  # everybody knows of it now; what happened after the rows were sent is told in the next round
+            self.forget()  # every rank knows of it now; what happened after the rows were sent is reported in the next round
         if any(row.missing for row in rows):
             raise ConfigError(missing_gradients_message(comm.gather_json(missing)))
         if any(row.failed_at for row in rows):

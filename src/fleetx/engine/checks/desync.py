@@ -49,12 +49,12 @@ class RankCheck:
         """How many looks are due up to this update: early ones, since what drives ranks apart mostly does so from the start."""
         return sum(index >= early for early in EARLY_LOOKS) + index // self._every
 
-    def heed(self, alarms: Alarms) -> None:
+    def read_alarms(self, alarms: Alarms) -> None:
         """Every rank has the same sums, and does the same."""
         if self._tail is not None:
             self._tables_are_settled = True
             self.tables_change = self.tables_change or bool(alarms.changed_tables > 0)
-            self._tail.heed(alarms, self._comm)
+            self._tail.read_alarms(alarms, self._comm)
 
     def hears_later(self) -> None:
         """The alarms of this update are read with the next one."""
@@ -126,7 +126,7 @@ class RankCheck:
         if extremes.device.type == "cpu":
             self._pending = (after, extremes, None)
             return self._finish()
-        # Read one update later: by then it has long arrived, and nobody has waited for the device.
+        # Read one update later: by then it has long arrived, and the host has not waited for the device.
         host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
         host.copy_(extremes, non_blocking=True)
         arrived = torch.cuda.Event()

@@ -43,7 +43,7 @@ class UnusedCheck:
         self.missing = self.buckets.missing()
         return None
 
-    def heed(self, alarms: Alarms) -> None:
+    def read_alarms(self, alarms: Alarms) -> None:
         """The alarms of the window that was reduced last are known now, on every rank."""
         if not self.allowed and float(alarms.missing) > 0:
             raise ConfigError(missing_gradients_message(self.comm.gather_json(self.missing), hint=self.hint()))
