@@ -1,4 +1,4 @@
-"""Put an optimizer of ours in the place of the user's: the same group dicts, state and hooks, so that scripts stay as they are."""
+"""Put our optimizer in the place of the user's: the same group dicts, state and hooks, so that scripts stay as they are."""
 
 from __future__ import annotations
 
