@@ -50,7 +50,8 @@ def test_every_bench_of_the_page_of_benchmarks_can_be_asked_for_help(tmp_path: P
     def asked(script: str) -> Ended:
         folder = tmp_path / script
         folder.mkdir()
-        (folder / "bench").symlink_to(ROOT / "bench")
+        for name in ("bench", "tests"):
+            (folder / name).symlink_to(ROOT / name)
         return runner.forker.run(script, "--help", folder=folder, limit_seconds=PAGE_LIMIT_SECONDS)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:

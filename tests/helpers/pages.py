@@ -299,7 +299,7 @@ def _furnish(folder: Path) -> None:
     for name in ("train.py", "package/train.py"):
         if not (folder / name).exists():
             (folder / name).write_text(TRAIN)
-    for name in ("examples", "bench"):
+    for name in ("examples", "bench", "tests"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(Path(sys.prefix))
 
