@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -96,9 +97,10 @@ def test_an_update_with_it_is_predicted_here_and_over_other_links() -> None:
 
 @pytest.mark.usefixtures("_added")
 def test_one_sentence_says_why_it_was_not_taken_with_its_own_note_at_the_end() -> None:
-    def sentence(risk: str) -> str:
+    def sentence(risk: str, ranks: int = 2) -> str:
         known: dict[str, Any] = {"memory": None, "asked_batch": False, "rules": {}, "ran": {}}
-        return rejected(measured(), predicted(Reducer()), risk=risk, **known)[NAME]
+        here = replace(measured(), link=replace(measured().link, ranks=ranks))
+        return rejected(here, predicted(Reducer()), risk=risk, **known)[NAME]
 
     assert sentence("schedule") == (
         "saves 295.0 ms of wire, costs 0.0 ms of work; an update takes 117.0 ms with it, and 412.0 ms as chosen. "
@@ -106,6 +108,8 @@ def test_one_sentence_says_why_it_was_not_taken_with_its_own_note_at_the_end() -
     )
     assert sentence("lossy").startswith("would send 1.00 MB in place of 4.00 an update, in 100.0 ms in place of 400.0 ms")
     assert 'its risk is "schedule", and auto_configs["risk"] is "lossy".' in sentence("lossy")
+    many = "was not tried: it offers no settings for 200 ranks of this kind and this model."
+    assert sentence("schedule", ranks=200) == many
 
 
 @pytest.mark.usefixtures("_added")

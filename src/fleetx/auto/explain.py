@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config.text import binary
-from ..engine.slots import Risk, Slot
+from ..engine.slots import PlanContext, Risk, Slot
 from ..strategies import catalogue
 from . import candidate as candidates
 from .candidate import DENSE, SHORT, Candidate, allows
@@ -64,9 +64,12 @@ def _reducers(measured: Measured, chosen: Forecast, *, risk: str, ran: Mapping[C
         if chosen.candidate.reducer.kind != kind:
             found[kind] = fixed.refusal(kind) or _reducer(measured, chosen, reducer, risk=risk, ran=ran)
     for part in candidates.parts_in_order():
-        is_untried = part.name not in offers and Slot.REDUCE in part().claims()
-        if is_untried and part.planning_note and part.name not in fixed.names:
-            found[part.name] = fixed.refusal(part.name) or part.planning_note
+        if part.name in offers or part.name in fixed.names or Slot.REDUCE not in part().claims():
+            continue
+        elsewhere = f"was not tried: it offers no settings for {measured.ranks} ranks of this kind and this model."
+        why = elsewhere if part.candidates(PlanContext(ranks=2)) else part.planning_note
+        if why:
+            found[part.name] = fixed.refusal(part.name) or why
     return found
 
 

@@ -17,9 +17,9 @@ from . import dry_steps
 from .grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
 from .keep_alive import KeptPairs
 from .optimizer_hooks import refuse_before_step, route
+from .own_optimizer import Update
 from .report import Report
 from .step import Pipeline
-from .update import Update
 
 if TYPE_CHECKING:
     from ..auto.plan import Plan

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..config.text import listed
 from ..errors import CheckpointError
-from .update import Update, load_in_place
+from .own_optimizer import Update, load_in_place
 
 CLASS, FLAGS = "class", "flags"
 SHAPED_AS_THE_PARAMETER = frozenset(

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from ..dist.agree import ranks_where
 from ..errors import ConfigError
 from .optimizer_hooks import refuse_before_step
+from .own_optimizer import Update
 from .placement import plain_name
 from .slots import Part, Site
-from .update import Update
 
 HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 STATE_OF = "_fleetx_state_of"

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ..dist.comm import Comm, sharding_of
 from ..errors import ConfigError, warn_user
+from .own_optimizer import load_in_place
 from .pairs import owner_of
 from .plain_copy import keep_copies_plain, left_out
-from .update import load_in_place
 
 OUTSIDE = "(outside the model"
 """How the name of a trained parameter begins that no module has."""

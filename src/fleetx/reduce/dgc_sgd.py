@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..engine.update import Update, load_in_place
+from ..engine.own_optimizer import Update, load_in_place
 
 _sgd_step = torch.optim.SGD.step.__wrapped__  # type: ignore[attr-defined]
 """SGD's step without its hooks, which torch runs around the step below."""
