@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import tempfile
 import traceback
 import warnings
@@ -50,6 +51,7 @@ def _one_job(fn: Callable[..., Any], rank: int, size: int, rendezvous: str, args
 
     os.environ.update(env)
     torch.manual_seed(1234)
+    excepthook = sys.excepthook  # torch wraps it in each group that is made: hundreds of wrappers deep it would recurse too far
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
@@ -58,6 +60,7 @@ def _one_job(fn: Callable[..., Any], rank: int, size: int, rendezvous: str, args
             return fn(rank, *args)
         finally:
             world.close_world()
+            sys.excepthook = excepthook
             for name in env:
                 os.environ.pop(name, None)
 
