@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def reducers() -> dict[str, dict[str, Any]]:
     """A strategy, as in JSON, for each available part that decides how gradients travel, and for none of them."""
-    names = [name for name, part in catalogue().items() if part.available and Slot.REDUCE in part().claims()]
+    names = [name for name, part in catalogue().items() if Slot.REDUCE in part().claims()]
     chosen = {name: {name: True, **({f"{name}_configs": CONFIGS[name]} if name in CONFIGS else {})} for name in names}
     return {"dense": {}, **chosen}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
+from fleetx.config.text import binary
 from fleetx.errors import ConfigError, FleetWarning
 from tests.helpers.budget_runs import AMP, own_peak
 from tests.helpers.parking_runs import EarlyMover, LateMover, use_mover
@@ -148,7 +149,7 @@ def test_host_memory_is_used_only_where_it_is_needed_and_the_sentence_tells_of_i
     _, optimizer = distribute(Row(), low)
     plan = optimizer.memory_plan
     assert plan.host_bytes == len(plan.parked) * INPUT
-    assert f"{len(plan.parked)} of them with inputs in host memory ({plan.host_bytes / 1e3:.2f} kB)" in str(plan)
+    assert f"{len(plan.parked)} of them with inputs in host memory ({binary(plan.host_bytes)})" in str(plan)
     assert {moment.unit for moment in plan.moments if moment.parks} == set(plan.parked)
 
 

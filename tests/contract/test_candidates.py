@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from torch import nn
 
 from fleetx import fleet
@@ -18,6 +17,7 @@ from fleetx.engine.build import check_parts
 from fleetx.engine.slots import PlanContext, Slot
 from fleetx.strategies import catalogue
 from fleetx.strategy import DistributedStrategy
+from tests.helpers.harness import run_ranks
 
 PARTS = catalogue()
 REDUCERS = [name for name, part in PARTS.items() if Slot.REDUCE in part().claims()]

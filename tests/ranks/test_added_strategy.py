@@ -14,9 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from auto_runs import batch, net, planned, sgd, short_measuring, strategies_tried
-from documents import ROOT, read_blocks
-from harness import run_ranks
 
 from fleetx import fleet, strategies
 from fleetx.auto import candidate
@@ -29,6 +26,9 @@ from fleetx.auto.what_if import Question, curves, what_if
 from fleetx.dist.wire_cost import Link, dense
 from fleetx.engine.slots import PlanContext
 from fleetx.strategies import catalogue
+from tests.helpers.auto_runs import batch, net, planned, sgd, short_measuring, strategies_tried
+from tests.helpers.documents import ROOT, read_blocks
+from tests.helpers.harness import run_ranks
 
 NAME = "sign_vote"
 

@@ -7,12 +7,12 @@ import weakref
 from typing import Any
 
 import pytest
-from harness import raised, run_ranks
 
 from fleetx.dist import world
 from fleetx.dist.agree import Failures, ranks_where, run_and_share, run_on_all, run_on_first
 from fleetx.dist.comm import SoloComm
 from fleetx.errors import ConfigError, DataError
+from tests.helpers.harness import raised, run_ranks
 
 
 def _config_error(failures: Failures) -> ConfigError:

@@ -6,13 +6,13 @@ import contextlib
 
 import pytest
 import torch
-from harness import raised, run_ranks
-from models import batch, flat_state, mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from fleetx import fleet
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, flat_state, mlp
 
 STEPS = 3
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import raised, run_ranks
-from models import batch, flat_state, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.engine.checks import half_sent
+from tests.helpers.harness import raised, run_ranks
+from tests.helpers.models import batch, flat_state, mlp
 
 WIDTH = 64
 

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from harness import run_ranks
 from torch import nn
 
 from fleetx import fleet
+from tests.helpers.harness import run_ranks
 
 
 def _warnings(rank: int, syncs: bool) -> list[str]:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import run_ranks
 from torch import nn
 
 from fleetx import __version__, fleet
 from fleetx.config import log
 from fleetx.errors import ConfigError
+from tests.helpers.harness import run_ranks
 
 RUN = f"fleetx {__version__}: 1 worker, cpu"
 CHANGED = "strategy: bf16_allreduce, gradient_merge (k_steps=4); on_nan_inf='skip'"
