@@ -23,10 +23,10 @@ from fleetx.auto.cost import Reducer
 from fleetx.engine.bind import give_up, rehearsal_of
 from fleetx.engine.dry_run import Rehearsal
 from fleetx.errors import FleetWarning
+from fleetx.recompute.budget_solver import least_peak
 from fleetx.recompute.memory_probe import memory_probe_for
 from fleetx.recompute.planner import Planner
 from fleetx.recompute.profile import peak_bytes
-from fleetx.recompute.solve import least_peak
 
 PRECISIONS = ("float32", "bfloat16")
 MERGES = (1, 4)

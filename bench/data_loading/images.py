@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fleetx.data.draws import uniforms
 from fleetx.data.images.augment import CROP_DRAWS, normalisation
 from fleetx.data.images.decode import open_image
 from fleetx.data.images.from_paths import image_list_source
 from fleetx.data.images.list_source import ImageListSource, training_view
 from fleetx.data.loader import Loader
+from fleetx.data.stateless_random import uniforms
 
 Block = Callable[[], float]
 """One pass; the seconds it took."""

@@ -48,7 +48,7 @@ AREAS = {
         (
             *(
                 f"engine/{name}.py"
-                for name in ("step", "window", "bucket", "buckets", "sidecar", "norms", "grad_scaler", "dense")
+                for name in ("step", "window", "bucket", "buckets", "sidecar", "norms", "user_grad_scaler", "dense_reduce")
             ),
             *(f"engine/{name}.py" for name in ("checks/nonfinite", "checks/desync", "checks/checks", "bare_backward", "pairs")),
         ),

@@ -25,7 +25,7 @@ from .config.kinds import integer
 from .config.kinds import size as size_in_bytes
 from .data.sampler import FleetSampler
 from .dist import heartbeat, stop_signal, util, world
-from .engine import current_autocast, pairs, registry
+from .engine import current_autocast, model_pairs, registry
 from .engine.bind import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
 from .engine.build import check_parts, require_plain_optimizer
 from .engine.ddp import bare, refuse_steps_of_a_sample
@@ -219,7 +219,7 @@ def no_sync() -> AbstractContextManager[None]:
     """Leave the gradients of a bare `loss.backward()` local, as DDP's own no_sync; the next one outside reduces all of them.
 
     With optimizer.backward(loss) and minimize(loss), write strategy.gradient_merge instead."""
-    return pairs.no_sync()
+    return model_pairs.no_sync()
 
 
 def distribute(
@@ -286,7 +286,7 @@ def find_batch(
 def distributed_model(model: M) -> M:
     """Fleet's two-call spelling, together with `distributed_optimizer`, in either order."""
     require_module(model)
-    if any(pairs.owner_of(p) is not None for p in model.parameters()):
+    if any(model_pairs.owner_of(p) is not None for p in model.parameters()):
         return model  # distributed already, by fleet.distribute or as a part of another model
     mine = {id(p) for p in model.parameters()}
     for reference in list(_optimizers_waiting):
@@ -346,9 +346,9 @@ def _end_earlier_pair(model: nn.Module, face: FleetOptimizer, strategy: Distribu
     require_module(model)
     check_parts(strategy.parts(), by_ddp=bare(model) is not model)
     params = list(named_trainable(bare(model), face.given).values())
-    had_one = any(pairs.owner_of(param) is not None for param in params)
-    pairs.end_owners(params, PAIR_HAS_ENDED)
-    pairs.drop_discarded()
+    had_one = any(model_pairs.owner_of(param) is not None for param in params)
+    model_pairs.end_owners(params, PAIR_HAS_ENDED)
+    model_pairs.drop_discarded()
     return had_one
 
 
@@ -383,7 +383,7 @@ def _planned(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, auto: Auto, sample: Any, loss_fn: LossFn | None
 ) -> tuple[DistributedStrategy, Any]:
     """The strategy that `auto` chooses, by steps that leave no trace, and a batch for it; worker 0 shows why."""
-    from .auto.fixed import Fixed
+    from .auto.fixed_parts import Fixed
     from .auto.search import chosen_plan
     from .auto.subject import Subject
 

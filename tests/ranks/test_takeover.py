@@ -17,7 +17,7 @@ from fleetx import fleet
 from fleetx.engine.optimizer_hooks import may_change_gradients
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.optim import Lamb, Lars
-from fleetx.optim.inner_decay import exclusion_words
+from fleetx.optim.refuse_decay import exclusion_words
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.models import batch, cnn, flat_state
 

@@ -12,7 +12,7 @@ import torch
 from fleetx.auto.candidate import DENSE, Candidate, every, offered
 from fleetx.auto.cost import Gradients, Reducer, Rung, wire
 from fleetx.auto.explain import rejected
-from fleetx.auto.fixed import NOTHING, Fixed
+from fleetx.auto.fixed_parts import NOTHING, Fixed
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast
 from fleetx.auto.plan import Plan, Row, differences, from_json, to_json

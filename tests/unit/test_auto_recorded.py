@@ -18,7 +18,7 @@ from torch import nn
 from fleetx.auto.candidate import DENSE, Candidate, every, offered
 from fleetx.auto.cost import Reducer, Rung, wire
 from fleetx.auto.explain import rejected
-from fleetx.auto.fixed import Fixed
+from fleetx.auto.fixed_parts import Fixed
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast
 from fleetx.auto.run_measurements import gradients_of

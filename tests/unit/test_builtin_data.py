@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fleetx.data.draws import uniforms
 from fleetx.data.images.builtin import FASHION_MNIST, ArrayImages, builtin_images, crops, digits, fashion_mnist, read_idx, resized
 from fleetx.data.loader import Loader
+from fleetx.data.stateless_random import uniforms
 from fleetx.errors import ConfigError, DataError
 
 RANDOM = np.random.default_rng(0).integers(0, 256, (6, 5, 5, 3), dtype=np.uint8)

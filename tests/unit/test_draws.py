@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fleetx.data.draws import random_words, uniforms
+from fleetx.data.stateless_random import random_words, uniforms
 
 MASK = 2**64 - 1
 

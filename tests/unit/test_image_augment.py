@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from fleetx.data.draws import uniforms
 from fleetx.data.images.augment import (
     CROP_DRAWS,
     central_box,
@@ -15,6 +14,7 @@ from fleetx.data.images.augment import (
     shift_into,
     whole_below,
 )
+from fleetx.data.stateless_random import uniforms
 
 HALF = [0.5] * CROP_DRAWS
 

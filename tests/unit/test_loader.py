@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fleetx import fleet
-from fleetx.data.draws import uniforms
 from fleetx.data.loader import Loader
 from fleetx.data.sampler import FleetSampler
+from fleetx.data.stateless_random import uniforms
 from fleetx.errors import ConfigError, DataError, FleetWarning
 
 # torch's own advice about machines with fewer cores than workers

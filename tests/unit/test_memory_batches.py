@@ -8,8 +8,8 @@ import pytest
 
 from fleetx.errors import ConfigError
 from fleetx.recompute.batches import Growth, largest_that, merged, sizes_to_try
+from fleetx.recompute.budget_solver import cheapest
 from fleetx.recompute.profile import Element, Profile, Way, peak_bytes
-from fleetx.recompute.solve import cheapest
 
 # --- a step that grows in a straight line ---------------------------------------------------------------------------------------
 

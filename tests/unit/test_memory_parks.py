@@ -11,9 +11,9 @@ from fractions import Fraction
 import pytest
 
 from fleetx.recompute.batches import Growth
+from fleetx.recompute.budget_solver import Solution, cheapest, smallest_budget
 from fleetx.recompute.plan import moments
 from fleetx.recompute.profile import Element, Profile, Way, from_plain, host_bytes, joined, peak_bytes, to_plain
-from fleetx.recompute.solve import Solution, cheapest, smallest_budget
 from tests.helpers.limits import within
 
 STORED, AGAIN, JOINS, PARKS = range(4)

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import pytest
 
+from fleetx.recompute.budget_solver import cheapest, smallest_budget
 from fleetx.recompute.profile import Element, Profile, Way
-from fleetx.recompute.solve import cheapest, smallest_budget
 from tests.helpers.limits import within
 
 MANY = 120
@@ -259,7 +259,7 @@ def test_where_not_all_partial_plans_are_followed_the_plan_is_at_most_a_hundredt
         budget = int(least + share * (plain - least))
         best = cheapest(profile, budget)
         with monkeypatch.context() as fewer:
-            fewer.setattr("fleetx.recompute.solve.MOST_STATES", 300)
+            fewer.setattr("fleetx.recompute.budget_solver.MOST_STATES", 300)
             found = cheapest(profile, budget)
         assert best is not None and found is not None
         assert true_peak(profile, found.again) <= budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetx.dist.roles import job_port
+from fleetx.dist.launch_variables import job_port
 from fleetx.errors import ConfigError
 from fleetx.launch.nodes import Machine, NodeFlags, find_nodes, split_master, this_machine
 from fleetx.launch.topology import Nodes

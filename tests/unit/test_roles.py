@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fleetx.dist.roles import ALONE, first_host, job_port, role_from_env, role_in_group
+from fleetx.dist.launch_variables import ALONE, first_host, job_port, role_from_env, role_in_group
 from fleetx.errors import ConfigError
 
 TORCHRUN = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetx.data.draws import random_words, uniforms
+from fleetx.data.stateless_random import random_words, uniforms
 from fleetx.data.text.text_source import choose_masked, mask_counts, mask_tokens
 
 MASK_ID = 4

@@ -11,7 +11,7 @@ from ..strategies import catalogue
 from . import candidate as candidates
 from .candidate import DENSE, SHORT, Candidate, allows
 from .cost import Micro, Reducer, update_cost, wire
-from .fixed import NOTHING, Fixed
+from .fixed_parts import NOTHING, Fixed
 from .measurements import Forecast, Measured, forecast
 
 NEVER = "the rule of an update is never changed by auto."

@@ -19,7 +19,7 @@ from ..config.kinds import integer
 from ..config.text import MIB, aligned
 from ..errors import ConfigError
 from ..strategy import DistributedStrategy
-from .fixed import Fixed
+from .fixed_parts import Fixed
 from .measurements import Measured, from_plain, to_plain
 
 FORMAT = 2

@@ -20,12 +20,12 @@ from ..engine.dry_run import OutOfMemory, Rehearsal
 from ..engine.dry_steps import drop_gradients
 from ..errors import ConfigError
 from ..recompute.batches import Growth, Units, measured_growth, profile_from_smaller
+from ..recompute.budget_solver import Solution, cheapest, cheapest_that_fits, least_peak
 from ..recompute.host_memory import Mover, mover_for
 from ..recompute.memory_probe import storage_of
 from ..recompute.plan import ALLOWANCE
 from ..recompute.planner import Planner
 from ..recompute.profile import Element, Profile, peak_bytes
-from ..recompute.solve import Solution, cheapest, cheapest_that_fits, least_peak
 from ..recompute.units import chosen_units
 from .candidate import Candidate
 from .clock import clocked, typical, wait_for

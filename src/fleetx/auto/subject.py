@@ -24,7 +24,7 @@ from ..engine.optimizer import FleetOptimizer
 from ..errors import ConfigError, DataError, FleetError, FleetWarning, PeerError, first_line
 from ..recompute.batches import rows_in, rows_of
 from ..strategy import DistributedStrategy
-from .fixed import Fixed
+from .fixed_parts import Fixed
 
 
 @final

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from . import candidate as candidates
 from .candidate import DENSE, MERGES, RISKS, Candidate, allows, every
 from .cost import Reducer, wire
-from .fixed import NOTHING, Fixed
+from .fixed_parts import NOTHING, Fixed
 from .measurements import Forecast, Measured, Reduced, forecast
 from .plan import Plan
 from .search import ALIKE

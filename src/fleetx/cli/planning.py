@@ -16,7 +16,7 @@ from ..auto.measurements import Forecast, Measured
 from ..auto.plan import Plan
 from ..auto.what_if import Curve, Outlook, Question, candidate_of, curves, link_for, same_plan, what_if
 from ..config.text import MIB, aligned, binary, listed
-from ..dist.roles import role_from_env
+from ..dist.launch_variables import role_from_env
 from ..dist.wire_cost import Link
 from ..errors import ConfigError
 from ..strategy import DistributedStrategy

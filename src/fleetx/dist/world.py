@@ -16,7 +16,7 @@ from . import gloo_threads, stop_signal
 from .comm import Comm, SoloComm, TorchComm
 from ..config import log
 from ..errors import ConfigError
-from .roles import Role, role_from_env, role_in_group
+from .launch_variables import Role, role_from_env, role_in_group
 
 
 @dataclass(frozen=True, slots=True)

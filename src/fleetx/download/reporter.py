@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import log
 from ..config.text import decimal
-from ..dist.roles import role_from_env
+from ..dist.launch_variables import role_from_env
 from ..errors import ConfigError
 
 LINE_EVERY_S = 10.0

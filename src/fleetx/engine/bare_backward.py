@@ -21,7 +21,7 @@ import torch
 from ..dist import heartbeat
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_steps, pairs, reentrant
+from . import dry_steps, model_pairs, reentrant
 from .bucket import Bucket
 from .window import Window
 
@@ -56,7 +56,7 @@ class BareBackward:
     def on_gradient(self, bucket: Bucket, i: int) -> bool:
         """Handle a gradient that no backward of ours awaits. Whether its bucket counts gradients from now on."""
         pipeline = self._pipeline()
-        if pipeline is None or pairs.stays_local() or dry_steps.is_on():
+        if pipeline is None or model_pairs.stays_local() or dry_steps.is_on():
             bucket.note_local(i)
             return False
         task = reentrant.current_task()
@@ -99,13 +99,13 @@ class BareBackward:
                 "parameters were added, replaced or unfrozen between two backwards of one update. Call optimizer.step() "
                 "first, or do it before the first of them."
             )
-        # With several pairs, or gradients that come twice, nothing may start before the end: see pairs.finish_backward and
+        # With several pairs, or gradients that come twice, nothing may start before the end: see model_pairs.finish_backward and
         # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
         # collectives come in the same order either way.
-        self._armed = pairs.is_only_one() and not self._is_stale and pipeline.is_last_micro_step
-        self._counts = pairs.is_only_one() and not self._is_stale and not reentrant.was_used()
+        self._armed = model_pairs.is_only_one() and not self._is_stale and pipeline.is_last_micro_step
+        self._counts = model_pairs.is_only_one() and not self._is_stale and not reentrant.was_used()
         self._task, self._thread = task, heartbeat.write_from_here()
-        pairs.join_backward(pipeline, task)
+        model_pairs.join_backward(pipeline, task)
         try:
             if self._armed:
                 pipeline.arm(again=reopened)

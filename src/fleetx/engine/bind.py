@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..dist import world
 from ..errors import ConfigError, warn_user
-from . import grad_scaler, pairs
+from . import model_pairs, user_grad_scaler
 from .buffer_kinds import refuse_unknown_buffers
 from .build import check_parts, compile_strategy
 from .ddp import bare, refuse_unfit, wrapper_of
@@ -107,7 +107,7 @@ def bind(
     face.forward_stage = compiled.forward
     keep_with(model, face)
     watch()
-    grad_scaler.watch()
+    user_grad_scaler.watch()
     _in_forward[face.pipeline] = (weakref.ref(model), acting)
     _connect(whole, face, strategy, parts, params)
     if not is_placed:
@@ -123,7 +123,7 @@ def _refuse_unlike_forward(model: nn.Module, mine: Sequence[Part]) -> None:
     modules = set(model.modules())
     for pipeline, (held, theirs) in list(_in_forward.items()):
         other = held()
-        if pairs.is_alive(pipeline) and other is not None and theirs != mine and not modules.isdisjoint(other.modules()):
+        if model_pairs.is_alive(pipeline) and other is not None and theirs != mine and not modules.isdisjoint(other.modules()):
             names = " and ".join(
                 ", ".join(f"`{part.name}`" for part in parts) if parts else "none of them" for parts in (theirs, mine)
             )

@@ -24,7 +24,7 @@ from ..dist.comm import Comm, Pending, is_initialized
 from ..errors import ConfigError, PeerError
 from .bucket import Bucket, Hook
 from .layout import bucket_runs
-from .pairs import owner_of
+from .model_pairs import owner_of
 from .sidecar import ALARMS, NO_ALARMS, Alarms, Tail
 
 Start = Callable[[Bucket], Pending]

@@ -22,7 +22,7 @@ from .checks.half_sent import HalfSent
 from .checks.nonfinite import NonFiniteGuard
 from .checks.unused import UnusedCheck
 from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
-from .dense import DenseAllReduce
+from .dense_reduce import DenseAllReduce
 from .noise_scale import NoiseScaleMeter, require_measurable
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines

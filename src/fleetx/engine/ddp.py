@@ -24,7 +24,7 @@ from ..dist.fingerprint import fingerprint
 from ..errors import ConfigError, FleetError
 from .bucket import Bucket
 from .buckets import Buckets
-from .dense import KeepsNothing
+from .dense_reduce import KeepsNothing
 from .plain_copy import keep_copies_plain, left_out
 from .slots import Part, Slot, Step
 

@@ -19,10 +19,10 @@ from ..dist.comm import Comm
 from ..errors import ConfigError, FleetError, RecomputeError, first_line
 from . import dry_steps
 from .dry_steps import rehearsing
+from .nested_tensors import map_tensors, tensors_in
 from .optimizer import FleetOptimizer
 from .random_states import NUMPY, PYTHON, States, held_sources, torch_sources
 from .state import load_training_state, training_state
-from .trees import map_tensors, tensors_in
 
 Found = TypeVar("Found")
 

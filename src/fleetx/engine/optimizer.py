@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from . import dry_steps
-from .grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
 from .keep_alive import KeptPairs
 from .optimizer_hooks import refuse_before_step, route
 from .own_optimizer import Update
 from .report import Report
 from .step import Pipeline
+from .user_grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
 
 if TYPE_CHECKING:
     from ..auto.plan import Plan

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError
-from . import pairs
+from . import model_pairs
 from .optimizer_hooks import only_refuses
 from .placement import plain_name
 from .slots import Part, Slot
@@ -35,12 +35,12 @@ def watch() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if getattr(optimizer, "belongs_to_a_pair", False):
         return  # its own step() makes the update, or says why this pair makes none
-    reached = pairs.reached_by(optimizer)
+    reached = model_pairs.reached_by(optimizer)
     for pair in reached:
         pair.before_other_step(optimizer)
     if not reached and optimizer not in _looked_at:
         _looked_at.add(optimizer)
-        pairs.refuse_unreduced(optimizer)
+        model_pairs.refuse_unreduced(optimizer)
 
 
 _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -71,7 +71,7 @@ def refuse_unreduced(model: nn.Module | None, optimizer: Optimizer, known: set[i
     """Refuse to step parameters of this model whose gradients no pair reduces. `known`: ids of the model's pair."""
     held = (param for group in optimizer.param_groups for param in group["params"])
     others: list[Tensor] = [param for param in held if param.requires_grad and id(param) not in known]
-    unreduced = {id(param) for param in others if pairs.owner_of(param) is None}
+    unreduced = {id(param) for param in others if model_pairs.owner_of(param) is None}
     if not unreduced or model is None:
         return
     names = [plain_name(name) for name, param in model.named_parameters() if id(param) in unreduced]

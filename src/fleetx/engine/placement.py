@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..dist.comm import Comm, sharding_of
 from ..errors import ConfigError, warn_user
+from .model_pairs import owner_of
 from .own_optimizer import load_in_place
-from .pairs import owner_of
 from .plain_copy import keep_copies_plain, left_out
 
 OUTSIDE = "(outside the model"

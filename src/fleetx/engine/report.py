@@ -17,7 +17,7 @@ from .slots import Stages, Step
 from .window import Window
 
 if TYPE_CHECKING:
-    from ..optim.trust_ratios import TrustRatios
+    from ..optim.trust_ratio_report import TrustRatios
     from .slots import Kept
 
 

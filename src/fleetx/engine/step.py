@@ -21,18 +21,18 @@ from ..dist import heartbeat, stop_signal
 from ..dist.comm import Comm, Pending
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_steps, pairs, reentrant
+from . import dry_steps, model_pairs, reentrant
 from .bare_backward import BareBackward
 from .bucket import Bucket
 from .buckets import Buckets
 from .checks.checks import Checks
-from .grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
 from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
 from .rank_status import Row
 from .report import Report, ReportBuilder, mean_loss
 from .slots import News, Stages, Step
+from .user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
 from .window import Weighing, Window, require_loss
 
 
@@ -85,7 +85,7 @@ class Pipeline:
         self.report_builder = ReportBuilder(stages, buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, on_round=self._read_round)
-        pairs.enlist(self)
+        model_pairs.enlist(self)
         stop_signal.travels_with_updates()
 
     @property
@@ -117,8 +117,8 @@ class Pipeline:
                 self.arm()  # before backward in every case: its collectives must not change places with those of a part
             if not at_end:
                 self.buckets.expect(reduces=due)
-            with pairs.no_sync() if at_end else contextlib.nullcontext():
-                pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
+            with model_pairs.no_sync() if at_end else contextlib.nullcontext():
+                model_pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
             self.abandon_backward()
@@ -134,7 +134,7 @@ class Pipeline:
     def _add_to_reduced(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Add to what a bare backward has reduced already, as another one would; the loss is part of the report."""
         self.window.losses.append(loss.detach().clone())
-        pairs.run_backward(self, loss, 1.0, retain_graph=retain_graph)
+        model_pairs.run_backward(self, loss, 1.0, retain_graph=retain_graph)
 
     def step(
         self, *, recycle: bool = False, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None
@@ -174,7 +174,7 @@ class Pipeline:
         """Every rank is here, as in step(): none has seen yet whether its gradients are finite."""
         if self.stages.ddp is not None or dry_steps.is_on():
             return
-        if pairs.stays_local() and not self.is_own_optimizer(optimizer):
+        if model_pairs.stays_local() and not self.is_own_optimizer(optimizer):
             return  # its step leaves them local too (before_other_step)
         if self._has_local():
             refuse_unfit(self.stages)
@@ -249,7 +249,7 @@ class Pipeline:
 
     def before_other_step(self, optimizer: Optimizer) -> None:
         """Do what step() does before the update, which this optimizer makes. Every rank is here, as in step()."""
-        if self.is_own_step(optimizer) or pairs.stays_local() or dry_steps.is_on():
+        if self.is_own_step(optimizer) or model_pairs.stays_local() or dry_steps.is_on():
             return
         if reentrant.current_task() >= 0:
             return refuse_inside_backward(optimizer) if self.comm.size > 1 else None
@@ -531,7 +531,7 @@ class Pipeline:
     def _check_call(self, loss: Any, weight: float | None) -> None:
         require_loss(loss)
         self.refuse_inside_averaged()
-        if pairs.stays_local():
+        if model_pairs.stays_local():
             raise ConfigError(
                 "optimizer.backward(loss) or minimize(loss) inside fleet.no_sync(), which is for a bare loss.backward(). With "
                 "these calls write strategy.gradient_merge = True: it reduces once in k_steps micro-batches."
@@ -549,7 +549,7 @@ class Pipeline:
 
     def give_up(self) -> None:
         """This pair will train nothing: its parameters are free for another."""
-        pairs.dismiss(self)
+        model_pairs.dismiss(self)
         self.buckets.give_up()
         if self.stages.ddp is not None:
             self.stages.ddp.give_up()

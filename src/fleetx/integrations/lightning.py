@@ -27,8 +27,8 @@ from .. import fleet
 from ..dist import comm as c10d
 from ..dist import world
 from ..engine.bind import LossFn, give_up
+from ..engine.model_pairs import leaves
 from ..engine.optimizer import FleetOptimizer
-from ..engine.pairs import leaves
 from ..engine.placement import broadcast_from_first
 from ..engine.report import Report
 from ..errors import ConfigError

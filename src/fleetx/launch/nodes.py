@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..dist.roles import first_host, is_pmi_of_slurm, is_slurm_shell, job_port, pmi_job
+from ..dist.launch_variables import first_host, is_pmi_of_slurm, is_slurm_shell, job_port, pmi_job
 from ..errors import ConfigError
 from .topology import Nodes
 

@@ -9,7 +9,7 @@ import torch
 
 from ..dist.comm import Comm, Pending
 from ..engine.bucket import Bucket
-from ..engine.dense import DenseAllReduce, KeepsNothing
+from ..engine.dense_reduce import DenseAllReduce, KeepsNothing
 from ..engine.slots import Site, Slot, Step
 from ..errors import ConfigError
 from .engine import Averaging, Wire

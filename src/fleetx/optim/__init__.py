@@ -5,6 +5,6 @@ from __future__ import annotations
 from . import schedules
 from .lamb import Lamb
 from .lars import Lars
-from .trust_ratios import TrustRatios
+from .trust_ratio_report import TrustRatios
 
 __all__ = ["Lamb", "Lars", "TrustRatios", "schedules"]

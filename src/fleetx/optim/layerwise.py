@@ -41,7 +41,7 @@ from .param_groups import (
     require_own_model,
     require_words_mean_something,
 )
-from .trust_ratios import TrustRatios
+from .trust_ratio_report import TrustRatios
 from .work import NARROW, Work, gather, write_back
 
 

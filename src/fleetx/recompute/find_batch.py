@@ -15,11 +15,11 @@ from ..config.text import binary
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample
 from ..errors import ConfigError
 from .batches import Units, largest_that, measured_growth, merged, rows_in, sizes_to_try
+from .budget_solver import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 from .host_memory import mover_for, warn_of_no_offload
 from .plan import ALLOWANCE
 from .planner import Planner
 from .profile import peak_bytes
-from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 
 if TYPE_CHECKING:
     from ..strategy import DistributedStrategy

@@ -11,9 +11,9 @@ from ..config.text import MIB, binary, listed
 from ..engine.dry_run import OutOfMemory
 from ..errors import ConfigError
 from .batches import profile_from_smaller
+from .budget_solver import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 from .planner import Planner
 from .profile import Profile, host_bytes, passings, peak_bytes
-from .solve import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 
 CORRECTIONS = 2
 """Plans tried after the first."""

@@ -16,6 +16,7 @@ from torch import nn
 from ..engine.dry_run import Rehearsal, Sample
 from ..engine.patching import patch_forward, patched
 from ..errors import ConfigError, RecomputeError
+from .budget_solver import Solution
 from .host_memory import Mover
 from .measure import TIMED_STEPS, measured, profile_of, seconds_of, timed
 from .memory_probe import MemoryProbe, memory_probe_for
@@ -25,7 +26,6 @@ from .profile import Profile, from_plain, joined, to_plain
 from .replay import Replay
 from .rows import good_units, lingering, outlasting, pieces
 from .slices import cut_sequentials
-from .solve import Solution
 from .trace import MODEL, record
 from .units import chosen_units, repeated_blocks
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor, nn
 
+from ..engine.nested_tensors import tensors_in
 from ..engine.patching import patched
-from ..engine.trees import tensors_in
 from .memory_probe import storage_of
 from .offload import is_offloadable
 

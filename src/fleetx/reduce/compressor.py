@@ -25,7 +25,7 @@ from ..config import log
 from ..dist.comm import Comm, Pending
 from ..dist.nodes import between_nodes
 from ..engine.bucket import Bucket, in_memory_order
-from ..engine.dense import DenseAllReduce
+from ..engine.dense_reduce import DenseAllReduce
 from ..engine.norms import joined, norms_of
 from ..engine.slots import Kept, Site, Step
 from ..errors import CheckpointError

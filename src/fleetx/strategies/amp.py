@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config.kinds import boolean, choice, integer, key, names, number, optional
+from ..engine.nested_tensors import map_tensors
 from ..engine.patching import as_inside, inside, patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
-from ..engine.trees import map_tensors
 from ..errors import ConfigError, did_you_mean, warn_user
 
 SMALLEST_SCALE = 1.0

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ..dist.wire_cost import Cost, Link, Shape, dense, numel
-from ..engine.dense import NarrowAllReduce
+from ..engine.dense_reduce import NarrowAllReduce
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 
 

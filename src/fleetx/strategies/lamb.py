@@ -21,7 +21,7 @@ from ..engine.optimizer_swap import (
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import warn_user
 from ..optim import Lamb as LambOptimizer
-from ..optim.inner_decay import require_no_decay
+from ..optim.refuse_decay import require_no_decay
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from ..engine.optimizer_swap import (
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
 from ..optim import Lars as LarsOptimizer
-from ..optim.inner_decay import require_no_decay
 from ..optim.options import refuse_without_kernels
+from ..optim.refuse_decay import require_no_decay
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...config.kinds import Kind, boolean, choice, integer, number, numbers
 from ...errors import ConfigError, DataError, did_you_mean
-from ..draws import Floats, uniforms
 from ..source import Indices
+from ..stateless_random import Floats, uniforms
 from .augment import Normaliser
 
 # --- A source of small images in memory: uint8 until they are on the device ---------------------------------------------

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...config.kinds import Kind, boolean, choice, integer, number, require
 from ...errors import DataError
-from ..draws import uniforms
 from ..packing import ALIGNMENT, empty_to_send
 from ..source import Indices
+from ..stateless_random import uniforms
 from .augment import (
     CROP_DRAWS,
     IMAGENET_MEAN,

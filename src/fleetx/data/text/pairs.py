@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import DataError
-from ..draws import uniforms
 from ..source import Indices
+from ..stateless_random import uniforms
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError
-from ..draws import random_words, uniforms
 from ..source import Indices
+from ..stateless_random import random_words, uniforms
 from .pairs import Pairs, Spans
 from .tensors import Batch, CompactBatch, compact, widened
 from .vocabulary import Vocabulary

@@ -12,7 +12,7 @@ from ...config.text import listed
 from ...dist.comm import Comm
 from ...dist.fingerprint import fingerprint
 from ...errors import FleetError
-from .. import pairs
+from .. import model_pairs
 from ..sidecar import Alarms, Tail
 
 EARLY_LOOKS = (1, 10)
@@ -109,14 +109,14 @@ class RankCheck:
         if self._tail is not None and not self._tables_are_settled:
             left_out |= self._tail.tables.names()
         # Another optimizer's parameters are looked at by its own pair, which may let ranks train alone.
-        others = pairs.trained_by_others(self._own)
+        others = model_pairs.trained_by_others(self._own)
         params = {name: param for name, param in self._model.named_parameters() if id(param) not in others}
         named: dict[str, Tensor] = {**params, **dict(self._model.named_buffers())}
         return {name: t.detach() for name, t in named.items() if name not in left_out and t.numel()}
 
     def _mark(self) -> Tensor:
         # A pair that was discarded may be collected on some ranks only: they compare what all of them look at.
-        others = bool(pairs.trained_by_others(self._own))
+        others = bool(model_pairs.trained_by_others(self._own))
         self._left_some_out = others or (self._tail is not None and bool(self._tail.written()))
         return fingerprint(list(self._tensors().values()))
 

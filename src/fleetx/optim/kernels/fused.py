@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..layerwise import Layerwise
 from ..param_groups import Flags
-from ..trust_ratios import TrustRatios
+from ..trust_ratio_report import TrustRatios
 from ..work import NARROW
 from .lamb import lamb_advance, lamb_apply, lamb_settle
 from .lars import lars_apply, lars_measure, lars_settle

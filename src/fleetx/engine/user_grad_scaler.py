@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from . import pairs
+from . import model_pairs
 from .buckets import Buckets
 from .slots import Slot, Stages
 
@@ -67,7 +67,7 @@ def watch() -> None:
 
     @functools.wraps(judge)
     def judge_reduced(scaler: GradScaler, optimizer: Optimizer, *args: Any, **settings: Any) -> Any:
-        for pair in pairs.reached_by(optimizer):
+        for pair in model_pairs.reached_by(optimizer):
             pair.reduce_before_scaler(optimizer)
         return judge(scaler, optimizer, *args, **settings)
 
