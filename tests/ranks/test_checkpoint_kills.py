@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -258,7 +259,8 @@ def _loaded(rank: int, folder: str) -> str:
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "async"])
 def test_a_checkpoint_that_is_too_large_is_refused_with_the_bytes_needed_and_free(small_disk: Path, in_background: bool) -> None:
     for told, loaded in run_ranks(_save_too_much, 2, str(small_disk), in_background):
-        assert told.startswith("CheckpointError: no room for the checkpoint: it needs 3.9 MiB, ")
+        # 3.81 MiB of values, and a description of this machine that differs by some KiB from one to another.
+        assert re.match(r"CheckpointError: no room for the checkpoint: it needs 3\.[89]\d? MiB, ", told)
         assert f"{small_disk} has " in told
         assert "Nothing was written; the checkpoints that are there are untouched" in told
         assert loaded == "step 1 whole"
