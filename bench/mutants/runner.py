@@ -21,7 +21,7 @@ import psutil
 from fleetx.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "log", "dist", "build")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 MARK = "FLEET_MUTANTS_CHECKOUT"
 """In the environment of all processes of the tests. tests/helpers/documents.py takes away names that begin with FLEETX_."""
 QUIET_SECONDS = 300.0
