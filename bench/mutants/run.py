@@ -50,7 +50,10 @@ AREAS = {
                 f"engine/{name}.py"
                 for name in ("step", "window", "bucket", "buckets", "sidecar", "norms", "user_grad_scaler", "dense_reduce")
             ),
-            *(f"engine/{name}.py" for name in ("checks/nonfinite", "checks/desync", "checks/checks", "bare_backward", "model_pairs")),
+            *(
+                f"engine/{name}.py"
+                for name in ("checks/nonfinite", "checks/desync", "checks/checks", "bare_backward", "model_pairs")
+            ),
         ),
         (
             *(

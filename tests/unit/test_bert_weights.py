@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.applications import Bert, Bert_base
-from fleetx.applications.chunked_loss import chunked_cross_entropy
 from fleetx.errors import FleetWarning
+from fleetx.recompute.chunked_loss import chunked_cross_entropy
 
 TINY = {"hidden": 12, "layers": 2, "heads": 3, "feed_forward": 20, "vocab_size": 23, "max_position": 16}
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fleetx.applications import chunked_loss
-from fleetx.applications.chunked_loss import chunked_cross_entropy, padded, rows_per_chunk
+from fleetx.recompute import chunked_loss
+from fleetx.recompute.chunked_loss import chunked_cross_entropy, padded, rows_per_chunk
 
 ROWS, WIDTH, WORDS = 7, 5, 11
 

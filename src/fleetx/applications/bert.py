@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError, did_you_mean
+from ..recompute.chunked_loss import IGNORED, chunked_cross_entropy
 from .bert_batch import KEYS, check_inputs, require_batch
 from .bert_encoder import LAYER_NORM_EPSILON, BertBody, BertConfig, initialise
 from .bert_lean import LayerNorm
 from .bert_weights import before_loading, is_tied, tie
-from .chunked_loss import IGNORED, chunked_cross_entropy
 from .text_loading import LoadsText
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, did_you_mean
+from ..recompute.chunked_loss import IGNORED
 from .bert_encoder import BertConfig
-from .chunked_loss import IGNORED
 
 KEYS = (
     "input_ids", "attention_mask", "token_type_ids", "position_ids",

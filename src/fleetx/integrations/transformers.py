@@ -26,6 +26,7 @@ from ..strategy import DistributedStrategy
 from . import require_package, require_seams
 from .accelerate import Accelerator
 from .accelerate_optimizer import merged
+from .lean_head import lean as lean
 from .refusals import refuse_plans, refuse_second_clipping
 
 transformers: Any = require_package("transformers", extra="hf", oldest=(4, 50))

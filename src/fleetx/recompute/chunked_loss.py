@@ -114,21 +114,33 @@ def whole_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Te
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (logits.argmax(dim=1) == labels).sum()
 
 
+def dtype_of_products(hidden: Tensor) -> torch.dtype:
+    """Return the type in which a linear layer multiplies these here: autocast's, where it is on."""
+    kind = hidden.device.type
+    casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else hidden.dtype
+
+
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, rows: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    rows: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of `hidden @ weight.T + bias`, and the number of labels on top; -100 is ignored.
 
-    Under autocast the products are in its type, all else in float32. `rows` at a time; None chooses by size. When compiled, all
-    rows are computed at once.
+    `dtype`: of the products, all else is in float32; None: autocast's, or that of hidden. `rows` at a time; None chooses by
+    size. When compiled, all rows are computed at once.
     """
+    bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
     if torch.compiler.is_compiling():
         return whole_cross_entropy(hidden, weight, bias, labels)
-    kind = hidden.device.type
-    casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+    dtype = dtype or dtype_of_products(hidden)
     rows = rows or rows_per_chunk(hidden.shape[0], weight.shape[0])
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad or bias.requires_grad)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         loss, correct = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, rows, dtype, wants_grad)  # type: ignore[no-untyped-call]
     return loss, correct
