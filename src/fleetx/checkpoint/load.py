@@ -18,10 +18,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..config import log
 from ..config.text import listed
 from ..data.sampler import FleetSampler
 from ..dist.agree import Failures, run_and_share, run_on_all, sentence
 from ..dist.comm import Comm
+from ..engine.optimizer import FleetOptimizer
+from ..engine.strategy_record import differences, told
 from ..errors import CheckpointError, warn_user
 from . import folder
 from .encode import Json, decode
@@ -242,12 +245,15 @@ def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torc
     """Load the objects, or raise on all ranks with nothing changed. Every rank calls it."""
     with ExitStack() as stack:
 
-        def read() -> tuple[Reader, dict[str, tuple[str, Any]], Any]:
+        def read() -> Reader:
             reader = stack.enter_context(Reader(found.path, comm.rank, comm.size))
             refuse_other_world(reader, comm, allowed=new_world_size)
+            return reader
+
+        def check() -> tuple[dict[str, tuple[str, Any]], Any]:
             saved = {name: reader.state(name, wanted=name in objects) for name in reader.objects if name != RANDOM}
             check_all(objects, saved)
-            return reader, saved, _random_of(reader, comm, device)
+            return saved, _random_of(reader, comm, device)
 
         def fails(failures: Failures) -> Exception:
             if any(is_gone for _, is_gone in failures.by_rank.values()):
@@ -255,14 +261,36 @@ def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torc
             text = "; ".join(dict.fromkeys(text for text, _ in failures.by_rank.values()))
             return CheckpointError(f"{found.path} cannot be loaded: {text}")
 
-        reader, saved, random_states = run_on_all(
-            comm, read, report=lambda error: [sentence(error), not found.path.is_dir()], fails=fails
-        )
+        def report(error: Exception) -> list[str | bool]:
+            return [sentence(error), not found.path.is_dir()]
+
+        reader = run_on_all(comm, read, report=report, fails=fails)
+        _take_up_strategies(reader, objects, comm)
+        saved, random_states = run_on_all(comm, check, report=report, fails=fails)
         put_all(objects, saved)
         _restore_random(random_states, reader.manifest.step, objects, comm, device)
         if comm.rank == 0:
             _warn(found, objects, saved)  # last: if the user turns warnings into errors, only rank 0 raises here
         return Loaded(reader.manifest.step, {name: state for name, (kind, state) in saved.items() if kind == VALUE.name})
+
+
+def _take_up_strategies(reader: Reader, objects: Mapping[str, Any], comm: Comm) -> None:
+    """Go on with what `auto` has chosen in the run that saved, if it was asked the same: a new measurement may choose another.
+
+    Taking it up is a collective, so all ranks agree on it first."""
+    for name, target in objects.items():
+        if not isinstance(target, FleetOptimizer) or target.take_up is None or target.strategy_record is None:
+            continue
+        state = reader.objects.get(name, {}).get("state")
+        saved = decode(state.get("strategy"), _no_tensor) if isinstance(state, dict) else None
+        chosen: dict[str, Any] = saved if isinstance(saved, dict) and saved.get("auto") == target.asked_of_auto else {}
+        differs = bool(chosen) and chosen["settings"] != target.strategy_record["settings"]
+        if all(comm.gather_json(differs)):
+            target.take_up(chosen)
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise CheckpointError(f"it holds a tensor, {key}, among the settings of a strategy.")
 
 
 def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
@@ -290,9 +318,23 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
 def _warn(found: Found, objects: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) -> None:
     if found.passed_over:
         warn_user(found.passed_over)
+    for name, target in objects.items():
+        if isinstance(target, FleetOptimizer):
+            _tell_strategy(found.path, target.strategy_record, saved[name][1].get("strategy"))
     unused = [name for name, (kind, _) in saved.items() if name not in objects and kind != VALUE.name]
     if unused:
         warn_user(f"{found.path} also holds {', '.join(unused)}, which load_checkpoint was not given: not loaded.")
+
+
+def _tell_strategy(path: Path, mine: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
+    """Say what differs from the strategy of the run that saved. Checkpoints of older versions hold none."""
+    if mine is None or saved is None:
+        return
+    parts, settings = differences(saved, mine)
+    if settings:
+        log.say(f"fleetx: {path} was saved with other settings: {told(settings)}.")
+    if parts:
+        warn_user(f"{path} was saved under another strategy: {told(parts)}. Training goes on by the strategy of this run.")
 
 
 def _random_of(reader: Reader, comm: Comm, device: torch.device) -> Any:

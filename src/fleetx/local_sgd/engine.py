@@ -324,6 +324,11 @@ class Averaging:
                 "one of the two runs has a fixed period (localsgd) and the other an adaptive one (adaptive_localsgd). "
                 "Resume with the strategy that saved it."
             )
+        if state["begun"] and state["values"]["velocity"] and not self._values.has_momentum:
+            raise CheckpointError(
+                "it was saved with an outer optimizer that has momentum, whose velocity would be lost. Resume with an "
+                "outer_momentum above 0."
+            )
 
     def forget(self) -> None:
         """Start over with dense updates: a checkpoint of a run without averaging was loaded."""
