@@ -29,6 +29,10 @@ class DataError(FleetError):
 class CheckpointError(FleetError):
     """A checkpoint that is damaged, or that belongs to another run."""
 
+    storage_code: int | None = None
+    """The operating system's number of the error, where storage has failed (0: not known); None: the script or the files are at
+    fault."""
+
 
 class LaunchError(FleetError):
     """Workers that could not be started."""

@@ -7,10 +7,11 @@ model, optimizer = fleet.distribute(model, optimizer, strategy)
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import logging
 import weakref
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -453,11 +454,44 @@ def _stop_waiting(model: nn.Module, face: FleetOptimizer) -> list[tuple[nn.Modul
     return found
 
 
+def _asked(auto: Auto, parts: list[Part]) -> dict[str, Any]:
+    """What a plan answers: the wishes, the parts that are kept, and how many ranks there are."""
+    kept = {part.name: dataclasses.asdict(part) for part in parts if part is not auto}
+    wishes = {name: value for name, value in dataclasses.asdict(auto).items() if name not in ("plan", "trials")}
+    return {"auto": wishes, "kept": kept, "ranks": worker_num()}
+
+
+def _taking_up(model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: LossFn | None) -> Callable[[dict[str, Any]], None]:
+    """Make what lets this pair go on with the strategy of a checkpoint. Every rank calls it, at the same place."""
+    model_of, face_of = weakref.ref(model), weakref.ref(face)
+
+    def take_up(saved: dict[str, Any]) -> None:
+        held, optimizer = model_of(), face_of()
+        if held is None or optimizer is None or optimizer.plan is None:
+            return
+        strategy = DistributedStrategy.from_dict(saved["settings"])
+        number, plan, batches = optimizer.pipeline.report_builder.pair, optimizer.plan, saved["plan"]
+        give_up(held, optimizer)
+        optimizer.update, optimizer.ended = optimizer.given, ""
+        bind(held, optimizer, strategy, has_sample=sample is not None, is_placed=True)
+        optimizer.pipeline.report_builder.pair = number
+        optimizer.plan = dataclasses.replace(plan, strategy=strategy, reused_from="the checkpoint", **batches)
+        current_autocast.use(optimizer)
+        registry.note_strategy(optimizer, strategy)
+        if is_first_worker():
+            log.say(f"auto: {batches['chosen']}, as the run that saved the checkpoint; this start had chosen {plan.chosen}.")
+        if sample is not None:
+            rehearse(held, optimizer, strategy, rehearsal_of(held, optimizer, sample, loss_fn))
+
+    return take_up
+
+
 def _bind_new(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, sample: Any, loss_fn: LossFn | None) -> None:
     parts = strategy.parts()
     auto = next((part for part in parts if isinstance(part, Auto)), None)
     if auto is not None:
         strategy, sample = _planned(model, face, strategy, auto, sample, loss_fn)
+        face.asked_of_auto, face.take_up = _asked(auto, parts), _taking_up(model, face, sample, loss_fn)
     elif callable(sample):
         raise ConfigError("sample is a function, which only strategy.auto takes. Give one batch, as the loop gives it.")
     with _warnings_of(parts):

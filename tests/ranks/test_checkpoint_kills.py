@@ -29,7 +29,7 @@ from tests.helpers.harness import raised, run_ranks
 TIME_LIMIT_S = 60.0
 FEW, MANY = 5, 100
 EVERY_LINE, SOME_LINES = 2, 37
-WRITERS = ("checkpoint/save.py", "checkpoint/folder.py", "checkpoint/manifest.py", "shutil.py")
+WRITERS = ("checkpoint/save.py", "checkpoint/writer.py", "checkpoint/folder.py", "checkpoint/manifest.py", "shutil.py")
 
 
 class Script:
@@ -71,7 +71,7 @@ def assert_all_are_whole(folder: Path) -> None:
 
 
 def leftovers(folder: str | Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.startswith("."))
+    return sorted(name for name in os.listdir(folder) if name.startswith(".") and name != ".writer")
 
 
 # --- killed -------------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_leftovers_of_killed_saves_and_deletions_are_cleared_and_nothing_else(tm
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("x")
     fleet.save_checkpoint(tmp_path, step=8, number=8)
-    assert sorted(os.listdir(tmp_path)) == [".mine", "notes", "step-0000000008"]
+    assert sorted(os.listdir(tmp_path)) == [".mine", ".writer", "notes", "step-0000000008"]
 
 
 # --- no room ------------------------------------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def _save_into_a_filling_disk(rank: int, folder: str, in_background: bool) -> tu
     fleet.save_checkpoint(folder, step=1, big=_value(rank, 1))
     prepare = save_module._prepare
 
-    def and_then_fill(directory: Path, step: int, needed_bytes: int) -> str:
-        name = prepare(directory, step, needed_bytes)
+    def and_then_fill(directory: Path, step: int, needed_bytes: int, keep: int) -> str:
+        name = prepare(directory, step, needed_bytes, keep)
         (directory / "filler").write_bytes(bytes(shutil.disk_usage(directory).free - 250_000))
         return name
 

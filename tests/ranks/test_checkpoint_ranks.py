@@ -186,7 +186,7 @@ def _cannot_be_written(rank: int, folder: str, where: str, in_background: bool) 
     finally:
         setattr(save_module, where, original)
     fleet.barrier_worker()
-    left = ", ".join(os.listdir(folder))
+    left = ", ".join(name for name in os.listdir(folder) if name != ".writer")
     fleet.barrier_worker()
     fleet.save_checkpoint(folder, step=2, async_save=in_background, number=rank).wait()
     return first, left, fleet.load_checkpoint(folder, number=None)

@@ -20,7 +20,7 @@ from ..engine.model_pairs import owner_of
 from ..engine.optimizer import FleetOptimizer
 from ..errors import CheckpointError, ConfigError, warn_user
 from .folder import newest_first, step_of
-from .load import Loaded, find, load_into
+from .load import LOOKS, Loaded, Vanished, find, load_into
 from .save import Saving, on_first, write_checkpoint, write_model
 from .snapshot import take_share
 
@@ -35,14 +35,24 @@ _background: tuple[Comm, Comm] | None = None
 
 
 def save_checkpoint(
-    directory: str | os.PathLike[str], *, step: int, keep: int = 3, async_save: bool = False, **objects: Any
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    keep: int = 3,
+    async_save: bool = False,
+    on_save_error: str = "raise",
+    **objects: Any,
 ) -> Saving:
     """Save models, optimizers, schedulers, samplers, EMA copies and plain values by name. Every rank must call it.
 
     The newest `keep` checkpoints stay. With `async_save` the state is copied and written in the background; an error there is
-    raised by the next save, by load_checkpoint, or by `.wait()` on the returned object.
+    raised by the next save, by load_checkpoint, or by `.wait()` on the returned object. With `on_save_error="warn"` storage
+    that fails (a full disk) is a warning on rank 0, and training goes on; `.wait()` and `.error` still tell.
     """
     _check_save(directory, step, keep, objects)
+    if on_save_error not in ("raise", "warn"):
+        raise ConfigError(f'save_checkpoint: on_save_error is {on_save_error!r}; it must be "raise" or "warn".')
+    warns = on_save_error == "warn"
     here = world.current()
     path = Path(os.path.abspath(directory))  # absolute: the script may change its directory during a background save
     with heartbeat.during(Phase.SAVE):
@@ -51,13 +61,14 @@ def save_checkpoint(
         comm = _background_comm(here.comm) if async_save else here.comm
 
         def write() -> Path:
-            return write_checkpoint(share, path, step=step, keep=keep, comm=comm)
+            return write_checkpoint(share, path, step=step, keep=keep, comm=comm, warns=warns)
 
-        saving = Saving(write, in_background=async_save)
+        saving = Saving(write, in_background=async_save, warns=warns)
     global _last
     _last = saving if async_save else None
-    if here.comm.rank == 0:
-        _warn_of_later_steps(path, step)  # after the last collective: the user may turn warnings into errors
+    if here.comm.rank == 0:  # after the last collective: the user may turn warnings into errors
+        _warn_of_failure(None if async_save else saving.error)
+        _warn_of_later_steps(path, step)
     return saving
 
 
@@ -71,10 +82,15 @@ def load_checkpoint(directory: str | os.PathLike[str], *, new_world_size: bool =
     _finish_last(here.comm)
     path = Path(os.path.abspath(directory))
     _known.add(path)
-    found = find(path, here.comm)
-    if found is None:
-        return None
-    return load_into(found, objects, here.comm, here.device, new_world_size=new_world_size)
+    for _ in range(LOOKS):
+        found = find(path, here.comm)
+        if found is None:
+            return None
+        try:
+            return load_into(found, objects, here.comm, here.device, new_world_size=new_world_size)
+        except Vanished as gone:  # on all ranks: the run that writes there has deleted it meanwhile
+            vanished = gone
+    raise CheckpointError(str(vanished))
 
 
 def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetOptimizer | None = None) -> None:
@@ -132,17 +148,26 @@ def _warn_of_later_steps(directory: Path, step: int) -> None:
         )
 
 
+def _warn_of_failure(error: Exception | None) -> None:
+    if error is not None:
+        warn_user(f"a checkpoint was not saved: {error} Training goes on without it.")
+
+
 def _finish_last(comm: Comm) -> None:
     """Wait for the background save. All ranks raise if its error was not yet raised on any one of them."""
     global _last
     last, _last = _last, None
+    error = None if last is None else last.take_error()
+    # The same on all ranks: the error of storage that fails is agreed, and so is what is made of it.
+    is_warned = last is not None and last.warns and isinstance(error, CheckpointError) and error.storage_code is not None
 
     def finish() -> None:
-        error = None if last is None else last.take_error()
-        if error is not None:
+        if error is not None and not is_warned:
             raise error
 
     run_on_all(comm, finish, report=str, fails=lambda failures: CheckpointError(failures.first[1]))
+    if is_warned and comm.rank == 0:
+        _warn_of_failure(error)
 
 
 @atexit.register

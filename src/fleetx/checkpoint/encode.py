@@ -137,12 +137,31 @@ def _decode_tagged(tag: str, content: Json, fetch: Callable[[str], Tensor]) -> A
         return _LEAVES[tag](content)
     if tag == "$ndarray":
         name, key, shape = content
-        return fetch(key).numpy().view(np.dtype(name)).reshape(shape).copy()
+        return fetch(key).numpy().view(_number_type(name)).reshape(shape).copy()
     if tag == "$tensor":
         return fetch(content)
     if tag == "$complex_tensor":
         return torch.view_as_complex(fetch(content).contiguous())
     raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}, which this version does not know.")
+
+
+def _torch_dtype(name: Json) -> torch.dtype:
+    """Return torch's number type of this name: a file must not reach the rest of what torch holds, such as `torch.load`."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"the checkpoint names {name!r} as a number type of torch, and it is none.")
+    return found
+
+
+def _number_type(name: Json) -> np.dtype[Any]:
+    """Return NumPy's number type of this name; types of objects and records hold more than numbers."""
+    try:
+        found = np.dtype(name) if isinstance(name, str) else None
+    except TypeError:
+        found = None
+    if found is None or found.kind not in "biufc":
+        raise CheckpointError(f"the checkpoint names {name!r} as a number type of NumPy, and it is none.")
+    return found
 
 
 _PLAIN_INT_BITS = 2048
@@ -153,10 +172,10 @@ _FACTORIES: dict[str, Any] = {"": None, **{kind.__name__: kind for kind in (int,
 _LEAVES: dict[str, Callable[[Any], Any]] = {
     "$int": lambda content: int(content, 16),
     "$float": float,
-    "$numpy": lambda content: np.frombuffer(base64.b64decode(content[1]), dtype=np.dtype(content[0]))[0],
+    "$numpy": lambda content: np.frombuffer(base64.b64decode(content[1]), dtype=_number_type(content[0]))[0],
     "$bytes": base64.b64decode,
     "$complex": lambda content: complex(float(content[0]), float(content[1])),
-    "$dtype": lambda content: getattr(torch, content),
+    "$dtype": lambda content: _torch_dtype(content),
     "$device": torch.device,
 }
 

@@ -52,7 +52,7 @@ def step_of(name: str) -> int | None:
 
 
 def clear_leftovers(directory: Path) -> None:
-    """Delete the incomplete folders of killed runs. Only one run at a time may write to a directory."""
+    """Delete the incomplete folders of killed runs. This run is the only one that writes to the directory (writer.py)."""
     for entry in list(os.scandir(directory)):
         if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -65,10 +65,38 @@ def keep_newest(directory: Path, count: int, *, saved: str) -> None:
     """
     names = newest_first(directory)
     for name in names[names.index(saved) + count :]:
-        doomed = directory / f".removing-{step_of(name)}-{uuid.uuid4().hex}"
-        with contextlib.suppress(OSError):  # failing to delete an old checkpoint must not end the run
-            os.rename(directory / name, doomed)  # first: a half-deleted folder must not look like a checkpoint
-            shutil.rmtree(doomed, ignore_errors=True)
+        _remove(directory, name)
+
+
+def make_room(directory: Path, *, step: int, keep: int) -> str:
+    """Delete what a save of this step would delete once it is complete, but for one checkpoint; return the names."""
+    removed = [name for name in _spare(directory, step=step, keep=keep) if _remove(directory, name)]
+    return ", ".join(removed)
+
+
+def spare_bytes(directory: Path, *, step: int, keep: int) -> int:
+    """Return the size of what `make_room` would delete."""
+    size = 0
+    for name in _spare(directory, step=step, keep=keep):
+        with contextlib.suppress(OSError):
+            size += sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(directory / name))
+    return size
+
+
+def _spare(directory: Path, *, step: int, keep: int) -> list[str]:
+    before = [name for name in newest_first(directory) if (step_of(name) or 0) <= step]
+    return before[max(keep - 1, 1) :]
+
+
+def _remove(directory: Path, name: str) -> bool:
+    """Delete a folder. Failing to must not end the run."""
+    doomed = directory / f".removing-{step_of(name)}-{uuid.uuid4().hex}"
+    try:
+        os.rename(directory / name, doomed)  # first: a half-deleted folder must not look like a checkpoint
+    except OSError:
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
 
 
 def sync_folder(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,20 +18,30 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..config import log
 from ..config.text import listed
 from ..data.sampler import FleetSampler
-from ..dist.agree import run_and_share, run_on_all, sentence
+from ..dist.agree import Failures, run_and_share, run_on_all, sentence
 from ..dist.comm import Comm
+from ..engine.optimizer import FleetOptimizer
+from ..engine.strategy_record import differences, told
 from ..errors import CheckpointError, warn_user
 from . import folder
 from .encode import Json, decode
 from .manifest import NAME as MANIFEST
-from .manifest import Damaged, Manifest, read_manifest, verify
+from .manifest import Damaged, Manifest, check_size, is_common, read_manifest, verify
 from .objects import TRAINING, VALUE, check_all, put_all
 from .save import share_name
-from .snapshot import RANDOM, restore_random_states, seed_added_rank
+from .snapshot import RANDOM, check_random_states, restore_random_states, seed_added_rank
+from .writer import node_name
 
 NOT_SEEN = "(not seen)"
+LOOKS = 10
+"""Times that a folder is looked through, while the run that writes there deletes what is being read."""
+
+
+class Vanished(Exception):
+    """The checkpoint was deleted while it was being read: raised on all ranks alike."""
 
 
 class Loaded(NamedTuple):
@@ -50,19 +61,43 @@ class Found(NamedTuple):
 
 
 def find(directory: Path, comm: Comm) -> Found | None:
-    """Find the newest folder that verifies, or None if there are no folders. A collective with one result for all ranks."""
-    damage: list[str] = []
-    for name in _names(directory, comm):
-        path = directory / name
-        ranks = comm.gather_json(_inspect(path, comm))
-        _refuse_unshared(path, ranks)
-        problems = list(dict.fromkeys(problem for problem, _ in ranks if problem is not None))
-        if not problems:
-            return Found(path, f"{'; '.join(damage)}. Using {path} instead." if damage else "")
-        damage.append(f"{path}: {', '.join(problems)}")
-    if damage:
-        raise CheckpointError(f"no checkpoint in {directory} is whole. {'; '.join(damage)}.")
-    return None
+    """Find the newest folder that verifies, or None if there are no folders. A collective with one result for all ranks.
+
+    The run that writes may delete a folder while it is looked at: then those that are there by now are looked at."""
+    mates = _mates(comm)
+    for _ in range(LOOKS):
+        damage: list[str] = []
+        has_vanished = False
+        for name in _names(directory, comm):
+            path = directory / name
+            ranks = comm.gather_json(_inspect(path, comm, mates))
+            problems = list(dict.fromkeys(problem for problem, _ in ranks if problem is not None))
+            if problems and not comm.gather_json(path.is_dir())[0]:  # rank 0 has just listed it
+                has_vanished = True
+                continue
+            _refuse_unshared(path, ranks)
+            if not problems:
+                return Found(path, f"{'; '.join(damage)}. Using {path} instead." if damage else "")
+            damage.append(f"{path}: {', '.join(problems)}")
+        if damage:
+            raise CheckpointError(f"no checkpoint in {directory} is whole. {'; '.join(damage)}.")
+        if not has_vanished:
+            return None
+    raise CheckpointError(_too_fast(directory))
+
+
+def _too_fast(directory: Path) -> str:
+    return (
+        f"each checkpoint in {directory} was deleted while it was being read: the run that writes there keeps too few for that. "
+        "Let it keep more: save_checkpoint(..., keep=3)."
+    )
+
+
+def _mates(comm: Comm) -> tuple[int, int]:
+    """Return this rank's place among the ranks of its node, and their number: they share what they have all to verify."""
+    nodes = comm.gather_json(f"{node_name()}/{os.environ.get('GROUP_RANK', '')}")
+    mine = [rank for rank, node in enumerate(nodes) if node == nodes[comm.rank]]
+    return mine.index(comm.rank), len(mine)
 
 
 def _names(directory: Path, comm: Comm) -> list[str]:
@@ -97,9 +132,9 @@ def files_for(path: Path, manifest: Manifest, rank: int, size: int) -> list[str]
 
     If a different number of ranks saved the checkpoint, the JSON files of all ranks come in between, to find what cannot be
     redistributed, and their tensor files where some entries add up over ranks."""
-    common, own = share_name(None), share_name(rank if rank < manifest.world_size else 0)
+    own = share_name(rank if rank < manifest.world_size else 0)
     others = [share_name(r) for r in range(manifest.world_size)] if manifest.world_size != size else []
-    names = [name for name in sorted(manifest.files) if name.split(".")[0] == common]
+    names = common_files(manifest)
     for stem in [*(other for other in others if other != own), own]:
         tree, tensors = f"{stem}.json", f"{stem}.safetensors"
         names += [tree] if tree in manifest.files else []
@@ -108,21 +143,29 @@ def files_for(path: Path, manifest: Manifest, rank: int, size: int) -> list[str]
     return names
 
 
+def common_files(manifest: Manifest) -> list[str]:
+    return [name for name in sorted(manifest.files) if is_common(name)]
+
+
 def _some_add_up(path: Path, manifest: Manifest, tree: str) -> bool:
     verify(path, manifest, tree)
     return any(adds_up(key) for key in json.loads((path / tree).read_text(encoding="utf-8"))["tensors"])
 
 
-def _inspect(path: Path, comm: Comm) -> tuple[str | None, str]:
-    """Verify the files this rank would read; return the problem or None, and the hash of the manifest it saw."""
+def _inspect(path: Path, comm: Comm, mates: tuple[int, int]) -> tuple[str | None, str]:
+    """Verify the files this rank would read; return the problem or None, and the hash of the manifest it saw.
+
+    Of the common files each is read and hashed by one rank of a node. The others find it in that node's memory."""
     try:
         if not path.is_dir():
             return NOT_SEEN, ""
         manifest = read_manifest(path)
         if manifest.step != folder.step_of(path.name):  # an old folder, renamed, would hide newer ones
             raise Damaged(f"{MANIFEST} is of step {manifest.step}, which is not that of its folder")
+        place, count = mates
+        by_mates = {name for number, name in enumerate(common_files(manifest)) if number % count != place}
         for name in files_for(path, manifest, comm.rank, comm.size):
-            verify(path, manifest, name)
+            (check_size if name in by_mates else verify)(path, manifest, name)
     except Damaged as damage:
         return str(damage), ""
     except OSError as error:
@@ -158,7 +201,7 @@ class Reader:
         """Names of objects and keys of tensors that differ between ranks."""
         for name in files_for(path, self.manifest, rank, size):
             if name.endswith(".json"):
-                self._read_tree(path / name, is_own=name != f"{share_name(None)}.json")
+                self._read_tree(path / name, is_own=not is_common(name))
             else:
                 opened = self._stack.enter_context(safe_open(path / name, framework="pt"))
                 self._where |= dict.fromkeys(opened.keys(), opened)
@@ -202,21 +245,52 @@ def load_into(found: Found, objects: Mapping[str, Any], comm: Comm, device: torc
     """Load the objects, or raise on all ranks with nothing changed. Every rank calls it."""
     with ExitStack() as stack:
 
-        def read() -> tuple[Reader, dict[str, tuple[str, Any]]]:
+        def read() -> Reader:
             reader = stack.enter_context(Reader(found.path, comm.rank, comm.size))
             refuse_other_world(reader, comm, allowed=new_world_size)
+            return reader
+
+        def check() -> tuple[dict[str, tuple[str, Any]], Any]:
             saved = {name: reader.state(name, wanted=name in objects) for name in reader.objects if name != RANDOM}
             check_all(objects, saved)
-            return reader, saved
+            return saved, _random_of(reader, comm, device)
 
-        reader, saved = run_on_all(
-            comm, read, fails=lambda failures: CheckpointError(f"{found.path} cannot be loaded: {failures.text}")
-        )
+        def fails(failures: Failures) -> Exception:
+            if any(is_gone for _, is_gone in failures.by_rank.values()):
+                return Vanished(_too_fast(found.path.parent))
+            text = "; ".join(dict.fromkeys(text for text, _ in failures.by_rank.values()))
+            return CheckpointError(f"{found.path} cannot be loaded: {text}")
+
+        def report(error: Exception) -> list[str | bool]:
+            return [sentence(error), not found.path.is_dir()]
+
+        reader = run_on_all(comm, read, report=report, fails=fails)
+        _take_up_strategies(reader, objects, comm)
+        saved, random_states = run_on_all(comm, check, report=report, fails=fails)
         put_all(objects, saved)
-        _restore_random(reader, objects, comm, device)
+        _restore_random(random_states, reader.manifest.step, objects, comm, device)
         if comm.rank == 0:
             _warn(found, objects, saved)  # last: if the user turns warnings into errors, only rank 0 raises here
         return Loaded(reader.manifest.step, {name: state for name, (kind, state) in saved.items() if kind == VALUE.name})
+
+
+def _take_up_strategies(reader: Reader, objects: Mapping[str, Any], comm: Comm) -> None:
+    """Go on with what `auto` has chosen in the run that saved, if it was asked the same: a new measurement may choose another.
+
+    Taking it up is a collective, so all ranks agree on it first."""
+    for name, target in objects.items():
+        if not isinstance(target, FleetOptimizer) or target.take_up is None or target.strategy_record is None:
+            continue
+        state = reader.objects.get(name, {}).get("state")
+        saved = decode(state.get("strategy"), _no_tensor) if isinstance(state, dict) else None
+        chosen: dict[str, Any] = saved if isinstance(saved, dict) and saved.get("auto") == target.asked_of_auto else {}
+        differs = bool(chosen) and chosen["settings"] != target.strategy_record["settings"]
+        if all(comm.gather_json(differs)):
+            target.take_up(chosen)
+
+
+def _no_tensor(key: str) -> Tensor:
+    raise CheckpointError(f"it holds a tensor, {key}, among the settings of a strategy.")
 
 
 def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
@@ -244,18 +318,41 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
 def _warn(found: Found, objects: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) -> None:
     if found.passed_over:
         warn_user(found.passed_over)
+    for name, target in objects.items():
+        if isinstance(target, FleetOptimizer):
+            _tell_strategy(found.path, target.strategy_record, saved[name][1].get("strategy"))
     unused = [name for name, (kind, _) in saved.items() if name not in objects and kind != VALUE.name]
     if unused:
         warn_user(f"{found.path} also holds {', '.join(unused)}, which load_checkpoint was not given: not loaded.")
 
 
-def _restore_random(reader: Reader, objects: Mapping[str, Any], comm: Comm, device: torch.device) -> None:
-    """Restore the generators last, since loading may draw from them, and again when a sampler resumes a half-read epoch."""
-    manifest = reader.manifest
+def _tell_strategy(path: Path, mine: dict[str, Any] | None, saved: dict[str, Any] | None) -> None:
+    """Say what differs from the strategy of the run that saved. Checkpoints of older versions hold none."""
+    if mine is None or saved is None:
+        return
+    parts, settings = differences(saved, mine)
+    if settings:
+        log.say(f"fleetx: {path} was saved with other settings: {told(settings)}.")
+    if parts:
+        warn_user(f"{path} was saved under another strategy: {told(parts)}. Training goes on by the strategy of this run.")
+
+
+def _random_of(reader: Reader, comm: Comm, device: torch.device) -> Any:
+    """Return the checked states of this rank's generators; None for a rank that did not exist when they were saved."""
     differs = any(entry.split("/")[0] == RANDOM for entry in reader.own)
-    if comm.rank >= manifest.world_size and differs:
-        return seed_added_rank(manifest.step, comm.rank)
+    if comm.rank >= reader.manifest.world_size and differs:
+        return None
+    if RANDOM not in reader.objects:
+        raise CheckpointError("it holds no states of the random number generators.")
     _, states = reader.state(RANDOM)
+    check_random_states(states, device)
+    return states
+
+
+def _restore_random(states: Any, step: int, objects: Mapping[str, Any], comm: Comm, device: torch.device) -> None:
+    """Restore the generators last, since loading may draw from them, and again when a sampler resumes a half-read epoch."""
+    if states is None:
+        return seed_added_rank(step, comm.rank)
     restore_random_states(states, device)
     for value in objects.values():
         if isinstance(value, FleetSampler):

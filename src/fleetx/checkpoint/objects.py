@@ -53,16 +53,32 @@ def check_all(targets: Mapping[str, Any], saved: Mapping[str, tuple[str, Any]]) 
             raise CheckpointError(f"`{name}`: {error}") from None
 
 
+PRIVATE_KEYS = frozenset(("_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "_schedulers", "_milestones"))
+"""Keys of torch's schedulers that not every version of torch has."""
+
+
 def check_scheduler(target: Any, state: Any) -> None:
-    """Raise if another kind of scheduler was saved: torch's schedulers accept any dict and would end up with a mixture."""
+    """Raise if another kind of scheduler was saved: torch's schedulers accept any dict and would end up with a mixture.
+
+    They make an attribute of every key: one named as a method, public or private, would take the method's place."""
     if not isinstance(target, LRScheduler):
         return
-    foreign = sorted({str(key) for key in target.state_dict().keys() ^ state.keys() if not str(key).startswith("_")})
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the checkpoint holds {type(state).__name__} as the state of a scheduler; it is a dict.")
+    mine = target.state_dict()
+    foreign = sorted({str(key) for key in mine.keys() ^ state.keys() if not str(key).startswith("_")})
     if foreign:
         raise CheckpointError(
             f"the checkpoint was saved by another kind of scheduler than {type(target).__name__}: only one of them has "
             f"{', '.join(foreign)}."
         )
+    kind = type(target)
+    of_torch = kind.__module__.startswith("torch.")  # a class of the user's may add attributes of its own while it runs
+    unknown = sorted({str(key) for key in state.keys() - mine.keys() - PRIVATE_KEYS if of_torch or hasattr(kind, str(key))})
+    if unknown:
+        raise CheckpointError(f"the checkpoint's state of {kind.__name__} has keys that it does not save: {listed(unknown, 5)}.")
+    for inner, saved in zip(getattr(target, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
+        check_scheduler(inner, saved)
 
 
 # --- models -------------------------------------------------------------------------------------------------------------
@@ -126,6 +142,32 @@ def _put_numpy(generator: np.random.Generator, state: Any) -> None:
     generator.bit_generator.state = state
 
 
+def _tried(put: Callable[[Any, Any], None], copy_of: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Return a check that puts the state into another generator of the same kind: a state from elsewhere may not fit."""
+
+    def check(target: Any, state: Any) -> None:
+        try:
+            put(copy_of(target), state)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint holds no state of a generator like this one: {type(error).__name__}: {error}"
+            ) from None
+
+    return check
+
+
+def _other_numpy(generator: np.random.Generator) -> np.random.Generator:
+    return np.random.Generator(type(generator.bit_generator)())
+
+
+def _put_torch(generator: torch.Generator, state: Any) -> None:
+    generator.set_state(state)
+
+
+def _put_python(generator: random.Random, state: Any) -> None:
+    generator.setstate(state)
+
+
 def _put_nothing(target: Any, state: Any) -> None:
     """Do nothing: load_checkpoint returns values instead of loading them in place."""
 
@@ -140,9 +182,27 @@ TRAINING = Kind(
 )
 KINDS = (
     # Loaded in this order: small objects, whose own code may still raise, come before any weight is changed.
-    Kind("a torch.Generator", lambda v: isinstance(v, torch.Generator), lambda v: v.get_state(), lambda v, s: v.set_state(s)),
-    Kind("a numpy Generator", lambda v: isinstance(v, np.random.Generator), lambda v: v.bit_generator.state, _put_numpy),
-    Kind("a random.Random", lambda v: isinstance(v, random.Random), lambda v: v.getstate(), lambda v, s: v.setstate(s)),
+    Kind(
+        "a torch.Generator",
+        lambda v: isinstance(v, torch.Generator),
+        lambda v: v.get_state(),
+        _put_torch,
+        _tried(_put_torch, lambda v: torch.Generator(v.device)),
+    ),
+    Kind(
+        "a numpy Generator",
+        lambda v: isinstance(v, np.random.Generator),
+        lambda v: v.bit_generator.state,
+        _put_numpy,
+        _tried(_put_numpy, _other_numpy),
+    ),
+    Kind(
+        "a random.Random",
+        lambda v: isinstance(v, random.Random),
+        lambda v: v.getstate(),
+        _put_python,
+        _tried(_put_python, lambda v: type(v)()),
+    ),
     Kind(
         "a sampler",
         lambda v: isinstance(v, FleetSampler),

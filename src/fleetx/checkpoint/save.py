@@ -12,11 +12,14 @@ folders as they were. With `async_save` the last three stages run in a thread, o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -32,26 +35,58 @@ from ..dist.comm import Comm
 from ..errors import CheckpointError
 from . import folder
 from .folder import sync_folder, write_tensors
+from .manifest import COMMON, FileRecord, Manifest, record_of
 from .manifest import NAME as MANIFEST
-from .manifest import FileRecord, Manifest, record_of
 from .snapshot import Share, Snapshot, without_aliases
+from .writer import become_writer, require_writer
 
 SPARE_BYTES = 2**16
 """Bytes reserved for the manifest and the file system's metadata."""
+RETRY_SECONDS = (0.5, 2.0)
+"""Pauses before each further attempt, where storage has failed in a way that may pass."""
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+PASSING = frozenset((errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENOLINK, errno.ECONNRESET))
+_OS_CODE = re.compile(r"\bcode: (\d+)")
 
 
-def share_name(rank: int | None) -> str:
-    """Return the file name, without suffix, of the common state (None) or of one rank's state."""
-    return "common" if rank is None else f"rank-{rank:05d}"
+def share_name(rank: int | None, *, shard: int = 0) -> str:
+    """Return the file name, without suffix, of one rank's state, or of the common state (None): its first or a further part."""
+    if rank is not None:
+        return f"rank-{rank:05d}"
+    return f"{COMMON}-{shard:05d}" if shard else COMMON
 
 
-def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, comm: Comm) -> Path:
-    """Write a checkpoint and return its path. Every rank calls it; all raise or none."""
-    ranks = comm.gather_json([share.nbytes(), step])
-    if any(theirs != step for _, theirs in ranks):
-        raise CheckpointError(f"the ranks save different steps: {[theirs for _, theirs in ranks]}. Count updates, on every rank.")
-    needed = sum(nbytes for nbytes, _ in ranks)
-    aside = directory / on_first(comm, lambda: _prepare(directory, step, needed))
+def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, comm: Comm, warns: bool = False) -> Path:
+    """Write a checkpoint and return its path. Every rank calls it; all raise or none.
+
+    A full disk is answered by deleting checkpoints that this save would delete anyway, storage that may come back by waiting.
+    `warns`: whether the caller goes on where storage has failed; the same on all ranks, or they would part."""
+    ranks = comm.gather_json([share.nbytes(), step, warns])
+    if any(theirs != step for _, theirs, _ in ranks):
+        raise CheckpointError(
+            f"the ranks save different steps: {[theirs for _, theirs, _ in ranks]}. Count updates, on every rank."
+        )
+    if len({theirs for *_, theirs in ranks}) > 1:
+        raise CheckpointError("the ranks give different values of on_save_error. Give the same on every rank.")
+    needed = sum(nbytes for nbytes, *_ in ranks)
+    pauses, has_made_room = list(RETRY_SECONDS), False
+    while True:
+        try:
+            return _write_once(share, directory, step=step, keep=keep, comm=comm, needed_bytes=needed)
+        except CheckpointError as error:  # every rank is here, with the same error
+            code = error.storage_code
+            if code in FULL and not has_made_room:
+                has_made_room = True
+                if not on_first(comm, lambda: folder.make_room(directory, step=step, keep=keep)):
+                    raise
+            elif code in PASSING and pauses:
+                time.sleep(pauses.pop(0))
+            else:
+                raise
+
+
+def _write_once(share: Share, directory: Path, *, step: int, keep: int, comm: Comm, needed_bytes: int) -> Path:
+    aside = directory / on_first(comm, lambda: _prepare(directory, step, needed_bytes, keep))
     records = _write_shares(comm, share, aside)
     name = on_first(comm, lambda: _commit(aside, directory, records, step=step, world_size=comm.size, keep=keep))
     return directory / name
@@ -62,14 +97,7 @@ def write_checkpoint(share: Share, directory: Path, *, step: int, keep: int, com
 
 def on_first(comm: Comm, action: Callable[[], str | None]) -> str:
     """Run on rank 0; return its result, or raise its error, on every rank."""
-    return str(
-        run_on_first(
-            comm,
-            action,
-            report=lambda error: _could_not(0, error),
-            fails=lambda failures: CheckpointError(failures.text),
-        )
-    )
+    return str(run_on_first(comm, action, report=lambda error: _reported(0, error), fails=_error_of) or "")
 
 
 def _write_shares(comm: Comm, share: Share, aside: Path) -> dict[str, FileRecord]:
@@ -78,36 +106,66 @@ def _write_shares(comm: Comm, share: Share, aside: Path) -> dict[str, FileRecord
     def fails(failures: Failures) -> CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        return CheckpointError(failures.text)
+        return _error_of(failures)
 
     _, ranks = run_and_share(
         comm,
         lambda: _write_share(share, aside, rank=comm.rank),
         lambda records: {name: [record.bytes, record.sha256] for name, record in records.items()},
-        report=lambda error: _could_not(comm.rank, error),
+        report=lambda error: _reported(comm.rank, error),
         fails=fails,
     )
     return {name: FileRecord(*record) for files in ranks for name, record in files.items()}
 
 
-def _could_not(rank: int, error: Exception) -> str:
+def _reported(rank: int, error: Exception) -> list[str | int | None]:
+    """Return the text of an error and its number (None: not storage's), as they travel to the other ranks."""
     if isinstance(error, CheckpointError):
-        return str(error)
-    kind = "" if isinstance(error, (OSError, SafetensorError)) else f"{type(error).__name__}: "
-    return f"rank {rank} could not write: {kind}{error}"
+        return [str(error), error.storage_code]
+    is_storage = isinstance(error, (OSError, SafetensorError))
+    text = f"rank {rank} could not write: {'' if is_storage else type(error).__name__ + ': '}{error}"
+    return [text, _code_of(error) if is_storage else None]
+
+
+def _code_of(error: Exception) -> int:
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = _OS_CODE.search(str(error))  # safetensors tells the system's error in its text
+    return int(found[1]) if found else 0
+
+
+def _error_of(failures: Failures) -> CheckpointError:
+    """Make the same error on all ranks, with the number of storage's error if nothing else has failed on any."""
+    codes = [code for _, code in failures.by_rank.values()]
+    unlike = [code for code in codes if code not in FULL | PASSING]
+    one = None if None in codes else unlike[0] if unlike else next((code for code in codes if code in FULL), codes[0])
+    return _error("; ".join(dict.fromkeys(text for text, _ in failures.by_rank.values())), one)
+
+
+def _error(text: str, storage_code: int | None) -> CheckpointError:
+    error = CheckpointError(text)
+    error.storage_code = storage_code
+    return error
 
 
 # --- prepare, write, commit ---------------------------------------------------------------------------------------------
 
 
-def _prepare(directory: Path, step: int, needed_bytes: int) -> str:
+def _prepare(directory: Path, step: int, needed_bytes: int, keep: int) -> str:
     directory.mkdir(parents=True, exist_ok=True)
+    become_writer(directory)
     folder.clear_leftovers(directory)
-    free_bytes = shutil.disk_usage(directory).free
-    if needed_bytes + SPARE_BYTES > free_bytes:
-        raise CheckpointError(
-            f"no room for the checkpoint: it needs {binary(needed_bytes + SPARE_BYTES)}, {directory} has {binary(free_bytes)}. "
-            "Nothing was written; the checkpoints that are there are untouched."
+    needed_bytes += SPARE_BYTES
+    free_bytes, deleted = shutil.disk_usage(directory).free, ""
+    if free_bytes < needed_bytes <= free_bytes + folder.spare_bytes(directory, step=step, keep=keep):
+        deleted = folder.make_room(directory, step=step, keep=keep)
+        free_bytes = shutil.disk_usage(directory).free
+    if needed_bytes > free_bytes:
+        others = f", and {deleted} was deleted to make room" if deleted else "; the checkpoints that are there are untouched"
+        raise _error(
+            f"no room for the checkpoint: it needs {binary(needed_bytes)}, {directory} has {binary(free_bytes)}. "
+            f"Nothing was written{others}.",
+            0,
         )
     name = folder.unfinished_name(step)
     (directory / name).mkdir()
@@ -120,7 +178,7 @@ def _write_share(share: Share, aside: Path, *, rank: int) -> dict[str, FileRecor
             f"rank {rank} does not see {aside}, which rank 0 has just made. Checkpoints must lie on storage that all nodes share."
         )
     records: dict[str, FileRecord] = {}
-    for part, name in ((share.common, share_name(None)), (share.own, share_name(rank))):
+    for part, name in ((share.common, share_name(None, shard=rank)), (share.own, share_name(rank))):
         if part is not None:
             records |= _write_part(part, aside, name)
     folder.sync_folder(aside)
@@ -138,6 +196,7 @@ def _commit(aside: Path, directory: Path, records: dict[str, FileRecord], *, ste
     try:
         folder.write_text(aside / MANIFEST, Manifest(step, world_size, records).to_text())
         folder.sync_folder(aside)
+        require_writer(directory)
         name = folder.free_name(directory, step)
         os.rename(aside, directory / name)
     except BaseException:
@@ -155,22 +214,31 @@ def _commit(aside: Path, directory: Path, records: dict[str, FileRecord], *, ste
 class Saving:
     """A running or finished save. `wait()` returns the path of the complete checkpoint, or raises its error."""
 
-    def __init__(self, write: Callable[[], Path], *, in_background: bool) -> None:
+    def __init__(self, write: Callable[[], Path], *, in_background: bool, warns: bool = False) -> None:
         self._write = write
         self._path: Path | None = None
         self._error: Exception | None = None
+        self.error: Exception | None = None
+        """Why nothing was written, once that is known; None: it was, or is still being written."""
+        self.warns = warns
+        """Whether a failure of storage is a warning, and the run goes on."""
         # Not a daemon: a script that ends right after its last save must not cut it short.
         self._thread = threading.Thread(target=self._run, name="fleetx checkpoint") if in_background else None
-        if self._thread is None:
-            self._path = write()
-        else:
+        if self._thread is not None:
             self._thread.start()
+            return
+        try:
+            self._path = write()
+        except CheckpointError as error:
+            self.error = error
+            if not warns or error.storage_code is None:
+                raise
 
     def _run(self) -> None:
         try:
             self._path = self._write()
         except Exception as error:
-            self._error = error
+            self._error = self.error = error
         finally:
             del self._write  # releases the copied state and the background group
 
@@ -190,7 +258,7 @@ class Saving:
         if error is not None:
             raise error
         if self._path is None:
-            raise CheckpointError("this checkpoint could not be written; the error was raised before.")
+            raise CheckpointError("this checkpoint could not be written; the error was raised before.") from self.error
         return self._path
 
 

@@ -32,6 +32,20 @@ def random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
+def check_random_states(states: Any, device: torch.device) -> None:
+    """Raise if these are no states of the generators, found by trying them on others; nothing is changed."""
+    try:
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if device.type == "cuda" and "cuda" in states:
+            torch.Generator(device).set_state(states["cuda"])
+    except Exception as error:
+        raise CheckpointError(
+            f"it holds no state of the random number generators that they accept: {type(error).__name__}: {error}"
+        ) from None
+
+
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -64,7 +78,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of the state that one rank writes: the common part (None except on rank 0) and its own (None if empty)."""
+    """The part of the state that one rank writes: of the common state (None if it writes nothing of it) and its own (None if
+    empty)."""
 
     common: Snapshot | None
     own: Snapshot | None
@@ -107,15 +122,34 @@ def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, 
     return share.copied() if copies else share
 
 
+SHARD_BYTES = 2**26
+"""Common state below this size is written by rank 0: more files would cost more than they save."""
+
+
 def split(snapshot: Snapshot, marks: Sequence[Mapping[str, Mapping[str, Any]]], *, rank: int) -> Share:
-    """Split a snapshot into common and own parts, by comparing the marks of all ranks."""
+    """Split a snapshot into common and own parts, by comparing the marks of all ranks; large common parts between the ranks."""
 
     def equal(part: str, key: str) -> bool:
         return all(mark[part].get(key) == marks[0][part].get(key) for mark in marks)
 
     common = _chosen(snapshot, equal)
     own = _chosen(snapshot, lambda part, key: not equal(part, key))
-    return Share(common if rank == 0 else None, own if own.objects or own.tensors else None)
+    mine = _part_of(common, rank=rank, size=len(marks))
+    return Share(mine if rank == 0 or mine.tensors else None, own if own.objects or own.tensors else None)
+
+
+def _part_of(common: Snapshot, *, rank: int, size: int) -> Snapshot:
+    """Return what this rank writes of the common state: a run of tensors, and rank 0 the objects too.
+
+    All ranks hold the same tensors, and divide them alike, in the order of their names."""
+    total = sum(tensor.nbytes for tensor in common.tensors.values())
+    writers = size if total >= SHARD_BYTES else 1
+    mine, start = {}, 0
+    for key, tensor in sorted(common.tensors.items()):
+        if min(start * writers // max(total, 1), writers - 1) == rank:
+            mine[key] = tensor
+        start += tensor.nbytes
+    return Snapshot(common.objects if rank == 0 else {}, mine)
 
 
 def _chosen(snapshot: Snapshot, wanted: Callable[[str, str], bool]) -> Snapshot:

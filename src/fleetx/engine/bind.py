@@ -38,6 +38,7 @@ from .placement import (
 from .slots import Part, Site, Slot
 from .state import common_buffers, counters, load_common_buffers, load_counters
 from .step import Pipeline
+from .strategy_record import record
 
 if TYPE_CHECKING:
     from ..strategy import DistributedStrategy
@@ -105,6 +106,7 @@ def bind(
     )
     face.bind(compiled.pipeline, frozen=frozen_parameters(model))
     face.forward_stage = compiled.forward
+    face.strategy_record = record(strategy.to_dict(), parts, asked=face.asked_of_auto)
     keep_with(model, face)
     watch()
     user_grad_scaler.watch()

@@ -18,6 +18,7 @@ from .checks.checks import AlarmReader, Checks
 from .checks.deferred import DeferredErrors
 from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
+from .checks.flips import FlipWatch
 from .checks.half_sent import HalfSent
 from .checks.nonfinite import NonFiniteGuard
 from .checks.unused import UnusedCheck
@@ -127,6 +128,9 @@ def compile_strategy(
         alarms=AlarmReader(buckets),
         deferred_errors=DeferredErrors(),
         half_sent=HalfSent(comm),
+        flips=FlipWatch(
+            params, stages.update, is_on=comm.size > 1 and stages.average is not None and strategy.desync_check_steps > 0
+        ),
         comm=comm,
     )
     meter = NoiseScaleMeter(strategy.noise_scale_steps, merge=stages.merge, comm=comm)

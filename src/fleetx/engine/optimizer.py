@@ -81,6 +81,12 @@ class FleetOptimizer(Optimizer):
         """What recompute's budget came to."""
         self.plan: Plan | None = None
         """What strategy.auto came to."""
+        self.strategy_record: dict[str, Any] | None = None
+        """The strategy, as checkpoints hold it; None before there is one."""
+        self.asked_of_auto: dict[str, Any] | None = None
+        """What strategy.auto was asked, and for how many ranks; None where it chose nothing."""
+        self.take_up: Callable[[dict[str, Any]], None] | None = None
+        """Takes another strategy that `auto` once chose, from a checkpoint; None where `auto` chose nothing."""
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
         super().__setstate__({"defaults": dict(inner.defaults)})
 

@@ -44,6 +44,10 @@ class Row(NamedTuple):
     """Large buffers that it has written to since the ranks last had the same."""
     unequal_buffers: float = 0.0
     """Buffers outside norm layers whose mean, in the round before, was not its own. Not reported yet."""
+    flips: float = 0.0
+    """Whether weights have changed by themselves,"""
+    mark: float = 0.0
+    """and a mark of the weights that the round before has left on all ranks; 0: not known."""
 
 
 def tell(row: Row, comm: Comm) -> tuple[Tensor, Pending]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -38,6 +38,12 @@ def enlist(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy
     count, name, is_wrapped = sum(p.numel() for p in model.parameters()), type(bare(model)).__name__, bare(model) is not model
     pair = Pair(number, weakref.ref(model), type(inner).__name__, name, count, strategy.copy(), is_wrapped)
     _pairs.append(pair)
+
+
+def note_strategy(face: FleetOptimizer, strategy: DistributedStrategy) -> None:
+    """Write down that a pair goes on with another strategy."""
+    number = face.pipeline.report_builder.pair
+    _pairs[:] = [replace(pair, strategy=strategy.copy()) if pair.number == number else pair for pair in _pairs]
 
 
 def count() -> int:

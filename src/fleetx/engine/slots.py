@@ -170,6 +170,8 @@ class News:
     stops: int = 0
     failed_at: int = 0
     missing: int = 0
+    flips: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+    """Whether weights have changed by themselves, and a mark of what the last averaging has left; a call waits for the device."""
 
 
 class Average(Protocol):

@@ -7,6 +7,7 @@ stages      what each part of the strategy remembers (loss scale, residuals, ...
 buffers     large ones that this rank has written to since the ranks last had the same, and names of those that are its own
 common      the floating buffers after the last update, from which the ranks' changes are averaged; a skip goes back to them
 noise_scale the running means of the gradient noise scale
+strategy    the settings, which a run that loads compares with its own (strategy_record.py)
 """
 
 from __future__ import annotations
@@ -59,7 +60,17 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
         "good": good_buffers(pipeline),
         "outside": {name: param.detach() for name, param in _outside(pipeline).items()},
         "noise_scale": pipeline.meter.state_dict(),
+        "strategy": _strategy_of(optimizer),
     }
+
+
+def _strategy_of(optimizer: FleetOptimizer) -> dict[str, Any] | None:
+    """Return the record of the strategy, with the batches of a plan of auto's."""
+    if optimizer.strategy_record is None:
+        return None
+    plan = optimizer.plan
+    batches = None if plan is None else {"micro_batch": plan.micro_batch, "merge_steps": plan.merge_steps, "chosen": plan.chosen}
+    return {**optimizer.strategy_record, "plan": batches}
 
 
 def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:

@@ -394,6 +394,7 @@ class Pipeline:
     def update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
         self.checks.before_update()
+        self.checks.flips.look()
         self._is_unapplied = False
         if self.compares_ranks and (self.index == 0 or self.checks.ranks.looks_after(self.index + 1)):
             self.warn_of_unowned()
@@ -430,7 +431,12 @@ class Pipeline:
         heartbeat.at_step(self.index + 1)
         if not self.buckets.alone and self.compares_ranks:
             self.checks.ranks.after_update(self.index)
+        if self.trains_alone and self.compares_ranks:
+            self.checks.flips.take(are_equal=averaged and self._keeps_ranks_equal())
         return report
+
+    def _keeps_ranks_equal(self) -> bool:
+        return self.stages.average is not None and self.stages.average.keeps_ranks_equal
 
     def _is_finite_now(self) -> bool:
         """Judge again what a bare backward has reduced: the user may have replaced what was not finite (nan_to_num_).
@@ -462,6 +468,7 @@ class Pipeline:
             stops=int(stop_signal.is_requested()),
             failed_at=deferred_errors.failed_at,
             missing=len(deferred_errors.missing),
+            flips=self.checks.flips.news,
         )
 
     def _read_round(self, rows: list[Row]) -> None:

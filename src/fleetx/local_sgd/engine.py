@@ -222,6 +222,7 @@ class Averaging:
         self._next = max(self._next + self.period_rule.now, index, launched_at + 1)
 
     def _row(self, step: Step, news: News) -> Row:
+        flips, mark = news.flips()
         return Row(
             at=float(step.index),
             stops=float(news.stops),
@@ -232,6 +233,8 @@ class Averaging:
             lr=0.0 if step.lr is None or not self.needs_loss else float(step.lr),
             waited=self._waited,
             layout=self._values.layout(),
+            flips=flips,
+            mark=mark,
             **self._values.news(),
         )
 
@@ -320,6 +323,11 @@ class Averaging:
             raise CheckpointError(
                 "one of the two runs has a fixed period (localsgd) and the other an adaptive one (adaptive_localsgd). "
                 "Resume with the strategy that saved it."
+            )
+        if state["begun"] and state["values"]["velocity"] and not self._values.has_momentum:
+            raise CheckpointError(
+                "it was saved with an outer optimizer that has momentum, whose velocity would be lost. Resume with an "
+                "outer_momentum above 0."
             )
 
     def forget(self) -> None:

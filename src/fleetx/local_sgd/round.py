@@ -57,7 +57,7 @@ class Round:
 
 def round_from(state: Mapping[str, Any], comm: Comm, pending: list[Pending]) -> Round:
     """Rebuild a saved round, without its requests to stop and its errors: the run that saved has acted on them, or ended."""
-    rows = [Row(*row)._replace(stops=0.0, failed_at=0.0, missing=0.0) for row in state["rows"].tolist()]
+    rows = [Row(*row)._replace(stops=0.0, failed_at=0.0, missing=0.0, flips=0.0, mark=0.0) for row in state["rows"].tolist()]
     gathered = torch.tensor(rows, dtype=torch.float64, device=comm.control_device)
     rows_pending = None if state["heard"] else Pending(None)
     return Round(int(state["launched_at"]), int(state["settle_at"]), comm, gathered, rows_pending, pending)

@@ -32,7 +32,8 @@ class Values:
         self._buffers = None if alone else Buffers(site.model, site.device, site.local_buffers)
         self._moments = Moments(site.params, site.optimizer) if average_state and not alone else None
         self._optimizer = site.optimizer
-        self._has_momentum = rule.momentum > 0
+        self.has_momentum = rule.momentum > 0
+        """Whether the outer optimizer keeps a velocity."""
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
         """Set the optimizer that moves the parameters: a strategy may have replaced the user's."""
@@ -125,7 +126,7 @@ class Values:
     def state_dict(self) -> dict[str, Any]:
         return {
             "anchor": self._by_name(lambda piece: piece.anchor),
-            "velocity": self._by_name(lambda piece: piece.velocity) if self._has_momentum else None,
+            "velocity": self._by_name(lambda piece: piece.velocity) if self.has_momentum else None,
             "buffers": None if self._buffers is None else self._buffers.state_dict(),
         }
 

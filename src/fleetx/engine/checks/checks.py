@@ -21,6 +21,7 @@ from ..window import Window
 from .deferred import DeferredErrors
 from .desync import RankCheck
 from .first_batch import FirstLook
+from .flips import FlipWatch
 from .half_sent import HalfSent
 from .nonfinite import NonFiniteGuard
 from .unused import UnusedCheck
@@ -123,6 +124,7 @@ class Checks:
     alarms: AlarmReader
     deferred_errors: DeferredErrors
     half_sent: HalfSent
+    flips: FlipWatch
     comm: Comm
     deferred: Alarms | None = None
     """Missing gradients of a window that was reduced by a bare backward: an error in step(), if no other backward fills them."""
@@ -193,6 +195,7 @@ class Checks:
     def read_round(self, rows: Sequence[Row]) -> None:
         """Act on what all ranks reported at an averaging; every rank does the same."""
         stop_signal.set_agreed(agreed=any(row.stops for row in rows))
+        self.flips.read_rows(rows, self.comm)  # first: a flip is why a loss may not be finite
         self.deferred_errors.read_rows(rows, self.comm)
 
     def after_round(self, index: int, *, equal: bool) -> None:
@@ -233,6 +236,7 @@ class Checks:
         """A checkpoint was loaded: what is under way is of the weights before."""
         self.alarms.forget()
         self.ranks.forget()
+        self.flips.forget()
         self.deferred_errors.forget()
 
     def _read_alarms(self, alarms: Alarms, *, defer: bool = False) -> None:
