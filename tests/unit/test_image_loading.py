@@ -117,7 +117,7 @@ def test_built_in_data_say_what_they_do_not_take_and_how_many_classes_they_have(
 def test_data_that_are_not_there_are_said_with_what_could_be_meant(folder, model):
     with pytest.raises(DataError, match=r"'digts': there is no such file or folder. Did you mean `digits`\? .*\"fashion_mnist\""):
         model.get_train_dataloader("digts", 4)
-    with pytest.raises(ConfigError, match="data is None; it must be a folder or a .tar of images, or"):
+    with pytest.raises(ConfigError, match="data is None; it must be a folder or a .tar of images, or a data set, or"):
         model.get_train_dataloader(None, 4)
     with pytest.raises(DataError, match="train.txt is a file, not a folder or a .tar. .*load_imagenet_from_file"):
         model.get_train_dataloader(folder / "train.txt", 4)

@@ -115,7 +115,7 @@ def test_what_does_not_fit_the_model_is_said_with_the_line_to_write(digital, tmp
         tiny().get_train_dataloader(tmp_path / "nothing-here", 8, vocab_path=vocabulary, cache_dir=tmp_path)
     with pytest.raises(DataError, match=r"'stdlob': there is no such file or folder. Did you mean `stdlib`\?"):
         tiny().get_train_dataloader("stdlob", 8)
-    with pytest.raises(ConfigError, match='data is None; it must be a folder of text, or "stdlib"'):
+    with pytest.raises(ConfigError, match='data is None; it must be a folder of text, or a data set, or "stdlib"'):
         tiny().get_train_dataloader(None, 8)
     with pytest.raises(ConfigError, match="drop_last=True with in_tokens=True"):
         tiny().load_digital_dataset_from_file(digital, vocabulary, 32, 64, True, drop_last=True, cache_dir=tmp_path)

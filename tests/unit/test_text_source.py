@@ -283,7 +283,7 @@ def test_hidden_files_the_vocabulary_and_links_inside_are_left_alone(tmp_path: P
 
 def test_empty_files_are_counted_in_a_warning_and_only_empty_files_are_an_error(tmp_path: Path) -> None:
     bad_folder(tmp_path, "b.txt", b"")
-    with pytest.warns(FleetWarning, match="1 of 2 files hold no two tokens"):
+    with pytest.warns(FleetWarning, match="1 of 2 documents hold no two tokens"):
         load(tmp_path)
     (tmp_path / "data" / "a.txt").write_text("")
     with pytest.raises(DataError, match="a.txt, line 1: the file is empty, and so are the other 1"):
@@ -375,3 +375,17 @@ def test_a_batch_travels_in_few_bytes_and_comes_out_wide(dtype: type) -> None:
         "next_sentence_label": [0, 1],
     }
     assert all(value.dtype == (torch.bool if name == "attention_mask" else torch.int64) for name, value in found.items())
+
+
+def test_a_folder_of_splits_in_folders_trains_and_evaluates_on_its_own_split_alone(tmp_path):
+    for split, word in {"train": "apple", "test": "berry"}.items():
+        (tmp_path / split).mkdir()
+        for number in range(4):
+            text = "".join(f"{word} number {number} of line {line}\n" for line in range(8))
+            (tmp_path / split / f"{number}.txt").write_text(text)
+    train = text_source(tmp_path, max_seq_len=16, cache_dir=tmp_path / "cache")
+    words = set(train.vocabulary_file.read_text().split())
+    assert "apple" in words and "berry" not in words
+    test = text_source(tmp_path, train.vocabulary_file, max_seq_len=16, cache_dir=tmp_path / "cache", train=False)
+    apple = train.vocabulary.ids["apple"]
+    assert (np.asarray(train.pairs.tokens) == apple).any() and not (np.asarray(test.pairs.tokens) == apple).any()

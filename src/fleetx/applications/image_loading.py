@@ -1,4 +1,4 @@
-"""Make the loaders of an image model: from a list, a folder or a .tar with lists, or built-in data by its name."""
+"""Make the loaders of an image model: from a folder or a .tar, of classes or with lists, a data set, or built-in data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from ..config.kinds import boolean, choice
+from ..data import hub
 from ..data.images.builtin import BUILTIN, builtin_images
+from ..data.images.from_dataset import image_dataset_source
 from ..data.images.from_paths import image_folder_source, image_list_source
+from ..data.images.list_source import ImageListSource
 from ..data.loader import Loader
 from ..data.source import Source
 from ..errors import ConfigError, DataError
 from .loader_options import OF_LOADER, of_loader, pick, refuse_unknown, require_place
 
 Path: TypeAlias = str | os.PathLike[str]
+Data: TypeAlias = str | os.PathLike[str] | Any
+"""A folder or .tar, the name of built-in data, or a data set of Hugging Face's `datasets`."""
 OnBadSample: TypeAlias = Literal["raise", "skip"] | float
 
 SKIP_SHARE = 0.01
@@ -52,6 +57,8 @@ class LoadsImages:
     num_classes: int
     image_size: int
     channels_last: bool
+    classes: tuple[str, ...] | None = None
+    """Names of the classes in the last training data, by number, which evaluation data get too; None where they have no names."""
 
     def load_imagenet_from_file(
         self,
@@ -69,22 +76,30 @@ class LoadsImages:
         return _loader(source, batch_size, train, shuffle, options)
 
     def get_train_dataloader(
-        self, data: Path, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
+        self, data: Data, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
     ) -> Loader:
-        """Load training data: a folder or .tar with `train.txt`, or "digits", "fashion_mnist" (a folder: "./digits")."""
-        return _loader(self._source(data, "train", options), batch_size, True, shuffle, options)
+        """Load training data: a folder or .tar with `train/CLASS/IMAGE` or `train.txt`; a data set; "digits", "fashion_mnist".
+
+        A folder of such a name is written "./digits".
+        """
+        source = self._source(data, "train", options)
+        loader = _loader(source, batch_size, True, shuffle, options)
+        self.classes = source.entries.classes or None if isinstance(source, ImageListSource) else None
+        return loader
 
     def get_val_dataloader(
-        self, data: Path, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
+        self, data: Data, batch_size: int = 32, shuffle: bool | None = None, **options: Unpack[ImageOptions]
     ) -> Loader:
-        """Load evaluation data, by `val.txt`, or `test.txt` where there is none: every sample once, not augmented."""
+        """Load evaluation data, of `val` or `validation`, or `test` where there is none: every sample once, not augmented."""
         return _loader(self._source(data, "val", options), batch_size, False, shuffle, options)
 
-    def _source(self, data: Path, split: Literal["train", "val"], options: Mapping[str, Any]) -> Source:
+    def _source(self, data: Data, split: Literal["train", "val"], options: Mapping[str, Any]) -> Source:
+        if hub.is_dataset(data):
+            return image_dataset_source(data, split, **self._about_files(options), classes=self._classes_for(split))
         if not (isinstance(data, str) and data in BUILTIN):
-            require_place(data, "a folder or a .tar of images", BUILTIN)
+            require_place(data, "a folder or a .tar of images, or a data set", BUILTIN)
             _refuse_list(data)
-            return image_folder_source(data, split, **self._about_files(options))
+            return image_folder_source(data, split, **self._about_files(options), classes=self._classes_for(split))
         refuse_unknown(options, (*OF_BUILTIN, *OF_LOADER, "on_bad_sample"), f'the built-in data "{data}"')
         source = builtin_images(
             data,
@@ -99,6 +114,9 @@ class LoadsImages:
                 f"Write {type(self).__name__}(num_classes={source.num_classes}, ...)."
             )
         return source
+
+    def _classes_for(self, split: str) -> tuple[str, ...] | None:
+        return None if split == "train" else self.classes
 
     def _about_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
         share = bad_share(options.get("on_bad_sample", "raise"))

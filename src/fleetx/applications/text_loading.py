@@ -1,13 +1,14 @@
-"""Make the loaders of BERT: from Fleet's lines of token ids, raw text, or Python's own sources."""
+"""Make the loaders of BERT: from Fleet's lines of token ids, raw text in files or a data set, or Python's own sources."""
 
 from __future__ import annotations
 
 import filecmp
 import os
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from ..config.kinds import boolean, choice, integer
+from ..data import hub
 from ..data.loader import Loader
 from ..data.text.from_paths import NAME as STDLIB
 from ..data.text.from_paths import text_source
@@ -16,6 +17,8 @@ from .bert_encoder import BertConfig
 from .loader_options import OF_LOADER, of_loader, pick, refuse_unknown, require_place
 
 Path: TypeAlias = str | os.PathLike[str]
+Data: TypeAlias = str | os.PathLike[str] | Any
+"""A folder, the name of built-in data, or a data set of Hugging Face's `datasets`."""
 
 VOCABULARY = "vocab.txt"
 TRAINED_VOCABULARY_SIZE = 8192
@@ -57,7 +60,7 @@ class LoadsText:
 
     def load_digital_dataset_from_file(
         self,
-        data_dir: Path,
+        data_dir: Data,
         vocab_path: Path | None = None,
         max_seq_len: int | None = None,
         batch_size: int = 32,
@@ -80,8 +83,8 @@ class LoadsText:
             raise ConfigError(
                 "drop_last=True with in_tokens=True: planned batches have no smaller last one. Leave drop_last out."
             )
-        if data_dir != STDLIB:
-            require_place(data_dir, "a folder of text", (STDLIB,))
+        if not hub.is_dataset(data_dir) and data_dir != STDLIB:
+            require_place(data_dir, "a folder of text, or a data set", (STDLIB,))
         longest = self.config.max_position
         source = text_source(
             data_dir,
@@ -103,7 +106,7 @@ class LoadsText:
 
     def get_train_dataloader(
         self,
-        data: Path,
+        data: Data,
         batch_size: int = 32,
         shuffle: bool | None = None,
         *,
@@ -112,12 +115,15 @@ class LoadsText:
         in_tokens: bool = False,
         **options: Unpack[TextOptions],
     ) -> Loader:
-        """Load training data: a folder, with its `vocab.txt` if present; or "stdlib", Python's sources (a folder: "./stdlib")."""
+        """Load training data: a folder, with its `vocab.txt` if present; a data set with a column `text`; or "stdlib".
+
+        "stdlib" means Python's own sources; a folder of this name is written "./stdlib".
+        """
         return self._from_place(data, "train", batch_size, shuffle, max_seq_len, vocab_path, in_tokens, options)
 
     def get_val_dataloader(
         self,
-        data: Path,
+        data: Data,
         batch_size: int = 32,
         shuffle: bool | None = None,
         *,
@@ -126,12 +132,12 @@ class LoadsText:
         in_tokens: bool = False,
         **options: Unpack[TextOptions],
     ) -> Loader:
-        """Load evaluation data, by `val.txt` or `test.txt` where the folder has one: the same masks in every pass."""
+        """Load evaluation data, of `val` or `test` where there is such a split: the same masks in every pass."""
         return self._from_place(data, "val", batch_size, shuffle, max_seq_len, vocab_path, in_tokens, options)
 
     def _from_place(
         self,
-        data: Path,
+        data: Data,
         phase: str,
         batch_size: int,
         shuffle: bool | None,
@@ -161,6 +167,6 @@ class LoadsText:
             )
 
 
-def _vocabulary_in(data: Path) -> Path | None:
+def _vocabulary_in(data: Data) -> Path | None:
     own = os.path.join(data, VOCABULARY) if isinstance(data, str | os.PathLike) else ""
     return own if os.path.isfile(own) else None

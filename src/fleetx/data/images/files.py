@@ -253,6 +253,10 @@ class TarFiles:
 
 def read_list_file(path: str) -> bytes:
     """Read an image list on disk."""
+    if os.path.isdir(path):
+        raise DataError(
+            f"{path}: not a regular file but a folder. For a folder of images write model.get_train_dataloader({path!r})."
+        )
     try:
         return read_regular_file(path, MAX_LIST_BYTES)
     except DataError as error:

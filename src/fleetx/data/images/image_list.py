@@ -38,6 +38,8 @@ class ImageList:
     text: bytes
     offsets: Numbers
     labels: Numbers
+    classes: tuple[str, ...] = ()
+    """Names of the classes by their number, where the images lie in folders of classes; empty for a list of lines."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -51,8 +53,12 @@ class ImageList:
         return repr(self.path(index).decode("utf-8"))[1:-1]
 
     def place(self, index: int) -> str:
-        """Return the sample's list and line for messages: `train.txt, line 17`."""
-        return _line(self.name, index + 1)
+        """Return the sample's list and line for messages: `train.txt, line 17`; or the folder of its class's folder."""
+        return self.name if self.classes else _line(self.name, index + 1)
+
+    def describe(self, index: int) -> str:
+        """Return the sample's place and path for messages: `train.txt, line 17: cat/0001.jpg`."""
+        return f"{self.place(index)}: {self.name_of(index)}"
 
 
 def parse_line(line: bytes, label_limit: int) -> tuple[bytes, int]:
@@ -94,9 +100,14 @@ def parse_image_list(text: bytes, name: str, *, num_classes: int | None = None) 
         labels.append(label)
     if faults:
         raise DataError(_all_faults(name, faults))
+    return ImageList(name, b"".join(paths), offsets_of(paths), np.array(labels, dtype=np.int64))
+
+
+def offsets_of(paths: list[bytes]) -> Numbers:
+    """Return where each path begins in all of them joined, and where the last one ends."""
     offsets = np.zeros(len(paths) + 1, dtype=np.int64)
     np.cumsum(np.fromiter(map(len, paths), dtype=np.int64, count=len(paths)), out=offsets[1:])
-    return ImageList(name, b"".join(paths), offsets, np.array(labels, dtype=np.int64))
+    return offsets
 
 
 def quoted(text: bytes, limit: int = 80) -> str:

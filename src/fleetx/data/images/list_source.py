@@ -9,7 +9,7 @@ The workers send uint8; `finish` turns it into normalised floats on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from .augment import (
 )
 from .decode import MAX_PIXELS, open_image, scaled, whole
 from .files import ImageFiles
-from .image_list import ImageList
+from .image_list import Numbers
 
 OnBadSample: TypeAlias = Literal["raise", "skip"]
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -72,6 +72,25 @@ def fitted(image: Image, size: int, *, mirrored: bool = False) -> Pixels:
     return scaled(image, central_box(image.width, image.height, (1.0, 1.0)), size, drafts=False, mirrored=mirrored)
 
 
+class Entries(Protocol):
+    """The labels of all images, and their names for messages: an `ImageList`, or the rows of a data set."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def labels(self) -> Numbers: ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes by their number; empty where they are not known."""
+
+    def __len__(self) -> int: ...
+
+    def describe(self, index: int) -> str:
+        """Return the place and the name of an image."""
+
+
 @final
 class ImageListSource:
     """Serve listed images to a `Loader`; `image_list_source` and `image_folder_source` make one from paths.
@@ -85,7 +104,7 @@ class ImageListSource:
 
     def __init__(
         self,
-        entries: ImageList,
+        entries: Entries,
         files: ImageFiles,
         *,
         train: bool,
@@ -150,7 +169,7 @@ class ImageListSource:
             else:
                 evaluation_view(image, self.image_size, out)
         except DataError as error:
-            raise DataError(f"{self.entries.place(index)}: {self.entries.name_of(index)}: {error}.") from None
+            raise DataError(f"{self.entries.describe(index)}: {error}.") from None
 
     def _replace(self, epoch: int, index: int, out: Pixels) -> int:
         """Put the next readable image into `out`; return its label."""
@@ -164,7 +183,7 @@ class ImageListSource:
                 return int(self.entries.labels[other])
         if len(self) == 1:
             raise DataError(f"{self.entries.name}: its only image cannot be read, and there is no other to take its place.")
-        raise DataError(f"{last} This and all images listed before it, from line {index + 1} on, cannot be read.")
+        raise DataError(f"{last} This and all images before it, from {self.entries.describe(index)} on, cannot be read.")
 
 
 def _rgb(element: Kind) -> Kind:

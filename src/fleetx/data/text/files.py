@@ -1,4 +1,4 @@
-"""Find the corpus files of a folder (those that `train.txt` lists, or all), and read text files, plain or gzip.
+"""Find the corpus files of a folder (those listed in `train.txt`, those in `train/`, or all), and read text, plain or gzip.
 
 Nothing outside the folder is read, neither through `..` nor through links, and only regular files.
 """
@@ -107,6 +107,7 @@ def open_text(path: Path, *, name: str) -> Iterator[io.BufferedIOBase]:
 Kind: TypeAlias = Literal["auto", "digital", "raw"]
 
 _TRAIN_LISTS, _TEST_LISTS = ("train.txt",), ("val.txt", "test.txt")
+_TRAIN_FOLDER, _TEST_FOLDERS = "train", ("val", "validation", "test")
 _VOCABULARY = "vocab.txt"
 _BOM = b"\xef\xbb\xbf"
 
@@ -137,11 +138,20 @@ def find_files(
         raise DataError(f"{data_dir}: there is no such folder. Give the folder that holds the text files.")
     if kind != "raw" and (listed := _list_file(data_dir, train=train)) is not None:
         return read_list(listed, data_dir)
+    data_dir = _split_folder(data_dir, train=train)
     found = _of_split(data_dir, walk(data_dir, suffixes=suffixes, leave_out=leave_out), train=train)
     if not found:
         wanted = f" with the endings {', '.join(suffixes)}" if suffixes else ""
         raise DataError(f"{data_dir}: no text files{wanted} in this folder.")
     return found
+
+
+def _split_folder(data_dir: Path, *, train: bool) -> Path:
+    """Return the folder of the split where there are several, `train` and one for evaluation; else the folder itself."""
+    evaluation = next((data_dir / name for name in _TEST_FOLDERS if (data_dir / name).is_dir()), None)
+    if evaluation is None or not (data_dir / _TRAIN_FOLDER).is_dir():
+        return data_dir
+    return data_dir / _TRAIN_FOLDER if train else evaluation
 
 
 def _of_split(data_dir: Path, found: list[TextFile], *, train: bool) -> list[TextFile]:

@@ -1,4 +1,4 @@
-"""Make a source of BERT batches from a folder and a vocabulary, through token arrays computed once per node."""
+"""Make a source of BERT batches from a folder or a data set and a vocabulary, through token arrays computed once per node."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import ConfigError, DataError, did_you_mean, warn_user
+from .. import hub
+from .dataset_texts import DatasetCorpus
 from .digital import write_lines
 from .files import Kind, TextFile, find_files, is_digital, text_file
 from .pairs import DocumentPairs, LinePairs, Pairs
-from .raw_text import SAMPLE_BYTES, sample_texts, write_documents
+from .raw_text import SAMPLE_BYTES, Corpus, FileCorpus, sample_texts, write_documents
 from .text_source import TextSource
 from .token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from .vocabulary import Vocabulary, import_tokenizers, read_vocabulary, text_vocabulary, train_vocabulary
@@ -60,7 +63,7 @@ MOST_UNKNOWN = 0.2
 
 
 def text_source(
-    data_dir: str | os.PathLike[str],
+    data_dir: str | os.PathLike[str] | Any,
     vocab_path: str | os.PathLike[str] | None = None,
     *,
     max_seq_len: int,
@@ -75,34 +78,36 @@ def text_source(
     max_file_bytes: int = 2**32,
     stdlib_bytes: int | None = None,
 ) -> TextSource:
-    """Make batches of masked sentence pairs from a folder (or one file), or from "stdlib", Python's own sources.
+    """Make batches of masked sentence pairs from a folder (or one file), a data set, or "stdlib", Python's own sources.
 
     Fleet's lines of numbers need a vocabulary. For raw text one of `vocab_size` tokens is trained when none is given; evaluation
     (`train` False) then has to name it, `source.vocabulary_file`. A folder with `train.txt`, `val.txt` or `test.txt`
-    means the files listed there, or those files themselves where they hold text; without them all files are read, also for
-    evaluation. `tokens_per_batch` plans whole batches of at most so many tokens, padding included.
+    means the files listed there, or those files themselves where they hold text; one with a folder `train` keeps its splits in
+    folders; without any of these all files are read, also for evaluation. `tokens_per_batch` plans whole batches of at most so
+    many tokens, padding included.
     """
-    _check_paths(data_dir=data_dir, vocab_path="." if vocab_path is None else vocab_path)
+    _check_paths(data_dir="." if hub.is_dataset(data_dir) else data_dir, vocab_path="." if vocab_path is None else vocab_path)
     _check_numbers(max_seq_len, seed, tokens_per_batch, vocab_size, max_file_bytes, stdlib_bytes)
     _check_choices(masked_share, kind, suffixes, train)
-    folder, name = cache_folder(cache_dir), str(data_dir)
+    folder = cache_folder(cache_dir)
     vocabulary_file = None if vocab_path is None else Path(vocab_path)
     vocabulary = None if vocabulary_file is None else read_vocabulary(vocabulary_file)
-    if data_dir == NAME:  # a folder of that name is written "./stdlib"
-        files = stdlib_files(train=train, max_bytes=stdlib_bytes)
-        digital, vocabulary_texts = False, files if train else stdlib_files(train=True, max_bytes=stdlib_bytes)
+    if hub.is_dataset(data_dir):
+        texts = _of_dataset(data_dir, train=train, kind=kind, suffixes=suffixes, stdlib_bytes=stdlib_bytes)
+    elif data_dir == NAME:  # a folder of that name is written "./stdlib"
+        texts = _of_stdlib(train=train, max_bytes=stdlib_bytes, max_file_bytes=max_file_bytes)
     else:
-        if stdlib_bytes is not None:
-            raise ConfigError(f'stdlib_bytes = {stdlib_bytes} limits the corpus "stdlib"; {name} is another. Leave it out.')
+        _refuse_stdlib_bytes(stdlib_bytes, str(data_dir))
         files = find_files(Path(data_dir), train=train, kind=kind, suffixes=suffixes, leave_out=vocabulary_file)
-        digital, vocabulary_texts = kind == "digital" or (kind == "auto" and is_digital(files)), files
-        _require_vocabulary(name, vocabulary, digital=digital, train=train)
+        texts = _of_files(files, str(data_dir), kind=kind, max_file_bytes=max_file_bytes)
+    if texts.for_vocabulary is texts.corpus:  # "stdlib" knows its training data, also in evaluation
+        _require_vocabulary(texts.name, vocabulary, digital=texts.lines is not None, train=train)
     if vocabulary is None or vocabulary_file is None:
-        vocabulary_file = trained_vocabulary(vocabulary_texts, folder, size=vocab_size, max_file_bytes=max_file_bytes)
+        vocabulary_file = trained_vocabulary(texts.for_vocabulary, folder, size=vocab_size)
         vocabulary = read_vocabulary(vocabulary_file)
-    arrays = token_arrays(files, vocabulary, folder, digital=digital, max_file_bytes=max_file_bytes)
+    arrays = token_arrays(texts, vocabulary, folder, max_file_bytes=max_file_bytes)
     return TextSource(
-        _line_pairs(arrays, max_seq_len, name) if digital else _document_pairs(arrays, max_seq_len, name),
+        (_document_pairs if texts.lines is None else _line_pairs)(arrays, max_seq_len, texts.name),
         vocabulary,
         vocabulary_file=vocabulary_file,
         digest=cache_key(
@@ -116,35 +121,62 @@ def text_source(
     )
 
 
-def token_arrays(
-    files: Sequence[TextFile], vocabulary: Vocabulary, folder: Path, *, digital: bool, max_file_bytes: int
-) -> Cached:
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What to read: documents of text, or `lines`, files of Fleet's numbers."""
+
+    name: str
+    corpus: Corpus
+    for_vocabulary: Corpus
+    lines: Sequence[TextFile] | None = None
+
+
+def _of_dataset(data: Any, *, train: bool, kind: Kind, suffixes: Sequence[str] | None, stdlib_bytes: int | None) -> Texts:
+    _refuse_stdlib_bytes(stdlib_bytes, "a data set")
+    for option, given in (('kind="digital"', kind == "digital"), (f"suffixes={suffixes!r}", suffixes is not None)):
+        if given:
+            raise ConfigError(f"{option} is about files in a folder; a data set holds its texts itself. Leave it out.")
+    corpus = DatasetCorpus(data, "train" if train else "val")
+    return Texts("the data set", corpus, corpus)
+
+
+def _of_stdlib(*, train: bool, max_bytes: int | None, max_file_bytes: int) -> Texts:
+    corpus, training = (
+        FileCorpus(stdlib_files(train=split, max_bytes=max_bytes), max_file_bytes=max_file_bytes) for split in (train, True)
+    )
+    return Texts(NAME, corpus, training)
+
+
+def _of_files(files: Sequence[TextFile], name: str, *, kind: Kind, max_file_bytes: int) -> Texts:
+    corpus = FileCorpus(files, max_file_bytes=max_file_bytes)
+    digital = kind == "digital" or (kind == "auto" and is_digital(files))
+    return Texts(name, corpus, corpus, files if digital else None)
+
+
+def token_arrays(texts: Texts, vocabulary: Vocabulary, folder: Path, *, max_file_bytes: int) -> Cached:
     """Return the corpus as arrays, from the cache or computed now."""
-    key = cache_key(format=FORMAT, digital=digital, files=_identity(files), vocabulary=vocabulary.digest)
+    digital = texts.lines is not None
+    key = cache_key(format=FORMAT, digital=digital, files=texts.corpus.identity(), vocabulary=vocabulary.digest)
 
     def build(writer: ArrayWriter) -> dict[str, Any]:
-        write = write_lines if digital else write_documents
-        return dict(write(writer, files, vocabulary, max_file_bytes=max_file_bytes))
+        if texts.lines is not None:
+            return dict(write_lines(writer, texts.lines, vocabulary, max_file_bytes=max_file_bytes))
+        return write_documents(writer, texts.corpus, vocabulary)
 
-    return cached(folder, key, build, what=f"the tokens of {len(files)} text files")
+    return cached(folder, key, build, what=f"the tokens of {texts.corpus.what}")
 
 
-def trained_vocabulary(files: Sequence[TextFile], folder: Path, *, size: int, max_file_bytes: int) -> Path:
-    """Return a vocab.txt trained on a part of these files, from the cache or trained now."""
+def trained_vocabulary(corpus: Corpus, folder: Path, *, size: int) -> Path:
+    """Return a vocab.txt trained on a part of these texts, from the cache or trained now."""
     import_tokenizers()
-    key = cache_key(format=FORMAT, size=size, files=_identity(files), sample=SAMPLE_BYTES)
+    key = cache_key(format=FORMAT, size=size, files=corpus.identity(), sample=SAMPLE_BYTES)
 
     def build(writer: ArrayWriter) -> dict[str, Any]:
-        texts = sample_texts(files, sample_bytes=SAMPLE_BYTES, max_file_bytes=max_file_bytes)
-        text = text_vocabulary(train_vocabulary(texts, size=size).tokens)
+        text = text_vocabulary(train_vocabulary(sample_texts(corpus, sample_bytes=SAMPLE_BYTES), size=size).tokens)
         writer.append("vocab.txt", np.frombuffer(text.encode(), dtype=np.uint8))
         return {}
 
-    return cached(folder, key, build, what=f"a vocabulary of {len(files)} text files").folder / "vocab.txt"
-
-
-def _identity(files: Sequence[TextFile]) -> list[Any]:
-    return [[str(file.path.resolve()), file.size, file.mtime_ns] for file in files]
+    return cached(folder, key, build, what=f"a vocabulary of {corpus.what}").folder / "vocab.txt"
 
 
 def _line_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
@@ -173,7 +205,7 @@ def _line_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
 def _document_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
     if short := arrays.facts["short_documents"]:
         warn_user(
-            f"{name}: {short} of {arrays.facts['documents']} files hold no two tokens, and make no pair.",
+            f"{name}: {short} of {arrays.facts['documents']} documents hold no two tokens, and make no pair.",
         )
     if (share := arrays.facts["unknown_share"]) > MOST_UNKNOWN:
         warn_user(
@@ -181,6 +213,11 @@ def _document_pairs(arrays: Cached, max_seq_len: int, name: str) -> Pairs:
         )
     stored = arrays.arrays
     return DocumentPairs(stored["tokens"], stored["sentence_ends"], stored["document_ends"], max_seq_len=max_seq_len, name=name)
+
+
+def _refuse_stdlib_bytes(stdlib_bytes: int | None, name: str) -> None:
+    if stdlib_bytes is not None:
+        raise ConfigError(f'stdlib_bytes = {stdlib_bytes} limits the corpus "stdlib"; {name} is another. Leave it out.')
 
 
 def _require_vocabulary(data_dir: Any, vocabulary: Vocabulary | None, *, digital: bool, train: bool) -> None:

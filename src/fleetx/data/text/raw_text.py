@@ -1,4 +1,4 @@
-"""Tokenise text files into arrays: a document is a file, a sentence is a line that is not blank."""
+"""Tokenise documents into arrays: a document is a file or a row of a data set, a sentence is a line that is not blank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,56 @@ _MAX_LINE_BYTES = 2**26
 _JOB_LINES = 4096
 
 
-def write_documents(
-    writer: ArrayWriter, files: Sequence[TextFile], vocabulary: Vocabulary, *, max_file_bytes: int
-) -> dict[str, Any]:
-    """Tokenise all files into arrays `tokens`, `sentence_ends` and `document_ends` (both count tokens)."""
-    sizes = np.zeros(len(files), dtype=np.int64)
+class Corpus(Protocol):
+    """Documents by number."""
+
+    what: str
+    """Their number and kind, for messages: "12 text files"."""
+
+    def __len__(self) -> int: ...
+
+    def identity(self) -> Any:
+        """Return a value for JSON that changes whenever a document does."""
+
+    def name_of(self, document: int) -> str:
+        """Return the document's name for messages."""
+
+    def texts(self, document: int) -> Iterator[str]:
+        """Read a document in blocks of whole lines."""
+
+    def sample(self) -> Iterable[int]:
+        """Give the documents in an order whose beginning stands for all of them."""
+
+
+class FileCorpus:
+    """Documents that are text files."""
+
+    def __init__(self, files: Sequence[TextFile], *, max_file_bytes: int) -> None:
+        self._files, self._max_file_bytes = files, max_file_bytes
+        self.what = f"{len(files)} text files"
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def identity(self) -> Any:
+        return [[str(file.path.resolve()), file.size, file.mtime_ns] for file in self._files]
+
+    def name_of(self, document: int) -> str:
+        return f"{self._files[document].name}, line 1"
+
+    def texts(self, document: int) -> Iterator[str]:
+        return read_texts(self._files[document], max_file_bytes=self._max_file_bytes)
+
+    def sample(self) -> Iterable[int]:
+        names = [hashlib.sha256(file.path.name.encode()).digest() for file in self._files]
+        return sorted(range(len(names)), key=names.__getitem__)
+
+
+def write_documents(writer: ArrayWriter, corpus: Corpus, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Tokenise all documents into arrays `tokens`, `sentence_ends` and `document_ends` (both count tokens)."""
+    sizes = np.zeros(len(corpus), dtype=np.int64)
     total = unknown = 0
-    jobs = ((number, lines) for number, file in enumerate(files) for lines in _jobs(file, max_file_bytes))
+    jobs = ((number, lines) for number in range(len(corpus)) for lines in _jobs(corpus, number))
     for number, tokens, lengths in _Encoder(vocabulary).in_order(jobs):
         writer.append("tokens", tokens)
         writer.append("sentence_ends", total + np.cumsum(lengths, dtype=np.int64))
@@ -38,9 +81,9 @@ def write_documents(
         total += len(tokens)
         unknown += int(np.count_nonzero(tokens == vocabulary.ids["[UNK]"]))
     if total == 0:
-        raise DataError(f"{files[0].name}, line 1: there is no text in this file, nor in the other {len(files) - 1}.")
+        raise DataError(f"{corpus.name_of(0)}: there is no text here, nor in any other of the {corpus.what}.")
     writer.append("document_ends", np.cumsum(sizes))
-    return {"documents": len(files), "short_documents": int((sizes < 2).sum()), "unknown_share": unknown / total}
+    return {"documents": len(corpus), "short_documents": int((sizes < 2).sum()), "unknown_share": unknown / total}
 
 
 def read_texts(file: TextFile, *, max_file_bytes: int) -> Iterator[str]:
@@ -62,12 +105,12 @@ def read_texts(file: TextFile, *, max_file_bytes: int) -> Iterator[str]:
 _REMEDY = 'Take the file out of the folder, or name the endings to read, such as suffixes=(".txt", ".md").'
 
 
-def sample_texts(files: Sequence[TextFile], *, sample_bytes: int, max_file_bytes: int) -> Iterator[str]:
-    """Sample text to train a vocabulary on: files in the order of their names' hashes, only the beginning of a large one."""
+def sample_texts(corpus: Corpus, *, sample_bytes: int) -> Iterator[str]:
+    """Sample text to train a vocabulary on: only the beginning of a large document."""
     left = sample_bytes
-    for file in sorted(files, key=lambda file: hashlib.sha256(file.path.name.encode()).digest()):
+    for document in corpus.sample():
         share = min(left, max(sample_bytes // 16, 2**16))
-        for line in _lines(file, max_file_bytes):
+        for line in _lines(corpus, document):
             yield line
             share -= len(line)
             left -= len(line)
@@ -77,13 +120,13 @@ def sample_texts(files: Sequence[TextFile], *, sample_bytes: int, max_file_bytes
             return
 
 
-def _lines(file: TextFile, max_file_bytes: int) -> Iterator[str]:
-    for text in read_texts(file, max_file_bytes=max_file_bytes):
+def _lines(corpus: Corpus, document: int) -> Iterator[str]:
+    for text in corpus.texts(document):
         yield from (line for line in text.split("\n") if line and not line.isspace())
 
 
-def _jobs(file: TextFile, max_file_bytes: int) -> Iterator[list[str]]:
-    lines = _lines(file, max_file_bytes)
+def _jobs(corpus: Corpus, document: int) -> Iterator[list[str]]:
+    lines = _lines(corpus, document)
     while job := list(itertools.islice(lines, _JOB_LINES)):
         yield job
 
