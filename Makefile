@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all campaigns lint clean
+.PHONY: demo test test-all test-newest campaigns lint docs types clean
 
 $(DEMO): pyproject.toml constraints.txt
 	@echo "Installing torch and what the demo needs into $(VENV); this takes some minutes, once."
@@ -39,6 +39,13 @@ lint: $(STAMP)
 
 test: lint
 	$(PYTEST)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open build/site/index.html"
+
+types: $(STAMP)
+	$(BIN)/python -m tests.helpers.stubs
 
 campaigns: $(STAMP)
 	$(PYTEST) --campaigns tests

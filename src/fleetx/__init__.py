@@ -6,18 +6,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import applications, errors, fleet, optim, utils
+    from . import applications, errors, fleet, optim, strategies, utils
     from .cli.train_configs import parse_train_configs
     from .strategy import DistributedStrategy
 
 __version__ = "0.1.0"
-__all__ = ["DistributedStrategy", "__version__", "applications", "errors", "fleet", "optim", "parse_train_configs", "utils"]
+__all__ = [
+    "DistributedStrategy",
+    "__version__",
+    "applications",
+    "errors",
+    "fleet",
+    "optim",
+    "parse_train_configs",
+    "strategies",
+    "utils",
+]
 
-_MODULES = ("applications", "errors", "fleet", "optim", "utils")
+_MODULES = ("applications", "errors", "fleet", "optim", "strategies", "utils")
 _HOMES = {"DistributedStrategy": ".strategy", "parse_train_configs": ".cli.train_configs"}
 
 
-def __getattr__(name: str) -> Any:
+def _late(name: str) -> Any:
     """Names are imported when first used: fleetrun must answer Ctrl-C and --help before torch's seconds of importing."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
@@ -26,5 +36,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+if not TYPE_CHECKING:  # checkers know the names, so that they find unknown ones
+    __getattr__ = _late
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted(__all__)

@@ -9,25 +9,68 @@ import warnings
 from collections.abc import Iterable
 from types import FrameType
 
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "FleetError",
+    "FleetWarning",
+    "LaunchError",
+    "PeerError",
+    "RecomputeError",
+    "StrategyConflict",
+]
+
 
 class FleetError(Exception):
-    """Base of all errors raised on purpose by this library."""
+    """Base of all errors raised on purpose by this library.
+
+    Examples:
+        >>> issubclass(X.errors.ConfigError, X.errors.FleetError)
+        True
+    """
 
 
 class ConfigError(FleetError, ValueError):
-    """A setting, an argument or an environment variable that cannot be used as given."""
+    """A setting, an argument or an environment variable that cannot be used as given.
+
+    Examples:
+        >>> fleet.DistributedStrategy(gradient_merge={"k_steps": 0})
+        Traceback (most recent call last):
+        ...
+        fleetx.errors.ConfigError: gradient_merge_configs["k_steps"] is 0; it must be an integer of at least 1.
+    """
 
 
 class StrategyConflict(ConfigError):
-    """Two parts of a strategy claim the same slot of a step."""
+    """Two parts of a strategy claim the same slot of a step.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(bf16_allreduce=True, powersgd=True)
+        >>> try:
+        ...     fleet.distribute(model, optimizer, strategy)
+        ... except X.errors.StrategyConflict as conflict:
+        ...     print(conflict)
+        bf16_allreduce and powersgd both claim `reduce`. ...
+    """
 
 
 class DataError(FleetError):
-    """A data file or a sample that cannot be used."""
+    """A data file or a sample that cannot be used.
+
+    Examples:
+        >>> issubclass(X.errors.DataError, X.errors.FleetError)
+        True
+    """
 
 
 class CheckpointError(FleetError):
-    """A checkpoint that is damaged, or that belongs to another run."""
+    """A checkpoint that is damaged, or that belongs to another run.
+
+    Examples:
+        >>> issubclass(X.errors.CheckpointError, X.errors.FleetError)
+        True
+    """
 
     storage_code: int | None = None
     """The operating system's number of the error, where storage has failed (0: not known); None: the script or the files are at
@@ -35,15 +78,30 @@ class CheckpointError(FleetError):
 
 
 class LaunchError(FleetError):
-    """Workers that could not be started."""
+    """Workers that could not be started.
+
+    Examples:
+        >>> issubclass(X.errors.LaunchError, X.errors.FleetError)
+        True
+    """
 
 
 class PeerError(FleetError):
-    """A collective that failed, since another rank has left or is elsewhere. No RuntimeError, by which loops skip batches."""
+    """A collective that failed, since another rank has left or is elsewhere. No RuntimeError, by which loops skip batches.
+
+    Examples:
+        >>> issubclass(X.errors.PeerError, RuntimeError)  # a loop that skips bad batches must not catch it
+        False
+    """
 
 
 class RecomputeError(FleetError):
-    """A module that cannot be computed again in backward."""
+    """A module that cannot be computed again in backward.
+
+    Examples:
+        >>> X.errors.RecomputeError("layer1 differs in backward", unit="layer1").unit
+        'layer1'
+    """
 
     def __init__(self, text: str, *, unit: str) -> None:
         super().__init__(text)
@@ -51,7 +109,12 @@ class RecomputeError(FleetError):
 
 
 class FleetWarning(UserWarning):
-    """Something works, but probably not as intended."""
+    """Something works, but probably not as intended.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("error", X.errors.FleetWarning)  # every warning of FleetX ends the script
+    """
 
 
 def warn_user(text: str) -> None:
@@ -79,3 +142,7 @@ def did_you_mean(wanted: str, known: Iterable[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

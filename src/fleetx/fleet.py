@@ -35,7 +35,7 @@ from .engine.overview import one_line, without_effect
 from .engine.placement import agree_on_model, named_trainable
 from .engine.random_states import NUMPY, PYTHON, torch_sources
 from .engine.slots import Part
-from .errors import ConfigError, first_line
+from .errors import ConfigError, did_you_mean, first_line
 from .strategies.auto import Auto
 from .strategy import SCALARS, DistributedStrategy
 
@@ -126,6 +126,11 @@ def init(
 
     `role` is Fleet's role maker; ranks come from the environment, so any object is accepted. `is_collective=False` would be
     a parameter server, which this library has not.
+
+    Examples:
+        >>> fleet.init()
+        >>> fleet.is_initialized()
+        True
     """
     if is_collective is not True:
         raise ConfigError(
@@ -140,45 +145,93 @@ def init(
 
 
 def is_initialized() -> bool:
+    """Return whether this process has joined the job.
+
+    Examples:
+        >>> fleet.is_initialized()
+        True
+    """
     return world.is_open()
 
 
 def device() -> torch.device:
-    """The device of this rank."""
+    """The device of this rank.
+
+    Examples:
+        >>> fleet.device().type in ("cpu", "cuda")
+        True
+    """
     return world.current().device
 
 
 def worker_index() -> int:
-    """This process's rank, from 0."""
+    """This process's rank, from 0.
+
+    Examples:
+        >>> fleet.worker_index()
+        0
+    """
     return world.current().comm.rank
 
 
 def worker_num() -> int:
-    """How many ranks there are."""
+    """How many ranks there are.
+
+    Examples:
+        >>> fleet.worker_num()
+        1
+    """
     return world.current().comm.size
 
 
 def is_first_worker() -> bool:
+    """Return whether this is rank 0, which prints and writes files for all.
+
+    Examples:
+        >>> if fleet.is_first_worker():
+        ...     print("one line for all ranks")
+        one line for all ranks
+    """
     return worker_index() == 0
 
 
 def local_rank() -> int:
-    """This process's place on its node, from 0."""
+    """This process's place on its node, from 0.
+
+    Examples:
+        >>> fleet.local_rank()
+        0
+    """
     return world.current().local_rank
 
 
 def node_num() -> int:
+    """How many nodes the ranks run on.
+
+    Examples:
+        >>> fleet.node_num()
+        1
+    """
     return world.current().node_num
 
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
-    """`host:local_rank` of every rank, as a list or joined by commas."""
+    """Return `host:local_rank` of every rank, as a list or joined by commas.
+
+    Examples:
+        >>> [endpoint.rpartition(":")[2] for endpoint in fleet.worker_endpoints()]
+        ['0']
+    """
     endpoints = list(world.current().endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 
 def barrier_worker() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank is here.
+
+    Examples:
+        >>> fleet.barrier_worker()
+    """
     world.current().comm.barrier()
 
 
@@ -186,6 +239,10 @@ def should_stop() -> bool:
     """Whether a rank was asked to stop (SIGTERM or SIGUSR1): the same answer on every rank, renewed by each update.
 
     Call it after each step, save, and leave the loop. From the first call on these signals no longer end the process at once.
+
+    Examples:
+        >>> if fleet.should_stop():
+        ...     fleet.save_checkpoint("checkpoints", step=0, model=model, optimizer=optimizer)
     """
     stop_signal.arm()
     comm = world.current().comm
@@ -206,20 +263,38 @@ def sampler(
     """Make this rank's share of a dataset: equal counts for training (shuffle), every sample once for evaluation (no shuffle).
 
     `pad=True` gives equal counts also without shuffling, by reading a few samples twice, fewer than there are ranks; `pad=False`
-    reads every sample once also with it; None is as `shuffle` is."""
+    reads every sample once also with it; None is as `shuffle` is.
+
+    Examples:
+        >>> sampler = fleet.sampler(range(10), shuffle=False)
+        >>> list(sampler)
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
     comm = world.current().comm
     return FleetSampler(dataset, rank=comm.rank, size=comm.size, shuffle=shuffle, seed=seed, drop_last=drop_last, pad=pad)
 
 
 def autocast() -> AbstractContextManager[None]:
-    """The strategy's autocast, for a loss computed outside the model; without `amp` it does nothing."""
+    """The strategy's autocast, for a loss computed outside the model; without `amp` it does nothing.
+
+    Examples:
+        >>> with fleet.autocast():
+        ...     loss = criterion(model(x), y)
+    """
     return current_autocast.context()
 
 
 def no_sync() -> AbstractContextManager[None]:
     """Leave the gradients of a bare `loss.backward()` local, as DDP's own no_sync; the next one outside reduces all of them.
 
-    With optimizer.backward(loss) and minimize(loss), write strategy.gradient_merge instead."""
+    With optimizer.backward(loss) and minimize(loss), write strategy.gradient_merge instead.
+
+    Examples:
+        >>> model, optimizer = fleet.distribute(model, optimizer)
+        >>> with fleet.no_sync():
+        ...     criterion(model(x), y).backward()
+        >>> criterion(model(x), y).backward()  # reduces the gradients of both
+    """
     return model_pairs.no_sync()
 
 
@@ -235,6 +310,12 @@ def distribute(
 
     `sample` (one batch) and `loss_fn(model, batch)` are for parts that must run steps themselves; for `auto` with a global batch
     `sample` may also be a function that makes a batch of so many rows.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(gradient_merge={"k_steps": 2})
+        >>> model, optimizer = fleet.distribute(model, optimizer, strategy)
+        >>> [optimizer.minimize(criterion(model(x), y)).due for _ in range(4)]
+        [False, True, False, True]
     """
     optimizer = _given(optimizer)
     require_plain_optimizer(optimizer)
@@ -258,7 +339,13 @@ def find_batch(
     """The largest micro-batch that a budget of memory allows, and the fastest one; before `distribute`, on every rank.
 
     `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
-    micro-batches make it up without a rest. Model and optimizer are afterwards as they were."""
+    micro-batches make it up without a rest. Model and optimizer are afterwards as they were.
+
+    Examples:
+        >>> found = fleet.find_batch(model, optimizer, sample=(x, y), loss_fn=loss_fn, budget="50MB")
+        >>> found.most >= len(x)
+        True
+    """
     from .recompute.batches import rows_of
     from .recompute.find_batch import found_batches, size_of, without_memory_parts
 
@@ -285,7 +372,14 @@ def find_batch(
 
 
 def distributed_model(model: M) -> M:
-    """Fleet's two-call spelling, together with `distributed_optimizer`, in either order."""
+    """Fleet's two-call spelling, together with `distributed_optimizer`, in either order.
+
+    Examples:
+        >>> model = fleet.distributed_model(model)
+        >>> optimizer = fleet.distributed_optimizer(optimizer, fleet.DistributedStrategy())
+        >>> optimizer.minimize(criterion(model(x), y)).updated
+        True
+    """
     require_module(model)
     if any(model_pairs.owner_of(p) is not None for p in model.parameters()):
         return model  # distributed already, by fleet.distribute or as a part of another model
@@ -303,7 +397,14 @@ def distributed_model(model: M) -> M:
 
 
 def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None = None) -> FleetOptimizer:
-    """Fleet's two-call spelling: the optimizer meets the model that `distributed_model` was or will be given."""
+    """Fleet's two-call spelling: the optimizer meets the model that `distributed_model` was or will be given.
+
+    Examples:
+        >>> optimizer = fleet.distributed_optimizer(optimizer, fleet.DistributedStrategy(clip_norm=True))
+        >>> model = fleet.distributed_model(model)
+        >>> optimizer.minimize(criterion(model(x), y)).updated
+        True
+    """
     optimizer = _given(optimizer)
     require_plain_optimizer(optimizer)
     chosen = _chosen(strategy)
@@ -320,14 +421,18 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
     return face
 
 
-def __getattr__(name: str) -> Any:
+def _late(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __package__), name)
-    raise AttributeError(f"fleet has no attribute `{name}`.")
+    raise AttributeError(f"fleet has no attribute `{name}`.{did_you_mean(name, __all__)}")
+
+
+if not TYPE_CHECKING:  # checkers know the names, so that they find unknown ones
+    __getattr__ = _late
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from .config.kinds import Kind, boolean, choice, integer, names, number, once
 from .engine.overview import overview, slot_table
 from .engine.slots import Part
 from .errors import ConfigError, did_you_mean
 from .strategies import catalogue
+
+if TYPE_CHECKING:
+    from .strategies.switches import Keywords, Switches
+else:
+    Switches = object
 
 
 def whole_if_integral(kind: Kind) -> Kind:
@@ -24,7 +30,7 @@ def whole_if_integral(kind: Kind) -> Kind:
         parsed = kind.parse(value)
         return int(parsed) if parsed == int(parsed) else float(parsed)
 
-    return Kind(kind.allowed, parse)
+    return Kind(kind.allowed, parse, kind.hint)
 
 
 class Scalar(NamedTuple):
@@ -149,6 +155,10 @@ class Settings(MutableMapping[str, Any]):
             raise ConfigError(f"{self._name} is {given!r}; it must be a dict with some of the keys: {', '.join(self._kinds)}.")
         self.update(given)
 
+    def become(self, given: Mapping[str, Any]) -> None:
+        """`strategy.x = {...}`: these settings, and the default of every key not named."""
+        self.update({**self._defaults, **given})
+
     def changed(self) -> bool:
         return self._values != self._defaults
 
@@ -157,12 +167,36 @@ class Settings(MutableMapping[str, Any]):
         return copy.deepcopy(self._values)
 
 
-class DistributedStrategy:
-    """The strategy of a run. Keywords and attributes are the same: `amp=True`, `lars_configs={"lars_coeff": 0.01}`."""
+class _Signature:
+    """The keywords of `DistributedStrategy`, for `help` and for notebooks that complete them."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        values = DistributedStrategy()._values.items()
+        shown = ((name, value.plain() if isinstance(value, Settings) else value) for name, value in values)
+        return inspect.Signature([inspect.Parameter(name, kind, default=value) for name, value in shown])
+
+
+class DistributedStrategy(Switches):
+    """The strategy of a run: a switch for each part, the part's settings beside it, and settings that belong to no part.
+
+    A switch takes `True`, a dict of settings, or the typed part; keywords and attributes are the same. A dict or a part says all
+    settings: keys that it does not name have their default. An assignment to `<name>_configs` changes the keys that it names.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(amp=True, localsgd={"k_steps": 4})
+        >>> strategy.dgc = X.strategies.DGC(sparsity=[0.99])
+        >>> strategy.dgc_configs["min_numel"] = 1024
+        >>> fleet.DistributedStrategy(gradient_marge=True)
+        Traceback (most recent call last):
+        ...
+        fleetx.strategy.UnknownSettingError: DistributedStrategy has no setting `gradient_marge`. Did you mean `gradient_merge`?
+    """
 
     _values: dict[str, Any]
+    __signature__ = _Signature()
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[Keywords]) -> None:
         values: dict[str, Any] = {}
         for name, part in catalogue().items():
             values[name] = False
@@ -171,22 +205,46 @@ class DistributedStrategy:
         values.update({name: copy.copy(scalar.default) for name, scalar in SCALARS.items()})
         object.__setattr__(self, "_values", values)
         for name, value in settings.items():
+            if f"{name}_configs" in settings and not isinstance(value, bool):
+                raise ConfigError(f"the settings of `{name}` are given twice, in {name} and in {name}_configs. Keep one of them.")
             setattr(self, name, value)
 
-    def __getattr__(self, name: str) -> Any:
+    def _get(self, name: str) -> Any:
         # Python asks for names of its own, `__setstate__` among them, before `_values` is there.
         if name.startswith("_"):
             raise AttributeError(name)
         value = self._values[self._known(name)]
         return FrozenList(value) if isinstance(value, list) else value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         current = self._values[self._known(name)]
         if isinstance(current, Settings):
             current.replace(value)
+        elif name in SCALARS:
+            self._values[name] = SCALARS[name].kind.check(name, value)
         else:
-            kind = SCALARS[name].kind if name in SCALARS else boolean()
-            self._values[name] = kind.check(name, value)
+            self._switch(name, value)
+
+    if not TYPE_CHECKING:  # checkers know each setting by its name (strategies/switches.pyi), so that they find unknown ones
+        __getattr__ = _get
+        __setattr__ = _set
+
+    def _switch(self, name: str, value: Any) -> None:
+        """Switch a part on or off. A dict or a typed part says all its settings; True and False leave them."""
+        part, settings = catalogue()[name], self._settings(name)
+        if isinstance(value, bool):
+            self._values[name] = value
+            return
+        if isinstance(value, part):
+            value = {field.name: getattr(value, field.name) for field in dataclasses.fields(part)}
+        elif not isinstance(value, Mapping):
+            taken = f"True, False, a dict of its settings, or fleetx.strategies.{part.__name__}(...)"
+            raise ConfigError(f"{name} is {value!r}; it must be {taken}.")
+        if settings is not None:
+            settings.become(value)
+        elif value:
+            raise ConfigError(f"{name} is {dict(value)!r}; this strategy has no settings. Write {name}=True.")
+        self._values[name] = True
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._values]

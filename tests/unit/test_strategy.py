@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fleetx as X
 from fleetx.config.kinds import Kind
 from fleetx.engine.slots import Part, Slot
 from fleetx.errors import ConfigError
@@ -88,7 +90,63 @@ def test_dir_lists_the_settings_for_completion() -> None:
 
 @pytest.mark.parametrize("value", [1, 0, "True", None])
 def test_a_switch_is_true_or_false_and_nothing_else(value: Any) -> None:
-    assert message(lambda: DistributedStrategy(lars=value)) == f"lars is {value!r}; it must be True or False."
+    taken = "True, False, a dict of its settings, or fleetx.strategies.Lars(...)"
+    assert message(lambda: DistributedStrategy(lars=value)) == f"lars is {value!r}; it must be {taken}."
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_switch_takes_true_a_dict_or_the_typed_part_and_the_three_mean_the_same(name: str) -> None:
+    part, settings = catalogue()[name], catalogue()[name].neutral() or {}
+    written = DistributedStrategy(**{name: True, **({f"{name}_configs": settings} if settings else {})})
+    by_dict, by_part = DistributedStrategy(**{name: settings}), DistributedStrategy(**{name: part(**settings)})
+    assert written == by_dict == by_part == DistributedStrategy.from_yaml(by_part.to_yaml())
+    assert getattr(by_part, name) is True
+
+
+def test_a_dict_or_a_part_says_all_settings_and_true_leaves_them() -> None:
+    strategy = DistributedStrategy(gradient_merge_configs={"k_steps": 4})
+    strategy.gradient_merge = True
+    assert strategy.gradient_merge_configs == {"k_steps": 4, "avg": True}
+    view = strategy.gradient_merge_configs
+    strategy.gradient_merge = {"avg": False}
+    assert view == {"k_steps": 1, "avg": False}
+    strategy.gradient_merge = catalogue()["gradient_merge"](k_steps=2)
+    assert view == {"k_steps": 2, "avg": True}
+
+
+def test_a_refused_dict_leaves_the_switch_and_its_settings_as_they_were() -> None:
+    strategy = DistributedStrategy()
+    message(lambda: setattr(strategy, "gradient_merge", {"avg": False, "k_steps": 0}))
+    assert strategy == DistributedStrategy()
+
+
+def test_settings_given_twice_are_refused() -> None:
+    text = message(lambda: DistributedStrategy(lars={"epsilon": 0.1}, lars_configs={"epsilon": 0.2}))
+    assert text == "the settings of `lars` are given twice, in lars and in lars_configs. Keep one of them."
+
+
+def test_settings_of_a_part_that_has_none_are_refused() -> None:
+    text = message(lambda: DistributedStrategy(bf16_allreduce={"bits": 8}))
+    assert text == "bf16_allreduce is {'bits': 8}; this strategy has no settings. Write bf16_allreduce=True."
+
+
+def test_an_unknown_key_of_a_part_suggests_the_nearest_and_lists_the_valid_ones() -> None:
+    text = message(lambda: X.strategies.GradientMerge(k_step=4))
+    assert text == "GradientMerge has no key 'k_step'. Did you mean `k_steps`? Its keys are: k_steps, avg."
+    assert message(lambda: X.strategies.BF16AllReduce(bits=8)) == "BF16AllReduce has no key 'bits'. It has no keys."
+
+
+def test_the_parts_and_their_settings_are_public_by_name() -> None:
+    classes = {part.__name__ for part in catalogue().values()}
+    assert X.strategies.DGC is catalogue()["dgc"] and set(dir(X.strategies)) == {*classes, "catalogue"}
+    assert set(X.strategies.DGCSettings.__annotations__) == {field.name for field in dataclasses.fields(X.strategies.DGC)}
+    with pytest.raises(AttributeError, match="DGK"):
+        X.strategies.DGK  # noqa: B018
+
+
+def test_the_signature_names_every_keyword_for_notebooks_that_complete_them() -> None:
+    parameters = inspect.signature(DistributedStrategy).parameters
+    assert set(parameters) == set(DistributedStrategy()._values) and parameters["clip_norm_configs"].default == {"max_norm": 1.0}
 
 
 def test_an_unknown_key_suggests_the_nearest_and_lists_the_valid_ones() -> None:

@@ -12,3 +12,7 @@ from .resnet import Resnet20, Resnet50
 from .vgg import VGG16
 
 __all__ = ["Bert", "BertConfig", "Bert_base", "Bert_large", "Resnet20", "Resnet50", "VGG16", "evaluate"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

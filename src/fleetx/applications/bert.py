@@ -100,7 +100,13 @@ class PretrainingHeads(nn.Module):
 
 @final
 class Bert(LoadsText, nn.Module):
-    """A BERT with its two pre-training heads. `.loss(batch)` is the loss to minimise; `.checkpoints` names the layers."""
+    """A BERT with its two pre-training heads. `.loss(batch)` is the loss to minimise; `.checkpoints` names the layers.
+
+    Examples:
+        >>> model = X.applications.Bert(X.applications.BertConfig(hidden=32, layers=1, heads=2))
+        >>> model.checkpoints
+        ['bert.encoder.layer.0']
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -204,12 +210,24 @@ def sentence_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Ten
 
 
 def Bert_base(**options: Any) -> Bert:  # noqa: N802
-    """Make a BERT of 12 layers, 768 wide: 110 million parameters. Options are those of `BertConfig`."""
+    """Make a BERT of 12 layers, 768 wide: 110 million parameters. Options are those of `BertConfig`.
+
+    Examples:
+        >>> model = X.applications.Bert_base(layers=1)
+        >>> model.config.hidden
+        768
+    """
     return Bert(_config("Bert_base", {"layers": 12, "hidden": 768, "heads": 12} | options))
 
 
 def Bert_large(**options: Any) -> Bert:  # noqa: N802
-    """Make a BERT of 24 layers, 1024 wide: 336 million parameters. Options are those of `BertConfig`."""
+    """Make a BERT of 24 layers, 1024 wide: 336 million parameters. Options are those of `BertConfig`.
+
+    Examples:
+        >>> model = X.applications.Bert_large(layers=1)
+        >>> model.config.hidden
+        1024
+    """
     return Bert(_config("Bert_large", {"layers": 24, "hidden": 1024, "heads": 16} | options))
 
 

@@ -23,7 +23,12 @@ INITIAL_DEVIATION = 0.02
 @final
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """The size of a BERT, and its dropout."""
+    """The size of a BERT, and its dropout.
+
+    Examples:
+        >>> X.applications.BertConfig(layers=2).layers
+        2
+    """
 
     vocab_size: int = 30522
     hidden: int = 768

@@ -46,6 +46,11 @@ def evaluate(model: Any, loader: Iterable[Any]) -> dict[str, float]:
     """Return the means of what `model.tally` sums, over all data. Every rank must call it, with its own shard, empty or not.
 
     The model needs a method `tally(batch)` that returns sums, the count first: {"count": samples, "loss": summed loss, ...}.
+
+    Examples:
+        >>> model = X.applications.Resnet20(num_classes=10, image_size=8)
+        >>> sorted(X.applications.evaluate(model, [(torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))]))
+        ['acc1', 'acc5', 'count', 'loss']
     """
     sums, ranks = run_and_share(
         world.current().comm,

@@ -182,7 +182,13 @@ class ResNet(ImageModel):
 
 @final
 class Resnet50(ResNet):
-    """50 layers of bottleneck blocks; 25.6 million parameters at 1000 classes. Images from 32x32 on."""
+    """Build 50 layers of bottleneck blocks; 25.6 million parameters at 1000 classes. Images from 32x32 on.
+
+    Examples:
+        >>> model = X.applications.Resnet50(num_classes=10, image_size=32)
+        >>> model.checkpoints[0]
+        'layer1.0'
+    """
 
     block = Bottleneck
     shortcut = Projection
@@ -211,7 +217,13 @@ class Resnet50(ResNet):
 
 @final
 class Resnet20(ResNet):
-    """The paper's network for CIFAR-10: widths 16, 32, 64, shortcuts padded with zeros, 269,722 parameters at 10 classes."""
+    """The paper's network for CIFAR-10: widths 16, 32, 64, shortcuts padded with zeros, 269,722 parameters at 10 classes.
+
+    Examples:
+        >>> model = X.applications.Resnet20(num_classes=10, image_size=32)
+        >>> model(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
 
     block = BasicBlock
     shortcut = Padding

@@ -63,7 +63,13 @@ class Stage(nn.Module):
 
 @final
 class VGG16(ImageModel):
-    """16 layers with weights; 138 million parameters at 1000 classes. Images from 32x32 on."""
+    """Build 16 layers with weights; 138 million parameters at 1000 classes. Images from 32x32 on.
+
+    Examples:
+        >>> model = X.applications.VGG16(num_classes=10, image_size=32)
+        >>> len(model.checkpoints)
+        5
+    """
 
     def __init__(
         self,

@@ -48,6 +48,10 @@ def save_checkpoint(
     The newest `keep` checkpoints stay. With `async_save` the state is copied and written in the background; an error there is
     raised by the next save, by load_checkpoint, or by `.wait()` on the returned object. With `on_save_error="warn"` storage
     that fails (a full disk) is a warning on rank 0, and training goes on; `.wait()` and `.error` still tell.
+
+    Examples:
+        >>> model, optimizer = fleet.distribute(model, optimizer)
+        >>> saving = fleet.save_checkpoint("checkpoints", step=1, model=model, optimizer=optimizer)
     """
     _check_save(directory, step, keep, objects)
     if on_save_error not in ("raise", "warn"):
@@ -77,6 +81,12 @@ def load_checkpoint(directory: str | os.PathLike[str], *, new_world_size: bool =
 
     Random number generators are restored too. `new_world_size` allows loading on a different number of ranks than saved it, which
     is not bit-identical: added ranks get new random number streams.
+
+    Examples:
+        >>> model, optimizer = fleet.distribute(model, optimizer)
+        >>> saving = fleet.save_checkpoint("checkpoints", step=1, model=model, optimizer=optimizer)
+        >>> fleet.load_checkpoint("checkpoints", model=model, optimizer=optimizer).step
+        1
     """
     here = world.current()
     _finish_last(here.comm)
@@ -97,6 +107,10 @@ def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetO
     """Write the model as one safetensors file with the keys of its state dict. Every rank must call it; rank 0 writes.
 
     With an optimizer, an incomplete merge window is applied first (`flush`), and under Local SGD the average is written.
+
+    Examples:
+        >>> model, optimizer = fleet.distribute(model, optimizer)
+        >>> fleet.save_model("model.safetensors", model, optimizer)
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"save_model was given {type(model).__name__} as the model; write save_model(path, model, optimizer).")

@@ -64,7 +64,9 @@ def _plan_of_model(options: argparse.Namespace, changes: Mapping[str, Any]) -> P
     asked = {"risk": options.risk, "memory": options.memory, "global_batch": options.global_batch, "trials": options.trials}
     given = {name: value for name, value in asked.items() if value is not None}
     strategy = fleet.DistributedStrategy() if options.strategy is None else fleet.DistributedStrategy.load(options.strategy)
-    strategy.auto, strategy.auto_configs = True, given
+    strategy.auto = True
+    for name, value in given.items():
+        strategy.auto_configs[name] = value  # type: ignore[literal-required]  # of the names just listed
     if not any(part.name == "auto" for part in strategy.parts()):
         raise ConfigError(
             f"{options.strategy} sets `localsgd` alone, and that beside `auto` is the older spelling of `adaptive_localsgd`. To "

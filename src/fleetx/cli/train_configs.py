@@ -140,6 +140,11 @@ def parse_train_configs(
     `defaults` are the script's own: `{"lr": 0.1, "strategy": DistributedStrategy(lars=True)}`. A `--strategy FILE` replaces that
     strategy. Unknown words are left in `configs.rest`, in order; so is everything from `--` on. `parser` is the script's own
     parser, which reads `configs.rest` later: `--help` shows its flags too.
+
+    Examples:
+        >>> configs = X.parse_train_configs(["--lr", "0.1", "--amp", "true"])
+        >>> configs.lr, configs.strategy.amp
+        (0.1, True)
     """
     own, strategy = _checked_defaults({} if defaults is None else defaults)
     _check_parser(parser)

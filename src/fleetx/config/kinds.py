@@ -20,6 +20,8 @@ class Kind:
 
     allowed: str
     parse: Callable[[Any], Any]
+    hint: str = "Any"
+    """Type of what is accepted, as annotations spell it: for the stubs that type checkers and editors read."""
 
     def check(self, where: str, value: Any) -> Any:
         try:
@@ -47,7 +49,7 @@ def boolean() -> Kind:
         require(isinstance(value, bool))
         return bool(value)
 
-    return Kind("True or False", parse)
+    return Kind("True or False", parse, "bool")
 
 
 def integer(minimum: int, maximum: int | None = None) -> Kind:
@@ -58,7 +60,7 @@ def integer(minimum: int, maximum: int | None = None) -> Kind:
         return int(value)
 
     upper = f" and at most {maximum}" if maximum is not None else ""
-    return Kind(f"an integer of at least {minimum}{upper}", parse)
+    return Kind(f"an integer of at least {minimum}{upper}", parse, "int")
 
 
 def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: float = -math.inf, below: float = math.inf) -> Kind:
@@ -75,7 +77,7 @@ def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: floa
         f"at most {maximum:g}" if maximum < math.inf else "",
         f"below {below:g}" if below < math.inf else "",
     ]
-    return Kind(" ".join(["a finite number", " and ".join(b for b in bounds if b)]).strip(), parse)
+    return Kind(" ".join(["a finite number", " and ".join(b for b in bounds if b)]).strip(), parse, "float")
 
 
 def choice(*allowed: str) -> Kind:
@@ -83,7 +85,8 @@ def choice(*allowed: str) -> Kind:
         require(isinstance(value, str) and value in allowed)
         return str(value)
 
-    return Kind("one of " + ", ".join(repr(a) for a in allowed), parse)
+    listed = ", ".join(repr(a) for a in allowed)
+    return Kind(f"one of {listed}", parse, f"Literal[{listed}]")
 
 
 def path(suffix: str) -> Kind:
@@ -93,7 +96,7 @@ def path(suffix: str) -> Kind:
         require(isinstance(value, str | os.PathLike) and str(value).endswith(suffix))
         return str(value)
 
-    return Kind(f'a path that ends in "{suffix}"', parse)
+    return Kind(f'a path that ends in "{suffix}"', parse, "str | PathLike[str]")
 
 
 def names(*example: str) -> Kind:
@@ -105,7 +108,8 @@ def names(*example: str) -> Kind:
         require(isinstance(value, (list, tuple)) and all(isinstance(v, str) and v for v in value))
         return list(value)
 
-    return Kind(f"a list of non-empty strings, such as {shown}", parse)
+    # No Sequence[str], which a bare string is as well.
+    return Kind(f"a list of non-empty strings, such as {shown}", parse, "list[str] | tuple[str, ...]")
 
 
 def numbers(element: Kind, *, ascending: bool = False) -> Kind:
@@ -116,11 +120,11 @@ def numbers(element: Kind, *, ascending: bool = False) -> Kind:
         return parsed
 
     order = "ascending " if ascending else ""
-    return Kind(f"a non-empty {order}list, each element {element.allowed}", parse)
+    return Kind(f"a non-empty {order}list, each element {element.allowed}", parse, f"Sequence[{element.hint}]")
 
 
 def optional(kind: Kind) -> Kind:
-    return Kind(f"None or {kind.allowed}", lambda value: None if value is None else kind.parse(value))
+    return Kind(f"None or {kind.allowed}", lambda value: None if value is None else kind.parse(value), f"{kind.hint} | None")
 
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
@@ -138,7 +142,7 @@ def size() -> Kind:
             value = int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
         return int(integer(1).parse(value))
 
-    return Kind('a number of bytes, such as 20_000_000_000, "20GB" or "20GiB"', parse)
+    return Kind('a number of bytes, such as 20_000_000_000, "20GB" or "20GiB"', parse, "int | str")
 
 
 def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -13,11 +13,18 @@ from . import world
 from .comm import OPS
 from ..errors import ConfigError
 
+__all__ = ["all_gather", "all_reduce", "barrier", "get_file_shard", "print_on_rank"]
+
 T = TypeVar("T")
 
 
 def all_reduce(value: T, mode: str = "sum") -> T:
-    """Reduce a number, array, tensor or dict of them over all ranks by sum, min, max or mean; returns a new value of the same type."""
+    """Reduce a number, array, tensor or dict of them over all ranks by sum, min, max or mean; returns a new value of the same type.
+
+    Examples:
+        >>> fleet.util.all_reduce(2.0, "sum")  # on one worker
+        2.0
+    """
     if mode not in (*OPS, "mean"):
         raise ConfigError(f"mode is {mode!r}; it must be one of 'sum', 'min', 'max', 'mean'.")
     entries = value if isinstance(value, dict) else {"": value}
@@ -29,7 +36,12 @@ def all_reduce(value: T, mode: str = "sum") -> T:
 
 
 def all_gather(value: T) -> list[T]:
-    """Return every rank's value, in rank order: numbers, arrays or tensors of equal shapes, or JSON values."""
+    """Return every rank's value, in rank order: numbers, arrays or tensors of equal shapes, or JSON values.
+
+    Examples:
+        >>> fleet.util.all_gather(3)  # on one worker
+        [3]
+    """
     comm = world.current().comm
     if isinstance(value, np.generic):
         value = value.item()
@@ -48,12 +60,21 @@ def all_gather(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Wait until every rank has called it."""
+    """Wait until every rank has called it.
+
+    Examples:
+        >>> fleet.util.barrier()
+    """
     world.current().comm.barrier()
 
 
 def get_file_shard(files: Sequence[str]) -> list[str]:
-    """Return this rank's contiguous block of a list; if it does not divide evenly, the first ranks get one more."""
+    """Return this rank's contiguous block of a list; if it does not divide evenly, the first ranks get one more.
+
+    Examples:
+        >>> fleet.util.get_file_shard(["a.txt", "b.txt"])  # on one worker
+        ['a.txt', 'b.txt']
+    """
     if not isinstance(files, (list, tuple)):
         raise ConfigError(f"get_file_shard was given {type(files).__name__}; it takes a list of file names.")
     comm = world.current().comm
@@ -63,7 +84,12 @@ def get_file_shard(files: Sequence[str]) -> list[str]:
 
 
 def print_on_rank(message: object, rank: int) -> None:
-    """Print on one rank only."""
+    """Print on one rank only.
+
+    Examples:
+        >>> fleet.util.print_on_rank("hello", 0)
+        hello
+    """
     if world.current().comm.rank == rank:
         print(message, flush=True)
 
@@ -108,3 +134,7 @@ def _agree(spec: Any) -> None:
     if any(other != ranks[0] for other in ranks):
         shown = "; ".join(f"rank {i}: {other}" for i, other in enumerate(ranks) if i == 0 or other != ranks[0])
         raise ConfigError(f"ranks do not agree on what to reduce. {shown}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

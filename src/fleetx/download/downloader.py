@@ -38,7 +38,11 @@ RECORD_EVERY_S = 10.0
 
 
 class Downloader:
-    """Download data to this node: `X.utils.Downloader().download("https://host/data/manifest.yaml", "./data")`."""
+    """Download data to this node: `X.utils.Downloader().download("https://host/data/manifest.yaml", "./data")`.
+
+    Examples:
+        >>> downloader = X.utils.Downloader()
+    """
 
     def __init__(
         self,

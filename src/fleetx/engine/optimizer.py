@@ -50,7 +50,15 @@ def _refuse_step_past_the_pipeline(update: Optimizer, *_: Any) -> None:
 
 @final
 class FleetOptimizer(Optimizer):
-    """What `fleet.distribute` returns. `minimize(loss)`, or `backward(loss)`, `step()`, `zero_grad()`."""
+    """What `fleet.distribute` returns. `minimize(loss)`, or `backward(loss)`, `step()`, `zero_grad()`.
+
+    Examples:
+        >>> model, optimizer = fleet.distribute(model, optimizer)
+        >>> report = optimizer.minimize(criterion(model(x), y))
+        >>> optimizer.backward(criterion(model(x), y))  # the same in three calls, to look at gradients between them
+        >>> report = optimizer.step()
+        >>> optimizer.zero_grad()
+    """
 
     _step_supports_amp_scaling = True
     """A GradScaler leaves its scale and what it found on this optimizer, and lets step() decide: on all ranks alike."""

@@ -37,6 +37,15 @@ def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | No
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
+    """None
+
+    Examples:
+        >>> model, optimizer = fleet.distribute(model, optimizer)
+        >>> report = optimizer.minimize(criterion(model(x), y))
+        >>> report.due, report.updated, report.bytes_sent  # one worker sends nothing
+        (True, True, 0)
+    """
+
     due: bool
     """This call closed a window: the same on every rank, also when fp16 skipped. Schedulers, EMA and saving follow it."""
     updated: bool

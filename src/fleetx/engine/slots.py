@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dist import wire_cost
+from ..errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -263,6 +264,14 @@ class Part(abc.ABC):
     says it all."""
     planning_note: ClassVar[str] = ""
     """One sentence for a plan that does not take this part, after its figures: why `auto` does not try it, or when it pays."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in known:
+                its_keys = f"Its keys are: {', '.join(known)}." if known else "It has no keys."
+                raise ConfigError(f"{cls.__name__} has no key {key!r}.{did_you_mean(key, known)} {its_keys}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from . import require_package
 
 # --- Accelerate's settings as a strategy's, and the variables by which Accelerate knows a rank ------------------------
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+DTYPES: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
 HANDLERS = {
     "DistributedDataParallelKwargs": "there is no DDP here: strategy.find_unused_parameters, strategy.fuse_grad_size_in_MB",
     "GradScalerKwargs": "strategy.amp_configs has the loss scale",

@@ -48,6 +48,18 @@ _open: Monitor | None = None
 
 @final
 class Monitor:
+    """Show a run in one live line and record it in a folder; every rank opens one and logs to it.
+
+    Examples:
+        >>> model, optimizer = fleet.distribute(model, optimizer)
+        >>> with fleet.Monitor("runs/first", total_steps=2, show=False) as monitor:
+        ...     for _ in range(2):
+        ...         report = optimizer.minimize(criterion(model(x), y))
+        ...         monitor.log(report, samples=len(x))
+        >>> (monitor.path / "metrics.jsonl").exists()
+        True
+    """
+
     path: Path
     """The run folder."""
 

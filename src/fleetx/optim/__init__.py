@@ -8,3 +8,7 @@ from .lars import Lars
 from .trust_ratio_report import TrustRatios
 
 __all__ = ["Lamb", "Lars", "TrustRatios", "schedules"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

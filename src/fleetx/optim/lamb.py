@@ -121,6 +121,11 @@ class Lamb(Layerwise):
 
     Tensors without weight decay are not adapted, unless `always_adapt`. `decay` and `adapt` (True or False) in a group
     override that, and the exclusions, for all its parameters.
+
+    Examples:
+        >>> optimizer = X.optim.Lamb(model.named_parameters(), lr=0.001)
+        >>> criterion(model(x), y).backward()
+        >>> optimizer.step()
     """
 
     spellings: ClassVar[dict[str, str]] = {"weight_decay": "lamb_weight_decay", "epsilon": "eps"}

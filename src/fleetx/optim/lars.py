@@ -90,6 +90,11 @@ class Lars(Layerwise):
     `decay` and `adapt` (True or False) in a group override the exclusions for all its parameters.
     `carry_norms` keeps each parameter's norm from the last update (kernels only). Any other write to a parameter makes the next
     step compute its norm again, except a write to `param.data`: call `forget_norms()` after that.
+
+    Examples:
+        >>> optimizer = X.optim.Lars(model.named_parameters(), lr=0.1, momentum=0.9)
+        >>> criterion(model(x), y).backward()
+        >>> optimizer.step()
     """
 
     spellings: ClassVar[dict[str, str]] = {"weight_decay": "lars_weight_decay", "eps": "epsilon"}

@@ -22,6 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..config.kinds import integer, number, optional
 from ..errors import ConfigError
 
+__all__ = ["Cosine", "Polynomial", "Warmup", "linear_scaled_lr", "noise_scaled_lr", "sqrt_scaled_lr"]
+
 Rate = TypeVar("Rate", float, Tensor, float | Tensor)
 
 STEPS, WARMUP_STEPS, POSITIVE = integer(1), integer(0), number(above=0.0)
@@ -32,17 +34,32 @@ START_FACTOR, END_LR = optional(number(0.0, 1.0)), number(0.0)
 
 
 def linear_scaled_lr(lr: float, *, batch: float, reference_batch: float) -> float:
-    """Scale the rate by k for a batch k times as large: right while the gradient's noise dominates."""
+    """Scale the rate by k for a batch k times as large: right while the gradient's noise dominates.
+
+    Examples:
+        >>> X.optim.schedules.linear_scaled_lr(0.1, batch=1024, reference_batch=256)
+        0.4
+    """
     return float(POSITIVE.check("lr", lr)) * _growth(batch, reference_batch)
 
 
 def sqrt_scaled_lr(lr: float, *, batch: float, reference_batch: float) -> float:
-    """Scale the rate by sqrt(k) for a batch k times as large: the noise of a step stays as it was. Usual with LAMB."""
+    """Scale the rate by sqrt(k) for a batch k times as large: the noise of a step stays as it was. Usual with LAMB.
+
+    Examples:
+        >>> X.optim.schedules.sqrt_scaled_lr(0.1, batch=1024, reference_batch=256)
+        0.2
+    """
     return float(POSITIVE.check("lr", lr)) * math.sqrt(_growth(batch, reference_batch))
 
 
 def noise_scaled_lr(lr: float, *, batch: float, reference_batch: float, noise_scale: float) -> float:
-    """Scale linearly far below the gradient noise scale, not at all far above it. All three in one unit, such as samples."""
+    """Scale linearly far below the gradient noise scale, not at all far above it. All three in one unit, such as samples.
+
+    Examples:
+        >>> X.optim.schedules.noise_scaled_lr(0.1, batch=1024, reference_batch=256, noise_scale=0)
+        0.1
+    """
     scale = number(0.0).check("noise_scale", noise_scale)
     large, small = POSITIVE.check("batch", batch), POSITIVE.check("reference_batch", reference_batch)
     return float(POSITIVE.check("lr", lr) * (1.0 + scale / small) / (1.0 + scale / large))
@@ -148,7 +165,18 @@ def _checked_end(end_lr: float, optimizer: Optimizer) -> float:
 
 @final
 class Warmup(Schedule):
-    """Raise the rate from `start_factor` of it to all of it in `warmup_steps` updates; then keep it."""
+    """Raise the rate from `start_factor` of it to all of it in `warmup_steps` updates; then keep it.
+
+    Examples:
+        >>> schedule = X.optim.schedules.Warmup(optimizer, warmup_steps=4)
+        >>> rates = []
+        >>> for _ in range(5):
+        ...     rates.append(round(optimizer.param_groups[0]["lr"], 6))
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> rates[-1] > rates[0]
+        True
+    """
 
     def __init__(
         self, optimizer: Optimizer, *, warmup_steps: int, start_factor: float | None = None, last_epoch: int = -1
@@ -201,7 +229,13 @@ class Decay(Schedule):
 
 @final
 class Polynomial(Decay):
-    """lr(t) = end_lr + (lr - end_lr) * (1 - (t - warmup_steps) / (total_steps - warmup_steps)) ** power"""
+    """Follow lr(t) = end_lr + (lr - end_lr) * (1 - (t - warmup_steps) / (total_steps - warmup_steps)) ** power
+
+    Examples:
+        >>> schedule = X.optim.schedules.Polynomial(optimizer, total_steps=10, warmup_steps=2)
+        >>> optimizer.step()
+        >>> schedule.step()
+    """
 
     def __init__(
         self,
@@ -233,7 +267,17 @@ class Polynomial(Decay):
 
 @final
 class Cosine(Decay):
-    """lr(t) = end_lr + (lr - end_lr) * (1 + cos(pi * (t - warmup_steps) / (total_steps - warmup_steps))) / 2"""
+    """Follow lr(t) = end_lr + (lr - end_lr) * (1 + cos(pi * (t - warmup_steps) / (total_steps - warmup_steps))) / 2
+
+    Examples:
+        >>> schedule = X.optim.schedules.Cosine(optimizer, total_steps=10, warmup_steps=2)
+        >>> optimizer.step()
+        >>> schedule.step()
+    """
 
     def factor(self, progress: float) -> float:
         return cosine_factor(progress)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,7 +12,13 @@ from torch import Tensor
 
 @final
 class TrustRatios:
-    """Factors on the steps of adapted tensors. Creating this never waits for the device; reading a value does."""
+    """Factors on the steps of adapted tensors. Creating this never waits for the device; reading a value does.
+
+    Examples:
+        >>> ratios = X.optim.TrustRatios(["first", "second"], [torch.tensor([0.5, 2.0])])
+        >>> ratios.by_name, ratios.layer_max
+        ({'first': 0.5, 'second': 2.0}, 'second')
+    """
 
     def __init__(self, names: Sequence[str | None], values: Sequence[Tensor]) -> None:
         """Hold `values`, vectors with one number per name in all; the name of a tensor that is not adapted is None."""

@@ -14,6 +14,14 @@ from ..local_sgd.period import AdaptivePeriod
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveLocalSGD(Part):
+    """Average weights after a period that follows the loss and the learning rate.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(adaptive_localsgd=X.strategies.AdaptiveLocalSGD(max_k_steps=8))
+        >>> strategy.adaptive_localsgd_configs["max_k_steps"]
+        8
+    """
+
     name: ClassVar[str] = "adaptive_localsgd"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     overlaps_backward: ClassVar[bool] = False

@@ -136,6 +136,14 @@ def slowdown(device: torch.device, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Amp(Part):
+    """Compute the forward in 16 bits; for float16 the loss is scaled, and updates that overflow are skipped.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(amp=X.strategies.Amp(dtype="bfloat16"))
+        >>> strategy.amp_configs["dtype"]
+        'bfloat16'
+    """
+
     name: ClassVar[str] = "amp"
     risk_class: ClassVar[Risk] = Risk.ROUNDING
     why: ClassVar[str] = "It sets the precision of the forward and, for float16, scales the loss."

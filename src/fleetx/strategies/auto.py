@@ -13,7 +13,15 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Part):
-    """Ask for a plan. It is never built: fleet.distribute(...) puts the chosen strategy in its place (auto/search.py)."""
+    """Measure the model and the network, choose the other parts, and say why.
+
+    It is never built: fleet.distribute(...) puts the chosen strategy in its place (auto/search.py).
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(auto=X.strategies.Auto(risk="lossy", memory="20GiB"))
+        >>> strategy.auto_configs["risk"]
+        'lossy'
+    """
 
     name: ClassVar[str] = "auto"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE

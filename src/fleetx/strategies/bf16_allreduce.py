@@ -15,6 +15,13 @@ from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 
 @dataclass(frozen=True, kw_only=True)
 class BF16AllReduce(Part):
+    """Send gradients as bfloat16: half the bytes of float32.
+
+    Examples:
+        >>> fleet.DistributedStrategy(bf16_allreduce=X.strategies.BF16AllReduce()).bf16_allreduce
+        True
+    """
+
     name: ClassVar[str] = "bf16_allreduce"
     risk_class: ClassVar[Risk] = Risk.ROUNDING
     why: ClassVar[str] = "It decides how gradients travel."

@@ -35,6 +35,14 @@ class GlobalNormClip:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipNorm(Part):
+    """Limit the global norm of the reduced gradients.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(clip_norm=X.strategies.ClipNorm(max_norm=0.5))
+        >>> strategy.clip_norm_configs["max_norm"]
+        0.5
+    """
+
     name: ClassVar[str] = "clip_norm"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     why: ClassVar[str] = "It limits the reduced gradients."

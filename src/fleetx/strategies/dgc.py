@@ -21,6 +21,14 @@ from ..reduce.dgc_sgd import SGDHandedOver
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Part):
+    """Send the few largest entries of each gradient and keep the rest for later updates.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(dgc=X.strategies.DGC(sparsity=[0.99]))
+        >>> strategy.dgc_configs["sparsity"]
+        [0.99]
+    """
+
     name: ClassVar[str] = "dgc"
     risk_class: ClassVar[Risk] = Risk.LOSSY
     inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.SGD,)

@@ -15,6 +15,13 @@ from ..engine.slots import Part, Risk, Site, Slot
 
 @dataclass(frozen=True, kw_only=True)
 class FP16AllReduce(Part):
+    """Send gradients as float16: half the bytes of float32.
+
+    Examples:
+        >>> fleet.DistributedStrategy(fp16_allreduce=X.strategies.FP16AllReduce()).fp16_allreduce
+        True
+    """
+
     name: ClassVar[str] = "fp16_allreduce"
     risk_class: ClassVar[Risk] = Risk.ROUNDING
     planning_note: ClassVar[str] = "was not tried: it sends as much as bf16_allreduce, which stands for both, and may overflow."

@@ -12,6 +12,14 @@ from ..engine.slots import Merge, Part, Risk, Site, Slot
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMerge(Part):
+    """Add up the gradients of several micro-batches before one update: a larger batch in the same memory.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(gradient_merge=X.strategies.GradientMerge(k_steps=4))
+        >>> strategy.gradient_merge_configs["k_steps"]
+        4
+    """
+
     name: ClassVar[str] = "gradient_merge"
     risk_class: ClassVar[Risk] = Risk.EXACT
     why: ClassVar[str] = "It decides how many micro-batches make one update."

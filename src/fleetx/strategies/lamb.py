@@ -26,6 +26,14 @@ from ..optim.refuse_decay import require_no_decay
 
 @dataclass(frozen=True, kw_only=True)
 class Lamb(Part):
+    """Give each layer a trust ratio of its own, for Adam with very large batches.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(lamb=X.strategies.Lamb(always_adapt=True))
+        >>> strategy.lamb_configs["lamb_weight_decay"]
+        0.01
+    """
+
     name: ClassVar[str] = "lamb"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.Adam, torch.optim.AdamW)

@@ -27,6 +27,14 @@ from ..optim.refuse_decay import require_no_decay
 
 @dataclass(frozen=True, kw_only=True)
 class Lars(Part):
+    """Give each layer a learning rate of its own, for SGD with very large batches.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(lars=X.strategies.Lars(lars_coeff=0.02))
+        >>> strategy.lars_configs["lars_coeff"]
+        0.02
+    """
+
     name: ClassVar[str] = "lars"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     inner: ClassVar[tuple[type[Optimizer], ...]] = (torch.optim.SGD,)

@@ -17,6 +17,14 @@ from ..local_sgd.period import FixedPeriod
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Part):
+    """Let ranks update on their own and average their weights every `k_steps` updates.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(localsgd=X.strategies.LocalSGD(k_steps=4))
+        >>> strategy.localsgd_configs["k_steps"]
+        4
+    """
+
     name: ClassVar[str] = "localsgd"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     overlaps_backward: ClassVar[bool] = False

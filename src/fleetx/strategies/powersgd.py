@@ -14,6 +14,14 @@ from ..reduce.powersgd import LowRankReduce, is_smaller
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Part):
+    """Send low-rank factors of each gradient and keep the error for later updates.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(powersgd=X.strategies.PowerSGD(rank=8))
+        >>> strategy.powersgd_configs["rank"]
+        8
+    """
+
     name: ClassVar[str] = "powersgd"
     risk_class: ClassVar[Risk] = Risk.LOSSY
     overlaps_backward: ClassVar[bool] = False

@@ -24,6 +24,14 @@ from ..recompute.units import chosen_units
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Part):
+    """Drop the activations of blocks in forward and compute them again in backward, which saves memory.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(recompute=X.strategies.Recompute(budget="20GB"))
+        >>> strategy.recompute_configs["budget"]
+        20000000000
+    """
+
     name: ClassVar[str] = "recompute"
     risk_class: ClassVar[Risk] = Risk.EXACT
     why: ClassVar[str] = "Recompute patches the forward of the blocks it drops."

@@ -130,6 +130,13 @@ def _require_plain_forward(name: str, module: _BatchNorm) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBatchNorm(Part):
+    """Compute the statistics of BatchNorm over the joined batch of all ranks.
+
+    Examples:
+        >>> fleet.DistributedStrategy(sync_batch_norm=X.strategies.SyncBatchNorm()).sync_batch_norm
+        True
+    """
+
     name: ClassVar[str] = "sync_batch_norm"
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     why: ClassVar[str] = "It joins the batch statistics of all ranks."
