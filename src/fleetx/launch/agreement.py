@@ -45,6 +45,7 @@ class Cause:
     time_ns: int
     is_crash: bool
     is_retryable: bool
+    is_consequence: bool = False  # a connection to other ranks broke: the cause may be elsewhere
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _after_failure(job: Job, causes: Mapping[int, Cause], *, max_restart: int, n
     settle_seconds = ALL_HANG_SECONDS if job.all_hang else 0.0 if has_crash else SETTLE_SECONDS
     if len(causes) < len(job.process_counts) and now_seconds - since < settle_seconds:
         return replace(job, failing_since_seconds=since)
-    node, cause = min(causes.items(), key=lambda item: (not item[1].is_crash, item[1].time_ns))
+    node, cause = min(causes.items(), key=lambda item: (not item[1].is_crash, item[1].is_consequence, item[1].time_ns))
     if job.attempt >= max_restart or not cause.is_retryable:
         return fail(job, node, cause.elsewhere, cause.exit_code)
     return Job(

@@ -52,7 +52,7 @@ POLL_SECONDS = 0.1
 HANG_POLL_SECONDS = 0.25
 CTRL_C_SECONDS, REST_SECONDS = 5.0, 1.0
 EXIT_SECONDS, STOPPED_EXIT_SECONDS = 5.0, 1.0
-KILL_SECONDS = 2.0
+KILL_SECONDS, CAUSE_SECONDS = 2.0, 1.0
 
 
 def count_gpus() -> int:
@@ -125,6 +125,7 @@ class Supervisor(LocalElasticAgent):
         self._stopping: Stopping | None = None
         self._watched: dict[int, hang.Watched] = {}
         self._checked_seconds = 0.0
+        self._broken_seconds = 0.0  # when ranks lost a connection; 0: they have not
         self._failures: tuple[Failure, ...] = ()
         self._ended_before: tuple[int, ...] = ()
 
@@ -221,10 +222,12 @@ class Supervisor(LocalElasticAgent):
             return False
         exits = self._started.exits()
         if self._must_end(exits):
+            if self._may_still_learn_the_cause(exits):
+                return False
             self._end_attempt({})
             return True
         if all(code == 0 for code in exits.values()):
-            self._local_node.phase = Phase.DONE
+            self._note_done(exits)
             return True
         return self._check_hang([rank for rank, code in exits.items() if code is None], job)
 
@@ -236,6 +239,23 @@ class Supervisor(LocalElasticAgent):
         if has_failed or (self._stopping.signum is signal.SIGINT and any(code is not None for code in exits.values())):
             self._stopping.note_end()
         return time.monotonic() > self._stopping.limit_seconds or (has_failed and None not in exits.values())
+
+    def _may_still_learn_the_cause(self, exits: Mapping[int, int | None]) -> bool:
+        """Return whether to wait a moment: the ranks that failed lost a connection, and the one that broke it may be on its way
+        out, with an exit code or an error of its own."""
+        failed = [self._records.failure(rank) for rank, code in exits.items() if code not in (None, 0)]
+        running = [self._records.failure(rank) for rank, code in exits.items() if code is None]
+        if self._stopping is not None or not running or not all(record.get("is_consequence") for record in failed):
+            return False
+        if any(record and not record.get("is_consequence") for record in running):
+            return False  # it has told
+        self._broken_seconds = self._broken_seconds or time.monotonic()
+        return time.monotonic() - self._broken_seconds < CAUSE_SECONDS
+
+    def _note_done(self, exits: Mapping[int, int | None]) -> None:
+        if any(self._records.failure(rank).get("left_by_request") for rank in exits):  # one of them was sent SIGTERM itself
+            self._local_node.stop_signal = self._local_node.stop_signal or signal.SIGTERM
+        self._local_node.phase = Phase.DONE
 
     def _pass_on_stop(self, signum: signal.Signals, node: int) -> None:
         self._stopping = Stopping(signum)
@@ -282,7 +302,7 @@ class Supervisor(LocalElasticAgent):
         self._failures = analysis.failures(exits, hung)
         self._ended_before = tuple(self._ranks([local_rank for local_rank, code in exits.items() if code == 0]))
         if not self._failures:  # all ended with code 0 meanwhile
-            self._local_node.phase = Phase.DONE
+            self._note_done(exits)
             return
         address = self._plan.nodes.address
         cause = analysis.cause(self._failures[0], node=self._local_node.node, address=address, can_restart=is_gone)
@@ -298,7 +318,7 @@ class Supervisor(LocalElasticAgent):
         self._local_node.attempt = self._job.attempt
         self._remaining_restarts = self._plan.max_restart - self._job.attempt
         self._worker_group.store = self._store = None  # drops the last reference: the old store closes
-        self._watched, self._failures = {}, ()
+        self._watched, self._failures, self._broken_seconds = {}, (), 0.0
 
     # --- end ------------------------------------------------------------------------------------------------------------
 
