@@ -183,7 +183,7 @@ WAYS = [
     ),
     Way(BENCHES.pattern, by_help, "a bench takes minutes to hours, and would overwrite its published figures"),
     Way(r"fleetx doctor .*", finds_no_fault_in_the_page, "where a machine has a problem it ends with 1"),
-    Way(r"(python|fleetrun|fleetx|torchrun|mkdocs|accelerate|ls|cat|cd) .*", as_it_stands, ""),
+    Way(r"(python|fleetrun|fleetx|torchrun|mkdocs|accelerate|ls|cat|cd|head) .*", as_it_stands, ""),
 ]
 
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 
+import pytest
+
 from fleetx.launch import agreement
 from fleetx.launch.agreement import Cause, End, Job, NodeState, Phase
-from fleetx.launch.control import Hello, assign_rank, mismatch
+from fleetx.launch.budget import Limits, Tries
 
 KILLED = Cause("rank 1 was killed", "rank 1 on node 0 failed: killed", -9, time_ns=20, is_crash=True, is_retryable=True)
 RAISED = Cause("rank 3 failed", "rank 3 on node 1 failed: reset", 1, time_ns=10, is_crash=False, is_retryable=True)
-HELLO = Hello(job_id="a", node_count=3, max_restart=0, process_count=2, address="10.0.0.1", rank=0)
+LOST = Cause("node 1 is gone", "node 1 is gone", 1, time_ns=90, is_crash=True, is_retryable=True)
+BROKEN = replace(RAISED, elsewhere="rank 0 on node 0 failed: reset", is_consequence=True)
 
 
 def job(nodes: int = 2, *, port: int | None = 4000, **changes: object) -> Job:
     return replace(Job(process_counts=(2,) * nodes, port=port), **changes)  # type: ignore[arg-type]
 
 
-def decide(before: Job, *states: NodeState, max_restart: int = 3, now_seconds: float = 100.0) -> Job:
-    return agreement.decide(before, dict(enumerate(states)), max_restart=max_restart, now_seconds=now_seconds)
+def decide(
+    before: Job, *states: NodeState, max_restart: int = 3, now_seconds: float = 100.0, away: dict[int, str] | None = None
+) -> Job:
+    limits = Limits(max_restart)
+    return agreement.decide(before, dict(enumerate(states)), limits=limits, now_seconds=now_seconds, away=away)
 
 
 def running(attempt: int = 0, **changes: object) -> NodeState:
@@ -64,11 +71,11 @@ def test_alone_a_node_decides_at_once() -> None:
 
 
 def test_a_spent_budget_ends_the_job_with_the_cause() -> None:
-    after = decide(job(attempt=3), failed(KILLED, attempt=3), running(3))
+    after = decide(job(attempt=3, tries=Tries(spent=3)), failed(KILLED, attempt=3), running(3))
     assert (after.end, after.sentence, after.exit_code, after.blamed_node) == (End.FAILED, KILLED.elsewhere, -9, 0)
 
 
-def test_what_cannot_mend_is_not_tried_again() -> None:
+def test_what_would_fail_again_is_not_tried_again() -> None:
     assert decide(job(), failed(replace(KILLED, is_retryable=False)), running()).end is End.FAILED
 
 
@@ -125,25 +132,92 @@ def test_ranks_are_numbered_node_by_node_also_with_unequal_counts() -> None:
     assert [agreement.first_rank((2, 3, 1), node) for node in range(3)] == [0, 2, 5]
 
 
-def test_states_and_jobs_survive_the_line_they_are_sent_as() -> None:
-    state = NodeState(2, Phase.FAILED, KILLED, stop_signal=15, all_wait=True)
-    assert agreement.state_from_line(agreement.to_line(state)) == state
-    told = job(end=End.FAILED, sentence="naïve\nline")
-    assert agreement.to_line(told).count(b"\n") == 1
-    assert agreement.job_from_line(agreement.to_line(told)) == told
+def test_a_lost_node_is_a_failure_that_is_tried_again() -> None:
+    after = decide(job(), running(step=7), failed(LOST))
+    assert (after.attempt, after.end, after.reason, after.tries.best_step) == (1, None, "node 1 is gone", 7)
+    assert decide(job(), running(), failed(LOST), max_restart=0).sentence == "node 1 is gone"
 
 
-def test_nodes_started_differently_are_told_which_flag_differs() -> None:
-    assert mismatch(HELLO, replace(HELLO, rank=1, address="10.0.0.2", process_count=8)) is None
-    assert "--job_id b, node 0 has a" in (mismatch(HELLO, replace(HELLO, job_id="b")) or "")
-    assert "--nnodes 2, node 0 has 3" in (mismatch(HELLO, replace(HELLO, node_count=2)) or "")
-    assert "--max_restart 1" in (mismatch(HELLO, replace(HELLO, max_restart=1)) or "")
+def test_the_next_attempt_begins_after_its_pause_only() -> None:
+    waiting = replace(job(port=None, attempt=1), not_before_seconds=105.0)
+    ready = {node: NodeState(1, Phase.READY) for node in (0, 1)}
+    assert not agreement.all_ready(waiting, ready, now_seconds=104.9)
+    assert agreement.all_ready(waiting, ready, now_seconds=105.0)
 
 
-def test_places_are_given_by_rank_or_in_order_of_arrival() -> None:
-    someone = replace(HELLO, rank=None, address="10.0.0.9")
-    assert assign_rank({0: HELLO}, replace(HELLO, rank=2)) == 2
-    assert assign_rank({0: HELLO, 1: HELLO}, someone) == 2
-    assert "no place for 10.0.0.9" in str(assign_rank({0: HELLO, 1: HELLO, 2: HELLO}, someone))
-    assert "both have rank 0" in str(assign_rank({0: HELLO}, replace(someone, rank=0)))
-    assert "ranks are 0 to 2" in str(assign_rank({0: HELLO}, replace(someone, rank=3)))
+def test_a_broken_connection_is_never_the_cause_beside_an_error() -> None:
+    late = replace(RAISED, time_ns=BROKEN.time_ns + 1)
+    assert decide(job(), failed(BROKEN), failed(late)).reason == late.elsewhere
+
+
+def test_a_broken_connection_ends_the_job_only_once_a_node_that_is_away_had_time_to_be_lost() -> None:
+    away = {1: "node 1 is gone"}
+    first = decide(job(), failed(BROKEN), running(), max_restart=0, away=away)
+    assert first.end is None
+    assert decide(first, failed(BROKEN), failed(LOST), max_restart=0, now_seconds=105.0).sentence == "node 1 is gone"
+    assert decide(first, failed(BROKEN), running(), max_restart=0, now_seconds=108.0, away=away).sentence == BROKEN.elsewhere
+
+
+def test_a_restart_after_a_broken_connection_names_the_node_that_is_away() -> None:
+    first = decide(job(), failed(BROKEN), running(), away={1: "node 1 is gone"})
+    after = decide(first, failed(BROKEN), running(), now_seconds=101.0, away={1: "node 1 is gone"})
+    assert (after.attempt, after.reason) == (1, "node 1 is gone")
+
+
+def test_states_and_jobs_survive_the_text_they_are_sent_as() -> None:
+    state = NodeState(2, Phase.FAILED, KILLED, stop_signal=15, all_wait=True, step=7)
+    assert agreement.state_from_text(agreement.to_text(state)) == state
+    told = job(end=End.FAILED, sentence="naïve", tries=Tries(1, 2, 3))
+    assert agreement.job_from_text(agreement.to_text(told)) == told
+
+
+def test_texts_of_other_nodes_cannot_move_the_cursor_or_fill_the_console() -> None:
+    cause = replace(KILLED, elsewhere="rank 1 \x1b[2J\nfailed", here="x" * 10_000)
+    read = agreement.state_from_text(agreement.to_text(failed(cause))).cause
+    assert read is not None and read.elsewhere == r"rank 1 \x1b[2J\nfailed" and len(read.here) == agreement.TEXT_LETTERS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attempt": -1},
+        {"attempt": True},
+        {"attempt": "0"},
+        {"phase": "asleep"},
+        {"stop_signal": 9},
+        {"all_wait": 1},
+        {"step": 1.5},
+        {"cause": 3},
+        {"cause": {"here": "x"}},
+        {"more": 1},
+    ],
+)
+def test_a_state_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+    fields = json.loads(agreement.to_text(failed(KILLED)))
+    with pytest.raises(ValueError, match="."):
+        agreement.state_from_text(json.dumps({**fields, **change}).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": 0},
+        {"port": "22"},
+        {"end": "never"},
+        {"process_counts": 3},
+        {"stop_signal": 9},
+        {"tries": {"spent": -1}},
+        {"run_id": 1},
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+    fields = json.loads(agreement.to_text(job()))
+    with pytest.raises(ValueError, match="."):
+        agreement.job_from_text(json.dumps({**fields, **change}).encode())
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"nonsense", b"[" * 60_000])
+def test_nonsense_is_refused(text: bytes) -> None:
+    for parse in (agreement.state_from_text, agreement.job_from_text):
+        with pytest.raises(ValueError, match="."):
+            parse(text)

@@ -22,7 +22,7 @@ def test_every_flag_has_both_spellings_and_is_known_to_the_hints() -> None:
 def test_the_defaults_are_a_local_run_without_restarts() -> None:
     options = vars(parse(["train.py"]))
     assert {name for name, value in options.items() if value is None} == {
-        *("gpus", "ips", "nnodes", "master", "rank", "host", "start_port", "run_mode")
+        *("gpus", "ips", "nnodes", "master", "rank", "host", "start_port", "run_mode", "job_secret_file")
     }
     assert (options["nproc_per_node"], options["max_restart"], options["hang_timeout"]) == ("auto", 0, 1800.0)
     assert (options["tee"], options["job_id"], options["log_overwrite"], options["dry_run"]) == ({0}, "default", False, False)
@@ -37,6 +37,9 @@ def test_the_defaults_are_a_local_run_without_restarts() -> None:
         (["--max_restarts", "3"], "max_restart", 3),
         (["--max-restart", "0"], "max_restart", 0),
         (["--hang-timeout", "0.5"], "hang_timeout", 0.5),
+        (["--node-grace", "90"], "node_grace", 90.0),
+        (["--restart_window=600"], "restart_window", 600.0),
+        (["--job_secret_file", "job.secret"], "job_secret_file", "job.secret"),
         (["--tee", "all"], "tee", "all"),
         (["--tee", "none"], "tee", frozenset()),
         (["--tee", "0, 3"], "tee", {0, 3}),

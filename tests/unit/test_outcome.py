@@ -182,3 +182,9 @@ def test_the_kernels_counter_is_found_in_either_version_of_control_groups(tmp_pa
     (tmp_path / "events").write_text("oom_kill 4\n")
     assert count_kills([tmp_path / "missing", tmp_path / "events"]) == 4
     assert count_kills([tmp_path / "missing"]) is None
+
+
+def test_a_rank_that_lost_its_connection_is_never_to_blame_beside_another() -> None:
+    broken = Failure(0, 1, time_ns=1, is_consequence=True)
+    for cause in (Failure(1, 7, time_ns=2), Failure(1, -15, time_ns=2), Failure(1, -6, time_ns=2)):
+        assert by_blame([broken, cause])[0] is cause

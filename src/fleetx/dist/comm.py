@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from . import gloo_threads, heartbeat
 from ..errors import ConfigError, DataError, PeerError, first_line, warn_user
 from .heartbeat import Phase
+from .notes import NoteBook
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name; 2.11 has only the old one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -112,7 +113,7 @@ class Comm(abc.ABC):
         return None
 
     def read_notes(self, keys: Sequence[str]) -> list[str] | None:
-        """Return the notes under these keys, or None while one of them is missing. Not a collective: no rank waits."""
+        """Return the notes under these keys, or None while one is missing or not a rank's own. Not a collective: no rank waits."""
         return None
 
     def wait_for_all(self, key: str, *, missing: str) -> None:
@@ -176,6 +177,8 @@ class SoloComm(Comm):
 ERROR_KEY, READ_KEY = "fleetx/error", "fleetx/error_read_by"
 SECONDS_FOR_READERS = 2.0
 SECONDS_BEFORE_WARNING = 30.0
+ERROR_LETTERS = 8000
+_notes = NoteBook()
 _unread_errors: list[tuple[Any, list[str]]] = []
 """Each store in which this rank posted an error, and the keys that the other ranks set once they have read it."""
 
@@ -189,13 +192,17 @@ def _posted_error() -> str | None:
     try:
         if not store.check([ERROR_KEY]):
             return None
-        text = store.get(ERROR_KEY).decode()
-        if not text:  # withdrawn
+        text: str | None = _notes.open(ERROR_KEY, store.get(ERROR_KEY))
+        if not text:  # withdrawn, or not written by a rank
             return None
         store.set(f"{READ_KEY}/{dist.get_rank()}", "")
         return text
     except RuntimeError:  # the rank that hosts the store has ended: ranks need not end at the same time
         return None
+
+
+def _is_there(store: Any, key: str) -> bool:
+    return bool(store.check([key])) and _notes.open(key, store.get(key)) is not None
 
 
 @contextlib.contextmanager
@@ -225,7 +232,7 @@ class TorchComm(Comm):
     def post_error(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone, and with it the ranks that would read
             store = dist.distributed_c10d._get_default_store()
-            store.set(ERROR_KEY, text)
+            store.set(ERROR_KEY, _notes.seal(ERROR_KEY, dist.get_rank(), text[:ERROR_LETTERS]))
             others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
             _unread_errors.append((store, [f"{READ_KEY}/{rank}" for rank in others]))
 
@@ -235,27 +242,29 @@ class TorchComm(Comm):
     def withdraw_error(self) -> None:
         with contextlib.suppress(RuntimeError):
             # Not deleted: another rank that has just seen the key would wait for it.
-            dist.distributed_c10d._get_default_store().set(ERROR_KEY, "")
+            store = dist.distributed_c10d._get_default_store()
+            store.set(ERROR_KEY, _notes.seal(ERROR_KEY, dist.get_rank(), ""))
         _unread_errors.clear()
 
     def post_note(self, key: str, text: str) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # the store's rank has ended, or the group is closed
-            dist.distributed_c10d._get_default_store().set(key, text)
+            dist.distributed_c10d._get_default_store().set(key, _notes.seal(key, dist.get_rank(), text))
 
     def read_notes(self, keys: Sequence[str]) -> list[str] | None:
         with contextlib.suppress(RuntimeError, ValueError):
             store = dist.distributed_c10d._get_default_store()
             # Checked first: `multi_get` waits for a key that is missing.
             if store.check(list(keys)):
-                return [value.decode() for value in store.multi_get(list(keys))]
+                texts = [_notes.open(key, value) for key, value in zip(keys, store.multi_get(list(keys)), strict=True)]
+                return [text for text in texts if text is not None] if None not in texts else None
         return None
 
     def wait_for_all(self, key: str, *, missing: str) -> None:
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{key}/{self.rank}", "")
+        store.set(f"{key}/{self.rank}", _notes.seal(f"{key}/{self.rank}", dist.get_rank(), ""))
         start, warned = time.monotonic(), False
         limit = store.timeout.total_seconds()  # type: ignore[attr-defined]
-        while absent := [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]:
+        while absent := [rank for rank in range(self.size) if not _is_there(store, f"{key}/{rank}")]:
             waited = time.monotonic() - start
             if waited > limit:
                 text = f"rank {self.rank} has waited {waited:.0f} s for {_ranks(absent)}, which {missing}"

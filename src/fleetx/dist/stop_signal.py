@@ -20,6 +20,7 @@ LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 _requested = False
 _armed = False
 _warned = False
+_was_told = False
 _agreed: bool | None = None
 """Whether all ranks know of a request. None before `fleet.distribute`: no update can carry the request yet."""
 
@@ -47,6 +48,18 @@ def set_agreed(*, agreed: bool) -> None:
 def was_agreed() -> bool | None:
     """Return whether all ranks know of a request; None when no update can carry it."""
     return _agreed
+
+
+def tell(*, stops: bool) -> bool:
+    """Pass on the answer to the script, and keep that it was told to stop: the launcher then reports the request, and no success."""
+    global _was_told
+    _was_told = _was_told or stops
+    return stops
+
+
+def was_told() -> bool:
+    """Return whether this process's script was ever told to stop."""
+    return _was_told
 
 
 def forget() -> None:

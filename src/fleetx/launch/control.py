@@ -1,299 +1,280 @@
-"""Control connections between nodes: node 0's launcher (Coordinator) listens on the master address, the others are Members.
+"""Node 0, which decides: its launcher keeps the seats of the other nodes and the job (Coordinator). The others are in member.py.
 
-Each member sends its state and receives the job, as lines of JSON several times a second; agreement.py defines both. torch's
-TCPStore would print a C++ stack trace when node 0 ends, and a call to it can wait for a dead machine for minutes. Here the thread
-that watches the workers never waits for the network: it stores its state and reads the last job received.
+Each of them sends its state and receives the job several times a second, through door.py; agreement.py defines both, and
+docs/control_plane.md the protocol. torch's TCPStore would print a C++ stack trace when node 0 ends, and a call to it can wait for
+a dead machine for minutes. Here the thread that watches the workers never waits for the network: it stores its state and reads
+the last job.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import secrets
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from .agreement import (
-    End,
-    Job,
-    NodeState,
-    Phase,
-    all_ready,
-    decide,
-    fail,
-    job_from_line,
-    state_from_line,
-    to_line,
+from .agreement import Cause, End, Job, NodeState, Phase, all_ready, decide, fail, state_from_text, to_text
+from .budget import Limits, Tries
+from .door import Caller, Door
+from .seats import (
+    GRACE_SECONDS,
+    JOIN_SECONDS,
+    Hello,
+    Placed,
+    Refusal,
+    RunningClock,
+    Seat,
+    gone,
+    hello_from_text,
+    place,
 )
 
-JOIN_SECONDS = 600.0
-BEAT_SECONDS = 0.1
-SILENCE_SECONDS = 5.0
 HINT_SECONDS = 2.0
-LINE_BYTES = 1 << 16
+MOST_COMPLAINTS = 5
+WAVE = b'"wave"'
+"""A launcher says so before it closes a connection to dial again."""
 Notice = Callable[[str], None]
 OpenStore = Callable[[], int]  # opens a new store and returns its port
 
 
 @dataclass(frozen=True)
-class Hello:
-    """First message of a node: its flags, which must agree on all nodes, and its address."""
+class Terms:
+    """What all launchers of a job know before they meet."""
 
-    job_id: str
-    node_count: int
-    max_restart: int
-    process_count: int
-    address: str
-    rank: int | None = None  # None: take the next free one
-
-
-def mismatch(first: Hello, other: Hello) -> str | None:
-    """Return why two nodes do not belong to one job, as a sentence, or None."""
-    flags = {"--job_id": "job_id", "--nnodes": "node_count", "--max_restart": "max_restart"}
-    for flag, name in flags.items():
-        theirs, ours = getattr(other, name), getattr(first, name)
-        if theirs != ours:
-            return f"the node at {other.address} has {flag} {theirs}, node 0 has {ours}; start all nodes with the same."
-    return None
-
-
-def assign_rank(hellos: dict[int, Hello], hello: Hello) -> int | str:
-    """Return the rank of a node that joins, or a sentence that says why it is refused."""
-    count = hellos[0].node_count
-    if hello.rank is None:
-        free = [rank for rank in range(count) if rank not in hellos]
-        return free[0] if free else f"all {count} nodes have joined already; there is no place for {hello.address}."
-    if not 0 <= hello.rank < count:
-        return f"the node at {hello.address} has rank {hello.rank}; with {count} nodes, ranks are 0 to {count - 1}."
-    if hello.rank in hellos:
-        taken_by = hellos[hello.rank].address
-        return f"the nodes at {taken_by} and {hello.address} both have rank {hello.rank}; give each its own."
-    return hello.rank
+    key: bytes = b""
+    is_secret: bool = False  # without a secret, anyone who knows the job's name can make the key
+    grace_seconds: float = GRACE_SECONDS
+    limits: Limits = field(default_factory=lambda: Limits(0))
 
 
 class Coordinator:
-    """Node 0, which decides. As the only node it needs no network."""
+    """The launcher of node 0. As the only node it needs no network."""
 
     node = 0
 
     def __init__(
-        self, hello: Hello, run_id: str, open_store: OpenStore, notice: Notice, listener: socket.socket | None = None
+        self,
+        hello: Hello,
+        run_id: str,
+        open_store: OpenStore,
+        notice: Notice,
+        listener: socket.socket | None = None,
+        terms: Terms | None = None,
     ) -> None:
-        self._hellos = {0: hello}
+        self._terms = terms or Terms(limits=Limits(hello.max_restart))
+        self._clock = RunningClock(time.monotonic())
+        self._seats = {0: Seat(hello, "", hello.address, 0.0)}
         self._states: dict[int, NodeState] = {}
+        self._callers: dict[int, Caller] = {}
+        self._lost: dict[int, float] = {}  # since when
+        self._away: dict[int, str] = {}
         self._open_store, self._notice = open_store, notice
+        self._notices: list[str] = []
+        self._complaints: set[str] = set()
         self._job = Job(run_id=run_id, process_counts=(hello.process_count,) if hello.node_count == 1 else ())
         self._lock = threading.RLock()
-        self._began_seconds = time.monotonic()
         self._has_hinted = False
         self._all_left = threading.Event()
-        self._server = _serve(listener, self) if listener is not None else None
+        self._door = Door(listener, self._terms.key, self) if listener is not None else None
 
     @property
     def process_counts(self) -> tuple[int, ...]:
         return self._job.process_counts
 
+    @property
+    def _own(self) -> Hello:
+        return self._seats[0].hello
+
+    def _now(self) -> float:
+        return self._clock.at(time.monotonic())
+
     def exchange(self, state: NodeState) -> Job:
         """Record node 0's state, decide, and return the job."""
-        self._limit_joining()
         with self._lock:
+            now_seconds = self._now()
             self._states[0] = state
-            now_seconds = time.monotonic()
-            max_restart = self._hellos[0].max_restart
-            self._job = decide(self._job, self._states, max_restart=max_restart, now_seconds=now_seconds)
-            if all_ready(self._job, self._states):
-                self._job = replace(self._job, port=self._open_store(), nonce=secrets.token_hex(16))
-            return self._job
+            self._limit_joining(now_seconds)
+            self._note_lost(now_seconds)
+            self._decide(now_seconds)
+            if all_ready(self._job, self._states, now_seconds=now_seconds):
+                nonce = secrets.token_hex(16)
+                self._job = replace(self._job, port=self._open_store(), nonce=nonce, began_seconds=now_seconds)
+            job, notices, self._notices = self._job, self._notices, []
+        for line in notices:  # outside the lock: a blocked console must not block the nodes
+            self._notice(line)
+        return job
 
-    def _limit_joining(self) -> None:
-        """Warn about missing nodes, then fail. Printing is done outside the lock: a blocked console must not block the nodes."""
-        waited_seconds = time.monotonic() - self._began_seconds
-        if self._job.process_counts or waited_seconds < HINT_SECONDS:
+    def _decide(self, now_seconds: float) -> None:
+        states, limits = self._states, self._terms.limits
+        self._job = decide(self._job, states, limits=limits, now_seconds=now_seconds, away=self._away)
+
+    def _limit_joining(self, now_seconds: float) -> None:
+        """Warn about missing nodes, then fail."""
+        if self._job.process_counts or now_seconds < HINT_SECONDS:
             return
-        with self._lock:
-            count = self._hellos[0].node_count
-            missing = ", ".join(str(rank) for rank in range(count) if rank not in self._hellos)
-            if missing and waited_seconds > JOIN_SECONDS:
-                self._job = fail(self._job, 0, f"node {missing} of {count} did not join within {JOIN_SECONDS:.0f} s.")
+        count = self._own.node_count
+        missing = ", ".join(str(rank) for rank in range(count) if rank not in self._seats)
+        if missing and now_seconds > JOIN_SECONDS:
+            self._job = fail(self._job, 0, f"node {missing} of {count} did not join within {JOIN_SECONDS:.0f} s.")
         if missing and not self._has_hinted:
             self._has_hinted = True
-            self._notice(f"waiting for node {missing} of {count}")
+            self._notices.append(f"waiting for node {missing} of {count}")
 
-    def admit(self, hello: Hello) -> int | str:
-        """Admit a node and return its rank, or why it is refused. Until all have joined, a mismatch ends the job for all."""
-        with self._lock:
-            if self._job.end is not None:
-                return self._job.sentence or "the job has ended."
-            placed = mismatch(self._hellos[0], hello) or assign_rank(self._hellos, hello)
-            if isinstance(placed, int):
-                self._hellos[placed] = hello
-                if len(self._hellos) == hello.node_count:
-                    counts = tuple(self._hellos[rank].process_count for rank in range(hello.node_count))
-                    self._job = replace(self._job, process_counts=counts)
+    # --- nodes that are away --------------------------------------------------------------------------------------------
+
+    def _note_lost(self, now_seconds: float) -> None:
+        for rank, seat in list(self._seats.items()):
+            if rank == 0 or self._has_left(rank):
+                continue
+            self._note_away(rank, seat, now_seconds)
+            if not seat.is_lost(now_seconds, self._terms.grace_seconds):
+                self._lost.pop(rank, None)
             elif not self._job.process_counts:
-                self._job = fail(self._job, 0, placed)
-            return placed
+                del self._seats[rank]  # it left while the others were still to join: its seat is free
+                self._states.pop(rank, None)
+            elif rank not in self._lost:
+                self._lost[rank] = now_seconds
+                self._fail_attempt(rank, now_seconds)
+            elif now_seconds - self._lost[rank] > JOIN_SECONDS:
+                none_came = f"{gone(rank, seat.hello)} No launcher took its place within {JOIN_SECONDS:.0f} s."
+                self._job = fail(self._job, rank, none_came)
 
-    def update(self, node: int, state: NodeState) -> Job:
+    def _note_away(self, rank: int, seat: Seat, now_seconds: float) -> None:
+        if not seat.is_away(now_seconds):
+            if self._away.pop(rank, None) is not None:
+                self._notices.append(f"node {rank} ({seat.hello.address}) is back")
+        elif rank not in self._away:
+            self._away[rank] = gone(rank, seat.hello)
+            grace = f"{self._terms.grace_seconds:g} s"
+            self._notices.append(f"node {rank} ({seat.hello.address}) does not answer; it has {grace} to come back")
+
+    def _fail_attempt(self, rank: int, now_seconds: float) -> None:
+        """Count a lost node as a failure of the attempt under way. Before all are ready there is none: it is waited for."""
+        if self._job.port is not None and self._job.end is None:
+            sentence = gone(rank, self._seats[rank].hello)
+            cause = Cause(sentence, sentence, 1, time.time_ns(), is_crash=True, is_retryable=True)
+            before = self._states.get(rank)
+            step = before.step if before is not None else 0
+            self._states[rank] = NodeState(self._job.attempt, Phase.FAILED, cause, step=step)
+            self._decide(now_seconds)
+        if self._job.end is None:
+            self._states.pop(rank, None)
+
+    # --- what the door brings -------------------------------------------------------------------------------------------
+
+    def greet(self, caller: Caller, text: bytes) -> bytes:
+        """Give a launcher its seat, or tell it why it gets none."""
+        hello = hello_from_text(text)
         with self._lock:
+            now_seconds = self._now()
+            placed = place(self._seats, hello, caller.address, now_seconds=now_seconds, is_secret=self._terms.is_secret)
+            if isinstance(placed, Placed) and not placed.is_back and self._job.end is not None:
+                placed = Refusal(self._job.sentence or "the job has ended.")
+            if isinstance(placed, Refusal):
+                return self._refuse(placed, caller)
+            caller.node = placed.rank
+            self._callers[placed.rank] = caller
+            if placed.is_back:
+                seat = replace(self._seats[placed.rank], peer=caller.address, heard_seconds=now_seconds)
+                self._seats[placed.rank] = replace(seat, closed_seconds=None, has_waved=False)
+            else:
+                self._seat(placed.rank, hello, caller.address, now_seconds)
+            return json.dumps({"rank": placed.rank, "token": self._seats[placed.rank].token}).encode()
+
+    def _seat(self, rank: int, hello: Hello, peer: str, now_seconds: float) -> None:
+        """Give a seat to a launcher that was just started. If it had another launcher, which is away, the attempt fails."""
+        if rank in self._seats and self._job.process_counts:
+            self._fail_attempt(rank, now_seconds)
+        self._states.pop(rank, None)
+        self._lost.pop(rank, None)
+        self._seats[rank] = Seat(hello, secrets.token_hex(16), peer, now_seconds)
+        if not self._job.process_counts and len(self._seats) == hello.node_count:
+            hellos = [self._seats[node].hello for node in range(hello.node_count)]
+            self._job = replace(self._job, process_counts=tuple(one.process_count for one in hellos))
+            self._go_on_after(hellos)
+
+    def _go_on_after(self, hellos: list[Hello]) -> None:
+        """Go on with the job of an earlier node 0, if the other nodes bring one along."""
+        attempts = [hello.attempt for hello in hellos if hello.attempt is not None]
+        if not attempts:
+            return
+        spent = max(hello.spent for hello in hellos) + 1
+        if spent > self._terms.limits.max_restart:
+            self._job = fail(self._job, 0, gone(0, self._own))
+        tries = Tries(spent=spent, in_a_row=1, best_step=max(hello.best_step for hello in hellos))
+        reason = f"node 0 ({self._own.address}) was started again"
+        self._job = replace(self._job, attempt=max(attempts) + 1, tries=tries, reason=reason)
+
+    def _refuse(self, refusal: Refusal, caller: Caller) -> bytes:
+        """Refuse a launcher. Only one that knows the secret can be of this job: until all have joined, it then ends for all."""
+        if refusal.is_ours and self._terms.is_secret and not self._job.process_counts:
+            self._job = fail(self._job, 0, refusal.sentence)
+        elif refusal.is_final:
+            self._complain(caller, refusal.sentence)
+        return json.dumps({"refused": refusal.sentence, "is_final": refusal.is_final}).encode()
+
+    def turn_away(self, caller: Caller) -> None:
+        with self._lock:
+            self._complain(caller, "it has another --job_id or job secret, or is no fleetrun")
+
+    def _complain(self, caller: Caller, why: str) -> None:
+        """Report a refused connection once for each address, and few in all: a stranger must not fill the console."""
+        if caller.address not in self._complaints and len(self._complaints) < MOST_COMPLAINTS:
+            self._complaints.add(caller.address)
+            self._notices.append(f"refused a connection from {caller.address}: {why}")
+
+    def hear(self, caller: Caller, text: bytes) -> bytes | None:
+        """Take the state of a node and return the job; None closes the connection."""
+        assert caller.node is not None
+        with self._lock:
+            node, now_seconds = caller.node, self._now()
+            if self._callers.get(node) is not caller:
+                return None  # the node has dialled again, or another launcher has its seat
+            if text == WAVE:
+                self._seats[node] = replace(self._seats[node], has_waved=True)
+                return None
+            state = state_from_text(text)
+            if state.attempt > self._job.attempt:
+                raise ValueError("an attempt that was not decided on")
+            self._seats[node] = replace(self._seats[node], heard_seconds=now_seconds)
             self._states[node] = state
             self._check_all_left()
-            return self._job
+            return to_text(self._job)
 
-    def mark_gone(self, node: int) -> None:
-        """Handle the end of a node's connection: without a goodbye the job fails."""
+    def hang_up(self, caller: Caller) -> None:
         with self._lock:
-            state = self._states.get(node)
-            if state is None or state.phase is not Phase.LEFT:
-                sentence = f"node {node} ({self._hellos[node].address}) is gone: its launcher was killed, or cannot be reached."
-                self._job = fail(self._job, node, sentence)
-                self._states[node] = NodeState(self._job.attempt, Phase.LEFT)
+            node = caller.node
+            if node is None or self._callers.get(node) is not caller:
+                return
+            del self._callers[node]
+            self._seats[node] = replace(self._seats[node], closed_seconds=self._now())
             self._check_all_left()
 
+    # --- end ------------------------------------------------------------------------------------------------------------
+
+    def _has_left(self, rank: int) -> bool:
+        return rank in self._states and self._states[rank].phase is Phase.LEFT
+
     def _check_all_left(self) -> None:
-        others = [rank for rank in self._hellos if rank != 0]
-        if all(rank in self._states and self._states[rank].phase is Phase.LEFT for rank in others):
+        if all(self._has_left(rank) for rank in self._seats if rank not in (0, *self._lost)):
             self._all_left.set()
 
     def close(self, state: NodeState, *, limit_seconds: float) -> None:
-        """Wait until the other nodes have received the end of the job, then stop listening."""
-        if self._server is None:
+        """Wait until the other nodes have received the end of the job, then stop listening. After a success a node that is away
+        has the rest of its grace."""
+        if self._door is None:
             return
         self.exchange(state)
-        if len(self._hellos) > 1:
-            self._all_left.wait(limit_seconds)
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def _serve(listener: socket.socket, coordinator: Coordinator) -> socketserver.TCPServer:
-    class Handler(socketserver.StreamRequestHandler):
-        timeout = SILENCE_SECONDS  # a node that is silent for longer counts as gone
-        disable_nagle_algorithm = True
-
-        def handle(self) -> None:
-            node: int | None = None
-            with contextlib.suppress(Exception):  # a broken connection, or a stranger's: its end is handled below
-                placed = coordinator.admit(Hello(**json.loads(self.rfile.readline(LINE_BYTES))))
-                self.wfile.write(json.dumps(placed).encode() + b"\n")
-                node = placed if isinstance(placed, int) else None
-                while node is not None and (line := self.rfile.readline(LINE_BYTES)):
-                    self.wfile.write(to_line(coordinator.update(node, state_from_line(line))))
-            if node is not None:
-                coordinator.mark_gone(node)
-
-    class Server(socketserver.ThreadingTCPServer):
-        daemon_threads = True
-        block_on_close = False
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            pass  # a broken connection; its node was marked as gone
-
-    server = Server(listener.getsockname(), Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = listener
-    threading.Thread(target=server.serve_forever, args=(0.05,), name="fleetrun control", daemon=True).start()
-    return server
-
-
-class Member:
-    """Any other node: sends its state and follows node 0."""
-
-    def __init__(self, hello: Hello, master: str, port: int, notice: Notice) -> None:
-        self.node: int | None = hello.rank
-        self._hello, self._master, self._port, self._notice = hello, master, port, notice
-        self._job = Job()
-        self._state: NodeState | None = None
-        self._has_joined = False
-        self._lock = threading.Lock()
-        self._has_changed, self._has_left = threading.Event(), threading.Event()
-        threading.Thread(target=self._run, name="fleetrun control", daemon=True).start()
-
-    @property
-    def process_counts(self) -> tuple[int, ...]:
-        with self._lock:
-            return self._job.process_counts
-
-    def exchange(self, state: NodeState) -> Job:
-        """Return the last job received; the state is sent in the background."""
-        with self._lock:
-            if state != self._state:
-                self._state = state
-                self._has_changed.set()
-            if state.stop_signal is not None and self._job.port is None:  # nothing runs yet: stop without asking node 0
-                return replace(self._job, stop_signal=state.stop_signal, end=End.STOPPED)
-            return self._job
-
-    def close(self, state: NodeState, *, limit_seconds: float) -> None:
-        self.exchange(state)
-        self._has_left.wait(limit_seconds)
-
-    def _run(self) -> None:
-        try:
-            with self._connect() as connection, connection.makefile("rwb") as stream:
-                if self._join(stream):
-                    self._repeat(stream)
-        except Exception as error:  # an invalid answer counts as a lost connection: the watching thread must see the job end
-            gone = f"node 0 ({self._master}) is gone: its launcher was killed, or cannot be reached."
-            if not self._has_joined:
-                gone = f"no fleetrun answers as node 0 at {self._master}:{self._port} ({error})."
+        limit = time.monotonic() + limit_seconds
+        self._check_all_left()
+        while not self._all_left.wait(0.05):
             with self._lock:
-                stop_signal = self._job.stop_signal or (self._state.stop_signal if self._state is not None else None)
-                self._job = fail(replace(self._job, stop_signal=stop_signal), 0, gone)
-        finally:
-            self._has_left.set()
-
-    def _connect(self) -> socket.socket:
-        began_seconds = time.monotonic()
-        hint_seconds = began_seconds + HINT_SECONDS
-        while True:
-            try:
-                connection = socket.create_connection((self._master, self._port), timeout=SILENCE_SECONDS)
-            except OSError:
-                now_seconds = time.monotonic()
-                if now_seconds > began_seconds + JOIN_SECONDS:
-                    raise
-                if now_seconds > hint_seconds:
-                    hint_seconds = began_seconds + 2 * JOIN_SECONDS
-                    self._notice(f"waiting for node 0 at {self._master}:{self._port}")
-                self._has_changed.wait(BEAT_SECONDS)
-                self._has_changed.clear()
-            else:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return connection
-
-    def _join(self, stream: io.BufferedRWPair) -> bool:
-        answer = json.loads(_request(stream, json.dumps(asdict(self._hello)).encode() + b"\n"))
-        if not isinstance(answer, int):
-            with self._lock:
-                self._job = fail(self._job, 0, str(answer))
-            return False
-        self.node, self._has_joined = answer, True
-        return True
-
-    def _repeat(self, stream: io.BufferedRWPair) -> None:
-        while True:
-            with self._lock:
-                state = self._state
-            if state is not None:
-                job = job_from_line(_request(stream, to_line(state)))
-                with self._lock:
-                    self._job = job
-                if state.phase is Phase.LEFT:
-                    return
-            self._has_changed.wait(BEAT_SECONDS)
-            self._has_changed.clear()
-
-
-def _request(stream: io.BufferedRWPair, line: bytes) -> bytes:
-    stream.write(line)
-    stream.flush()
-    answer = stream.readline(LINE_BYTES)
-    if not answer:
-        raise ConnectionError("closed by node 0")
-    return answer
+                self._note_lost(self._now())
+                self._check_all_left()
+                waits = self._job.end is End.SUCCEEDED and any(rank not in self._lost for rank in self._away)
+            if time.monotonic() > limit and not waits:
+                break
+        self._door.close()

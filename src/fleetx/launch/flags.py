@@ -17,7 +17,7 @@ Tee = Literal["all"] | frozenset[int]
 FLAGS = (
     *("--gpus", "--devices", "--selected_gpus", "--nproc_per_node", "--module", "--env", "--dry_run", "--run_mode", "--help"),
     *("--ips", "--nnodes", "--master", "--rank", "--host", "--start_port", "--job_id", "--max_restart", "--max_restarts"),
-    *("--hang_timeout", "--log_dir", "--log_overwrite", "--tee"),
+    *("--hang_timeout", "--log_dir", "--log_overwrite", "--tee", "--job_secret_file", "--node_grace", "--restart_window"),
 )
 PARAMETER_SERVER = (
     *("--servers", "--server_num", "--server_endpoints", "--workers", "--worker_num", "--worker_endpoints", "--trainers"),
@@ -137,11 +137,17 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--host", metavar="ADDRESS", help="this node's own address, if it has several")
     _add(parser, "--start_port", type=port, metavar="PORT", help="rendezvous port on node 0, for several nodes (default: 6070)")
     _add(parser, "--job_id", type=_job_id, default="default", metavar="NAME", help="must be the same on all nodes of a job")
+    secret_help = "file with a secret that all nodes of the job share, so that no stranger can join (default: $FLEETX_JOB_SECRET)"
+    _add(parser, "--job_secret_file", metavar="FILE", help=secret_help)
+    grace_help = "how long another node may be out of reach before it is lost (default: 60)"
+    _add(parser, "--node_grace", type=_seconds, default=60.0, metavar="SECONDS", help=grace_help)
 
 
 def _add_endings(parser: argparse.ArgumentParser) -> None:
     restarts = ("--max_restart", "--max_restarts")
     _add(parser, *restarts, type=_whole_number(0), default=0, metavar="N", help="number of restarts after failures (default: 0)")
+    window_help = "an attempt with progress that ran for so long gives all restarts back (default: 3600)"
+    _add(parser, "--restart_window", type=_seconds, default=3600.0, metavar="SECONDS", help=window_help)
     hang_help = "stop or restart ranks that make no progress for this long (default: 1800)"
     _add(parser, "--hang_timeout", type=_seconds, default=1800.0, metavar="SECONDS", help=hang_help)
 

@@ -16,7 +16,7 @@ from typing import NoReturn, TextIO
 
 from ..config import log
 from ..errors import ConfigError, FleetError
-from . import console, flags, logs, nodes, outcome, preflight, tables, topology
+from . import console, flags, logs, nodes, outcome, preflight, secret, tables, topology
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_INPUT, EXIT_CTRL_C = 1, 2, 66, 130
 EARLY_EXITS = {signal.SIGINT: EXIT_CTRL_C, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: 143}
@@ -74,6 +74,9 @@ def make_plan(options: argparse.Namespace, *, visible_gpus: int, cores: int, whe
         nodes=where,
         max_restart=options.max_restart,
         hang_timeout_seconds=options.hang_timeout,
+        node_grace_seconds=options.node_grace,
+        restart_window_seconds=options.restart_window,
+        secret=secret.take_secret(options.job_secret_file, os.environ),
         log_overwrite=options.log_overwrite,
         job_id=options.job_id,
         variables=flags.split_env(options.env)[0],
@@ -112,7 +115,8 @@ class Console:
         self.first_rank = int(environment["RANK"])
         self.node = int(environment.get("GROUP_RANK", self.node))
         ranks = range(self.first_rank, self.first_rank + self._plan.process_count)
-        logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
+        if environment.get("FLEETX_ATTEMPT", "0") == "0":  # a node that joins a later attempt keeps the logs of those before
+            logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
         if shows_tables():
             print_text(tables.environment_table(environment))
             print_text(tables.start_line(self._plan, ranks, self.node))

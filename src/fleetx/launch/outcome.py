@@ -75,6 +75,7 @@ class Failure:
     error: str | None = None  # its first few lines
     where: str | None = None
     step: int | None = None  # its current update
+    is_consequence: bool = False  # it lost the connection to another rank
     hung: str | None = None  # why it was killed: "stopped (SIGSTOP)", "silent for 12 s in backward"; the exit code is -9 then
 
 
@@ -120,8 +121,9 @@ def _shell_code(exit_code: int) -> int:
 def by_blame(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Sort failures, root cause first. Other ranks fail within the same poll, by SIGTERM or by a broken connection."""
 
-    def order(failure: Failure) -> tuple[bool, bool, int]:
-        return failure.exit_code == -signal.SIGTERM, -failure.exit_code not in CRASHES, failure.time_ns
+    def order(failure: Failure) -> tuple[bool, bool, bool, int]:
+        is_stopped, is_crash = failure.exit_code == -signal.SIGTERM, -failure.exit_code in CRASHES
+        return failure.is_consequence, is_stopped, not is_crash, failure.time_ns
 
     return tuple(sorted(failures, key=order))
 

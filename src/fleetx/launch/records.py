@@ -77,7 +77,8 @@ class FailureAnalysis:
         rank = self._first_rank + local_rank
         record, reached = self._records.failure(local_rank), self._records.progress(local_rank)
         if code is None:
-            code = 1 if record and rank not in hung else -signal.SIGKILL
+            # Still on its way out, with an exit code that it has told, or about to be killed.
+            code = record.get("exit_code", 1) if record and rank not in hung else -signal.SIGKILL
         return Failure(
             rank,
             code,
@@ -86,6 +87,7 @@ class FailureAnalysis:
             where=record.get("where"),
             step=(reached.step or None) if reached is not None else None,
             hung=hung.get(rank),
+            is_consequence=record.get("is_consequence", False),
         )
 
     def _last_output_ns(self, rank: int) -> int:
@@ -104,6 +106,7 @@ class FailureAnalysis:
             time_ns=failure.time_ns,
             is_crash=failure.hung is not None or -failure.exit_code in CRASHES,
             is_retryable=can_restart and is_retryable and failure.exit_code != USAGE_EXIT_CODE,
+            is_consequence=failure.is_consequence,
         )
 
 

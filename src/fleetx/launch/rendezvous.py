@@ -20,7 +20,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from ..errors import LaunchError
 from .agreement import Cause, Job, NodeState, Phase
-from .control import Coordinator, Member
+from .control import Coordinator
+from .member import Member
 from .signals import Signals
 from .topology import Nodes
 
@@ -36,6 +37,7 @@ class LocalNode:
         self.phase = Phase.READY
         self.cause: Cause | None = None
         self.all_wait = False
+        self.step = 0
         self.stop_signal: signal.Signals | None = None
         self.is_killed = False
         """Whether a second signal to stop was received: end at once."""
@@ -58,7 +60,7 @@ class LocalNode:
 
     def agree_ready(self) -> Job:
         """Report READY while waiting for the next attempt, and return the job."""
-        self.phase, self.cause, self.all_wait = Phase.READY, None, False
+        self.phase, self.cause, self.all_wait, self.step = Phase.READY, None, False, 0
         job = self.agree()
         self.attempt = job.attempt
         return job
@@ -68,7 +70,7 @@ class LocalNode:
         self.control.close(self._state(), limit_seconds=limit_seconds)
 
     def _state(self) -> NodeState:
-        return NodeState(self.attempt, self.phase, self.cause, self.stop_signal, self.all_wait)
+        return NodeState(self.attempt, self.phase, self.cause, self.stop_signal, self.all_wait, self.step)
 
 
 # --- sockets and stores -------------------------------------------------------------------------------------------------
@@ -143,6 +145,11 @@ class FreshRendezvous(RendezvousHandler):
         self._nodes, self._local_node, self._run_id = nodes, local_node, run_id
         self._store: TCPStore | None = None
         self._job = Job(run_id=run_id)
+
+    @property
+    def job(self) -> Job:
+        """The job as it was when this attempt began."""
+        return self._job
 
     def open_store(self) -> int:
         self._store = None  # closes the store of the last attempt

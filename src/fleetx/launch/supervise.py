@@ -25,10 +25,14 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+from ..dist.notes import NOTE_KEY
 from ..errors import FleetError, LaunchError
 from . import hang
 from .agreement import End, Job, Phase, first_rank
-from .control import Coordinator, Hello, Member
+from .budget import Limits
+from .console import escape
+from .control import Coordinator, Terms
+from .door import raise_file_limit
 from .elastic import (
     SIGNALS_DEFAULT,
     SIGNALS_TO_HANDLE,
@@ -38,10 +42,14 @@ from .elastic import (
     without_handlers,
 )
 from .guardian import RUN_ID, kill_run
+from .member import Member
 from .outcome import Failure, Outcome
 from .processes import Guardian, Workers, guarded
 from .records import FailureAnalysis, Records
 from .rendezvous import FreshRendezvous, LocalNode, listen_on, own_interfaces, socket_variables
+from .seal import job_key, note_key
+from .seats import Hello
+from .secret import make_secret
 from .signals import Signals
 from .topology import Plan, log_path, shim_arguments, worker_environment
 from .worker import LAUNCHER_PID
@@ -52,7 +60,7 @@ POLL_SECONDS = 0.1
 HANG_POLL_SECONDS = 0.25
 CTRL_C_SECONDS, REST_SECONDS = 5.0, 1.0
 EXIT_SECONDS, STOPPED_EXIT_SECONDS = 5.0, 1.0
-KILL_SECONDS = 2.0
+KILL_SECONDS, CAUSE_SECONDS = 2.0, 1.0
 
 
 def count_gpus() -> int:
@@ -61,7 +69,8 @@ def count_gpus() -> int:
 
 def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) -> None:
     """Write a line into a rank's log where an attempt begins; or truncate the log."""
-    marker = f"--- attempt {attempt + 1} of {max_restart + 1}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n"
+    count = f"{attempt + 1} of {max_restart + 1}" if attempt <= max_restart else f"{attempt + 1}"
+    marker = f"--- attempt {count}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n"
     with log.open("ab+") as file:
         if overwrite:
             file.truncate(0)
@@ -96,10 +105,11 @@ class Run:
     terminal: str | None
     announce: Callable[[dict[str, str]], None]
     notice: Callable[[str], None]
+    secret: str
 
     def say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal may be closed, as after SIGHUP
-            self.notice(line)
+            self.notice(escape(line))
 
 
 class Supervisor(LocalElasticAgent):
@@ -118,6 +128,7 @@ class Supervisor(LocalElasticAgent):
         )
         super().__init__(spec, LogsAndEnvironments(self._complete))
         self._run, self._plan, self._local_node = run, run.plan, run.local_node
+        self._handler = rendezvous
         self._workers: Workers | None = None
         self._job = Job()
         self._records = Records(run.folder, 0)
@@ -125,6 +136,7 @@ class Supervisor(LocalElasticAgent):
         self._stopping: Stopping | None = None
         self._watched: dict[int, hang.Watched] = {}
         self._checked_seconds = 0.0
+        self._broken_seconds = 0.0  # when ranks lost a connection; 0: they have not
         self._failures: tuple[Failure, ...] = ()
         self._ended_before: tuple[int, ...] = ()
 
@@ -154,6 +166,7 @@ class Supervisor(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._records = Records(self._run.folder, self._local_node.attempt)
+        self._remaining_restarts = self._plan.max_restart - self._handler.job.tries.spent
         with without_handlers():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
@@ -182,16 +195,16 @@ class Supervisor(LocalElasticAgent):
             RUN_ID: self._run.run_id,
             LAUNCHER_PID: str(os.getpid()),
             ATTEMPT: str(attempt),
+            NOTE_KEY: note_key(self._run.secret, plan.job_id, self._handler.job.nonce, attempt),
             SIGNALS_TO_HANDLE: self._elastic_signals,
         }
         cores = len(os.sched_getaffinity(0))
         for local_rank, env in envs.items():
             added = worker_environment(env, plan, inherited=os.environ, cores=cores, terminal=self._run.terminal)
             env.update({**common, **added, **self._records.prepare(local_rank)})
-        if attempt == 0:
-            self._run.announce(envs[0])
         for env in envs.values() if attempt else ():
             mark_attempt(log_path(plan.log_dir, int(env["RANK"])), attempt, plan.max_restart, overwrite=plan.log_overwrite)
+        self._run.announce(envs[0])
 
     # --- watch ----------------------------------------------------------------------------------------------------------
 
@@ -221,10 +234,12 @@ class Supervisor(LocalElasticAgent):
             return False
         exits = self._started.exits()
         if self._must_end(exits):
+            if self._may_still_learn_the_cause(exits):
+                return False
             self._end_attempt({})
             return True
         if all(code == 0 for code in exits.values()):
-            self._local_node.phase = Phase.DONE
+            self._note_done(exits)
             return True
         return self._check_hang([rank for rank, code in exits.items() if code is None], job)
 
@@ -236,6 +251,23 @@ class Supervisor(LocalElasticAgent):
         if has_failed or (self._stopping.signum is signal.SIGINT and any(code is not None for code in exits.values())):
             self._stopping.note_end()
         return time.monotonic() > self._stopping.limit_seconds or (has_failed and None not in exits.values())
+
+    def _may_still_learn_the_cause(self, exits: Mapping[int, int | None]) -> bool:
+        """Return whether to wait a moment: the ranks that failed lost a connection, and the one that broke it may be on its way
+        out, with an exit code or an error of its own."""
+        failed = [self._records.failure(rank) for rank, code in exits.items() if code not in (None, 0)]
+        running = [self._records.failure(rank) for rank, code in exits.items() if code is None]
+        if self._stopping is not None or not running or not all(record.get("is_consequence") for record in failed):
+            return False
+        if any(record and not record.get("is_consequence") for record in running):
+            return False  # it has told
+        self._broken_seconds = self._broken_seconds or time.monotonic()
+        return time.monotonic() - self._broken_seconds < CAUSE_SECONDS
+
+    def _note_done(self, exits: Mapping[int, int | None]) -> None:
+        if any(self._records.failure(rank).get("left_by_request") for rank in exits):  # one of them was sent SIGTERM itself
+            self._local_node.stop_signal = self._local_node.stop_signal or signal.SIGTERM
+        self._local_node.phase = Phase.DONE
 
     def _pass_on_stop(self, signum: signal.Signals, node: int) -> None:
         self._stopping = Stopping(signum)
@@ -252,6 +284,7 @@ class Supervisor(LocalElasticAgent):
             return False
         self._checked_seconds = time.monotonic()
         self._watched = {rank: self._observe(rank, elapsed_seconds) for rank in self._ranks(running)}
+        self._local_node.step = max((watched.step for watched in self._watched.values()), default=self._local_node.step)
         limit_seconds, is_only_node = self._plan.hang_timeout_seconds, self._plan.nodes.count == 1
         self._local_node.all_wait = not is_only_node and hang.all_wait(self._watched, hang_timeout_seconds=limit_seconds)
         if job.all_hang:
@@ -280,9 +313,10 @@ class Supervisor(LocalElasticAgent):
         is_gone = self._started.kill()
         analysis = FailureAnalysis(self._records, self._plan.log_dir, self._first_rank)
         self._failures = analysis.failures(exits, hung)
+        self._local_node.step = max(self._local_node.step, *(failure.step or 0 for failure in self._failures), 0)
         self._ended_before = tuple(self._ranks([local_rank for local_rank, code in exits.items() if code == 0]))
         if not self._failures:  # all ended with code 0 meanwhile
-            self._local_node.phase = Phase.DONE
+            self._note_done(exits)
             return
         address = self._plan.nodes.address
         cause = analysis.cause(self._failures[0], node=self._local_node.node, address=address, can_restart=is_gone)
@@ -292,13 +326,12 @@ class Supervisor(LocalElasticAgent):
         self._local_node.phase, self._local_node.cause = Phase.FAILED, cause
 
     def _prepare_restart(self) -> None:
-        self._run.say(f"restarting ({self._job.attempt} of {self._plan.max_restart}): {self._job.reason}")
+        self._run.say(f"restarting ({self._job.tries.spent} of {self._plan.max_restart}): {self._job.reason}")
         if not self._started.kill():
             raise LaunchError("the ranks of the last attempt cannot be killed: they sleep in the kernel. Restart this machine.")
         self._local_node.attempt = self._job.attempt
-        self._remaining_restarts = self._plan.max_restart - self._job.attempt
         self._worker_group.store = self._store = None  # drops the last reference: the old store closes
-        self._watched, self._failures = {}, ()
+        self._watched, self._failures, self._broken_seconds = {}, (), 0.0
 
     # --- end ------------------------------------------------------------------------------------------------------------
 
@@ -307,14 +340,14 @@ class Supervisor(LocalElasticAgent):
         stop_signal = local_node.stop_signal or job.stop_signal
         if stop_signal is not None and (local_node.is_killed or job.end is End.STOPPED):
             where = self._records.failure(0).get("where") if local_node.node == 0 else None
-            return Outcome(stopped_by=signal.Signals(stop_signal), stopped_at=where, restarts=local_node.attempt)
+            return Outcome(stopped_by=signal.Signals(stop_signal), stopped_at=where, restarts=job.tries.spent)
         if job.end is End.SUCCEEDED:
-            return Outcome(restarts=local_node.attempt)
+            return Outcome(restarts=job.tries.spent)
         if self._workers is None:
             raise LaunchError(job.sentence)
         if job.blamed_node == local_node.node and self._failures:
-            return Outcome(self._failures, ended_before=self._ended_before, restarts=local_node.attempt)
-        return Outcome(self._failures, restarts=local_node.attempt, elsewhere=job.sentence, elsewhere_exit_code=job.exit_code)
+            return Outcome(self._failures, ended_before=self._ended_before, restarts=job.tries.spent)
+        return Outcome(self._failures, restarts=job.tries.spent, elsewhere=job.sentence, elsewhere_exit_code=job.exit_code)
 
     def close(self, outcome: Outcome | None) -> None:
         """Kill what is left of the run; after a success, processes that the script left running stay."""
@@ -347,12 +380,14 @@ class Supervisor(LocalElasticAgent):
 
 def join_job(run: Run, rendezvous: FreshRendezvous) -> Coordinator | Member:
     plan, nodes = run.plan, run.plan.nodes
-    hello = Hello(plan.job_id, nodes.count, plan.max_restart, plan.process_count, nodes.address, nodes.rank)
+    hello = Hello(nodes.count, plan.max_restart, plan.process_count, nodes.address, nodes.rank)
+    limits = Limits(plan.max_restart, plan.restart_window_seconds)
+    terms = Terms(job_key(run.secret, plan.job_id), bool(run.secret), plan.node_grace_seconds, limits)
     if nodes.count == 1:
-        return Coordinator(hello, run.run_id, rendezvous.open_store, run.say)
+        return Coordinator(hello, run.run_id, rendezvous.open_store, run.say, terms=terms)
     if nodes.rank == 0:
-        return Coordinator(hello, run.run_id, rendezvous.open_store, run.say, listen_on(nodes.master, nodes.port or 0))
-    return Member(hello, nodes.master, nodes.port or 0, run.say)
+        return Coordinator(hello, run.run_id, rendezvous.open_store, run.say, listen_on(nodes.master, nodes.port or 0), terms)
+    return Member(hello, nodes.master, nodes.port or 0, run.say, terms)
 
 
 def run_workers(
@@ -364,10 +399,12 @@ def run_workers(
 ) -> Outcome:
     """Run the plan to its end. `announce` is called with the first local rank's environment just before the workers start."""
     mute_logs()
+    raise_file_limit()
     signals, run_id = Signals(), secrets.token_hex(16)
     with signals.noted(), guarded(run_id) as (folder, guardian):
         local_node = LocalNode(signals)
-        run = Run(plan, run_id, folder, guardian, local_node, terminal, announce, notice)
+        secret = make_secret(folder) if plan.nodes.count == 1 else plan.secret
+        run = Run(plan, run_id, folder, guardian, local_node, terminal, announce, notice, secret)
         rendezvous = FreshRendezvous(plan.nodes, local_node, run_id)
         local_node.control = join_job(run, rendezvous)
         supervisor, outcome = Supervisor(run, rendezvous), None

@@ -26,6 +26,12 @@ def _master(plan: Plan) -> str:
     return f"{plan.nodes.master}, port {plan.nodes.port or 'any free one'}"
 
 
+def _secret(plan: Plan) -> str:
+    if plan.nodes.count == 1:
+        return "made for this run"
+    return "given" if plan.secret else f"none: a host that reaches {plan.nodes.master} can join; see --job_secret_file"
+
+
 def configuration_table(plan: Plan) -> str:
     nodes = plan.nodes
     ranks = plan.tee if plan.tee == "all" else ",".join(str(rank) for rank in sorted(plan.tee)) or "none"
@@ -35,14 +41,17 @@ def configuration_table(plan: Plan) -> str:
         "hang_timeout": f"{plan.hang_timeout_seconds:g} s",
         "host": nodes.address,
         "job_id": plan.job_id,
+        "job_secret": _secret(plan),
         "log_dir": plan.log_dir,
         "log_overwrite": plan.log_overwrite,
         "master": _master(plan),
         "max_restart": plan.max_restart,
         "nnodes": nodes.count,
+        "node_grace": f"{plan.node_grace_seconds:g} s",
         "nproc_per_node": plan.process_count,
         "rank": "in order of arrival" if nodes.rank is None else nodes.rank,
         "module" if plan.is_module else "script": shlex.join((plan.target, *plan.arguments)),
+        "restart_window": f"{plan.restart_window_seconds:g} s",
         "tee": ranks,
     }
     body = [f"{key}: {escape(str(value))}" for key, value in rows.items()]

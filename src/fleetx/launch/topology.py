@@ -37,6 +37,9 @@ class Plan:
     nodes: Nodes = Nodes()
     max_restart: int = 0
     hang_timeout_seconds: float = 1800.0
+    node_grace_seconds: float = 60.0  # how long another node may be away before it is lost
+    restart_window_seconds: float = 3600.0  # progress for so long gives all restarts back
+    secret: str = field(default="", repr=False)  # of the job, the same on all nodes; empty: none was given
     log_overwrite: bool = False  # a restart empties the logs; otherwise it appends after a marker line
     job_id: str = "default"
     variables: Mapping[str, str] = field(default_factory=dict)  # set for every worker

@@ -17,6 +17,7 @@ import io
 import json
 import os
 import pkgutil
+import re
 import runpy
 import signal
 import sys
@@ -28,7 +29,11 @@ FAILURE_FILE = "FLEETX_FAILURE_FILE"
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 LAUNCHER_GONE = 1
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-NOT_RETRYABLE = "fleetx.errors.ConfigError"
+NOT_RETRYABLE, PEER_ERROR = "fleetx.errors.ConfigError", "fleetx.errors.PeerError"
+BROKEN = re.compile(
+    "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited or there was a network error"
+)
+"""What gloo and NCCL say when another rank has ended."""
 MESSAGE_LINES, LINE_LETTERS = 4, 400
 
 
@@ -103,6 +108,26 @@ def is_retryable(error: BaseException) -> bool:
     return not isinstance(error, SyntaxError | ImportError) and NOT_RETRYABLE not in names
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code with which Python ends after this exception."""
+    if isinstance(error, SystemExit):
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether a connection to another rank broke: the cause is then likely there."""
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+    return PEER_ERROR in names or (isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None)
+
+
+def record_request() -> None:
+    """Record for the launcher that this rank left because `fleet.should_stop()` told it to: exit code 0 is then no success."""
+    signals = sys.modules.get("fleetx.dist.stop_signal")
+    if signals is not None and signals.was_told():
+        _write_record({"left_by_request": True})
+
+
 def record_failure(error: BaseException) -> None:
     """Record for the launcher what ended this rank and when: of several failing ranks the first is the cause."""
     message = "\n".join(line[:LINE_LETTERS] for line in str(error).strip().splitlines()[:MESSAGE_LINES])
@@ -112,7 +137,13 @@ def record_failure(error: BaseException) -> None:
         "error": f"{name}: {message}" if message else name,
         "where": innermost_user_frame(error),
         "is_retryable": is_retryable(error),
+        "is_consequence": is_consequence(error),
+        "exit_code": exit_code_of(error),
     }
+    _write_record(record)
+
+
+def _write_record(record: dict[str, object]) -> None:
     with contextlib.suppress(OSError, KeyError), open(os.environ[FAILURE_FILE], "w", encoding="utf-8") as file:
         json.dump(record, file)
 
@@ -147,11 +178,14 @@ def main(kind: str, target: str, *arguments: str) -> int:
     except SystemExit as error:
         if error.code not in (None, 0):
             record_failure(error)
+        else:
+            record_request()
         raise
     except BaseException as error:
         record_failure(error)
         sys.excepthook(type(error), error.with_traceback(user_traceback(error)), error.__traceback__)
         return 1
+    record_request()
     return 0
 
 

@@ -96,4 +96,15 @@ class Ranks:
         texts = self._comm.read_notes([f"{self._key}/{rank}" for rank in range(self._comm.size)])
         if texts is None:
             return None
-        return {rank: (bool(is_last), sums) for rank, (is_last, sums) in enumerate(map(json.loads, texts))}
+        notes = {rank: _parse(text) for rank, text in enumerate(texts)}
+        known = {rank: note for rank, note in notes.items() if note is not None}
+        return known if len(known) == len(notes) else None
+
+
+def _parse(text: str) -> tuple[bool, Split] | None:
+    """Return whether a note is the last of its rank, and its sums; None if it is no such note: other programs reach the store."""
+    try:
+        is_last, sums = json.loads(text)
+        return bool(is_last), {part: float(sums[part]) for part in PARTS}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
