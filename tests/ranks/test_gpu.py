@@ -221,13 +221,13 @@ def _guarded(rank: int, what: str) -> tuple[str, int]:
     ("what", "told", "done"),
     [
         ("nothing", "nothing raised", 12),
-        ("nan", "FleetError: update 6 was not made: its loss or gradients are not finite. Losses: nan on rank 1.", 5),
-        ("drift", "FleetError: after update 8 the ranks no longer hold the same model. Unlike rank 0: rank 1 in 4.weight", 8),
+        ("nan", "FleetError: update 6 was not made: its loss or gradients are not finite. Losses: nan on rank 1.", 6),
+        ("drift", "FleetError: after update 8 the ranks no longer hold the same model. Unlike rank 0: rank 1 in 4.weight", 9),
         ("stop", "nothing raised", 8),
     ],
 )
 def test_guards_and_requests_to_stop_work_on_the_gpu(what: str, told: str, done: int) -> None:
-    """A difference, and a request where nothing else waits for the device, are read one update later."""
+    """What ranks tell each other, and what became of an update, is heard when the next backward begins."""
     for said, count in run_ranks(_guarded, 2, what, env={"FLEETX_DEVICE": "cuda"}):
         assert said.startswith(told)
         assert count == done

@@ -32,6 +32,7 @@ from bench.localsgd_table.worker import (
     order,
 )
 from fleetx import fleet
+from fleetx.engine.checks.alarms import Verdict
 from fleetx.engine.report import Report
 from fleetx.errors import ConfigError
 
@@ -113,7 +114,7 @@ class Recorder:
         self.rates.append(lr)
         made = len(self.rates)
         averaged = made in (3, 5, 9) or (made > 9 and made % 4 == 1)
-        return Report(due=True, updated=True, skipped=False, bytes_sent=100 * averaged, averaged=averaged)
+        return Report(due=True, _verdict=Verdict(True), bytes_sent=100 * averaged, averaged=averaged)
 
 
 def test_a_row_of_a_fixed_period_is_timed_over_whole_periods_after_the_first_round(alone):
@@ -219,7 +220,7 @@ def test_forty_epochs_are_1953_updates_and_the_warm_up_is_a_twentieth_of_them():
 def test_a_diary_tells_the_periods_that_a_run_went_through():
     diary = Diary(20, torch.device("cpu"))
     for update in range(20):
-        report = Report(due=True, updated=True, skipped=False, bytes_sent=10, averaged=update + 1 in (6, 10, 14, 20))
+        report = Report(due=True, _verdict=Verdict(True), bytes_sent=10, averaged=update + 1 in (6, 10, 14, 20))
         diary.note(update, report, torch.tensor(float(update)))
     figures = diary.figures(2, 20)
     assert figures["periods"] == [[4, 3], [6, 1]] and figures["rounds"] == 4 and figures["mean_period"] == 4.5

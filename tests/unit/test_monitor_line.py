@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fleetx.engine.checks.alarms import Verdict
 from fleetx.engine.report import Report
 from fleetx.monitor.line import RunState, duration_text, last_line, line, number_text, percent
 from fleetx.monitor.ranks import slowest, summarize
@@ -80,9 +81,7 @@ def test_speed_and_traffic_are_those_of_the_last_updates() -> None:
     for second in range(100):
         tally.micro_step(50, 4)
         tally.micro_step(50, 4)
-        tally.update(
-            Report(due=True, updated=True, skipped=False, bytes_sent=50, bytes_dense=400), ranks=2, ended_seconds=2 * second
-        )
+        tally.update(Report(due=True, _verdict=Verdict(True), bytes_sent=50, bytes_dense=400), ranks=2, ended_seconds=2 * second)
     assert (tally.steps_per_second(), tally.samples_per_second(), tally.wire()) == (0.5, 8.0, (100, 400))
     assert (tally.updates, tally.samples, tally.bytes_sent, tally.bytes_dense) == (100, 1600, 10_000, 40_000)
 

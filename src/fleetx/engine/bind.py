@@ -244,6 +244,7 @@ def end_pair(model: nn.Module, face: FleetOptimizer, why: str) -> None:
     """End a pair whose model is distributed again: the optimizer's state stays, gradients go."""
     pipeline = face.pipeline
     pipeline.settle()
+    pipeline.outcomes.learn()
     if pipeline.window.micro_steps and not pipeline.window.shared and pipeline.comm.rank == 0:
         warn_user(
             f"fleet.distribute(...) has ended a pair with {pipeline.window.micro_steps} micro-batches that made no update yet; "
@@ -266,6 +267,7 @@ def lay_out_again(model: nn.Module, face: FleetOptimizer, strategy: DistributedS
         "Do it on every rank at the same place.",
     )
     _refuse_fixed_layout(face)
+    old.outcomes.settle()
     state = {"counters": counters(old), "backward": old.stages.backward.state_dict(), "noise": old.meter.state_dict()}
     common, number, known = common_buffers(old), old.report_builder.pair, old.param_ids
     if not old.buckets.touched() and not old.bare.was_reached:

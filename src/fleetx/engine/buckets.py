@@ -323,25 +323,26 @@ class Buckets:
             bucket.restart()
             bucket.touched = touched
 
-    def finish_window(self, *, recycle: bool) -> None:
-        """The update is done; unless recycled, the gradients may be looked at until the next backward or zero()."""
+    def finish_window(self, *, recycle: bool, zeroes: bool = True) -> None:
+        """The update is done; unless recycled, the gradients may be looked at until the next backward or zero(). `zeroes`: what
+        the buffers hold is not looked at either."""
         if recycle:
-            return self.zero()
+            return self.zero(at_once=zeroes)
         self.adopt_replaced()  # or a replaced gradient would look like a new one
         for bucket in self._buckets:
             bucket.restart()
 
-    def zero(self, *, set_to_none: bool = True) -> None:
-        """As torch: None, or zeros where there was a gradient."""
+    def zero(self, *, set_to_none: bool = True, at_once: bool = True) -> None:
+        """As torch: None, or zeros where there was a gradient. `at_once`: else the buffers are when the next backward begins."""
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is not None:
                     param.grad = None if set_to_none else view
             bucket.restart()
-            if set_to_none:
-                bucket.zero_small()  # here, while the update has left them in the cache
-            else:
+            if not set_to_none:
                 bucket.flat.zero_()
+            elif at_once:
+                bucket.zero_small()  # here, while the update has left them in the cache
 
 
 def _refuse_when_used(params: Sequence[nn.Parameter]) -> None:

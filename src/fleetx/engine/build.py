@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from ..dist.comm import Comm
 from ..errors import ConfigError, StrategyConflict
 from .buckets import Buckets
-from .checks.checks import AlarmReader, Checks
+from .checks.alarms import AlarmReader
+from .checks.checks import Checks
 from .checks.deferred import DeferredErrors
 from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
@@ -125,7 +126,7 @@ def compile_strategy(
         first_look=FirstLook(model, wrapper),
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
-        alarms=AlarmReader(buckets),
+        alarms=AlarmReader(buckets, may_miss=allowed),
         deferred_errors=DeferredErrors(),
         half_sent=HalfSent(comm),
         flips=FlipWatch(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import Tensor
 
 from ..dist.comm import Comm, Pending
 from .bucket import Bucket
@@ -43,6 +44,9 @@ class KeepsNothing(abc.ABC):
         return used
 
     def kept(self) -> Kept | None:
+        return None
+
+    def nonfinite(self) -> Tensor | None:
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ..dist.comm import Comm
 from ..errors import ConfigError
 from .bucket import Bucket
 from .buckets import Buckets
+from .checks.alarms import Verdict
 from .norms import joined, norms_of
 from .slots import Merge, Part, Risk, Slot
 from .window import Weighing, Window
@@ -126,21 +127,24 @@ class NoiseScaleMeter:
 
     # --- the large batch --------------------------------------------------------------------------------------
 
-    def after_reduce(self, norm: Tensor, buckets: Buckets, window: Window, weighing: Weighing, *, finite: bool) -> None:
-        """`norm`: of the reduced gradients. Every rank is here, with the same `finite`, or with none of them measuring."""
+    def after_reduce(self, norm: Tensor, buckets: Buckets, window: Window, weighing: Weighing, *, verdict: Verdict) -> None:
+        """`norm`: of the reduced gradients. Every rank is here, with the same verdict, or with none of them measuring."""
         bucket = next(iter(buckets))
         if self._merge.micro_steps == 1:
             self._small_sq = _undone(self._norms, weighing.seed(_first_weight(window)) * bucket.factor, device=bucket.flat.device)
         small_sq, self._small_sq, self._norms = self._small_sq, None, []
         # A window that was flushed is smaller than the others, on every rank.
-        if small_sq is None or not finite or window.micro_steps < self._merge.micro_steps:
+        if small_sq is None or window.micro_steps < self._merge.micro_steps or (verdict.is_known and not verdict.is_finite()):
             return
         small_sq, small = self._over_ranks(small_sq, 1.0 if not window.weights else window.weights[0])
         large = weighing.last_total if window.weights else float(self._comm.size * self._merge.micro_steps)
         if large > 0.0:
             summed = 1.0 if self._merge.mean else float(self._merge.micro_steps)
             large_sq = (norm.double() / summed).square()
-            self._absorb(*estimates(small_sq, large_sq, small=small, large=large), in_weights=bool(window.weights))
+            trace, signal = estimates(small_sq, large_sq, small=small, large=large)
+            if not verdict.is_known:
+                trace = torch.where(verdict.found == 0.0, trace, math.nan)  # which changes nothing
+            self._absorb(trace, signal, in_weights=bool(window.weights))
 
     def _over_ranks(self, small_sq: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """The mean squared norm by weight, and the batch it stands for: a gradient over w samples has the noise tr(C)/w."""

@@ -153,6 +153,8 @@ class FleetOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        if self._bound is not None:
+            self._bound.outcomes.learn()
         return self.update.state
 
     @property
@@ -270,10 +272,14 @@ class FleetOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's plain form, which has no place for what a compressor keeps back: fleet.save_checkpoint(...) has."""
+        if self._bound is not None:
+            self._bound.outcomes.learn()  # counts of steps are on the host; no collective, since one rank may ask alone
         return self.update.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What a compressor had kept back belongs to the weights before, and goes."""
+        if self._bound is not None:
+            self._bound.outcomes.learn()
         with self._steps():
             self.update.load_state_dict(state_dict)
         if self._bound is not None:

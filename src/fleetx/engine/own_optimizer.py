@@ -20,6 +20,10 @@ class Update(Optimizer):
         """Take over another optimizer's very group dicts, of the same parameters: schedulers and the user hold them."""
         raise NotImplementedError
 
+    def takes_found_inf(self) -> bool:
+        """Return whether the coming step reads the attribute `found_inf`, and changes nothing where that is not 0."""
+        return False
+
     def describe(self) -> str | None:
         """Say how each parameter is treated, a line each; None where the groups say it all."""
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..dist.comm import Comm
 from .buckets import Buckets
+from .checks.alarms import Verdict
 from .noise_scale import noise_scale_of
 from .slots import Stages, Step
 from .window import Window
@@ -34,8 +35,12 @@ def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | No
     return torch.stack([loss * weight for loss, weight in zip(stacked, weights, strict=False)]).sum() / math.fsum(weights)
 
 
+SHOWN = ("due", "updated", "skipped", "bytes_sent", "loss_scale", "period", "step", "micro_steps", "bytes_dense", "averaged")
+"""What the text of a report shows."""
+
+
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """None
 
@@ -48,10 +53,6 @@ class Report:
 
     due: bool
     """This call closed a window: the same on every rank, also when fp16 skipped. Schedulers, EMA and saving follow it."""
-    updated: bool
-    """The parameters changed."""
-    skipped: bool
-    """The window was due, but its gradients were not finite."""
     bytes_sent: int
     """What this rank put on the wire since the last report."""
     loss_scale: float = 1.0
@@ -67,16 +68,43 @@ class Report:
     """The weights are a new average over all ranks (Local SGD)."""
     waited: dict[int, float] | None = None
     """Seconds in which each rank waited for the others, by rank, at the averaging before the last; a slow rank waits least."""
-    trust_ratios: TrustRatios | None = None
-    """Of this update, by layer (LARS, LAMB); None where none was made."""
     pair: int = 0
     """Which pair of model and optimizer, in the order of fleet.distribute, from 1."""
-    _lr: float | Tensor | None = field(default=None, repr=False)
-    _losses: tuple[Tensor, ...] = field(default=(), repr=False)
-    _weights: tuple[float, ...] = field(default=(), repr=False)
-    _grad_norm: Tensor | None = field(default=None, repr=False)
-    _noise: Tensor | None = field(default=None, repr=False)
-    _kept: Kept | None = field(default=None, repr=False)
+    _lr: float | Tensor | None = None
+    _losses: tuple[Tensor, ...] = ()
+    _weights: tuple[float, ...] = ()
+    _grad_norm: Tensor | None = None
+    _noise: Tensor | None = None
+    _kept: Kept | None = None
+    _verdict: Verdict | None = None
+    _trust_ratios: TrustRatios | None = None
+
+    def __repr__(self) -> str:
+        return f"Report({', '.join(f'{name}={getattr(self, name)!r}' for name in SHOWN)})"
+
+    @property
+    def updated(self) -> bool:
+        """The parameters changed."""
+        return self._verdict is not None and self._verdict.is_finite()
+
+    @property
+    def skipped(self) -> bool:
+        """The window was due, but its gradients were not finite."""
+        return self.due and not self.updated
+
+    @property
+    def knows_outcome(self) -> bool:
+        """Whether `updated` and `skipped` can be read without waiting for the device."""
+        return self._verdict is None or self._verdict.has_arrived
+
+    @property
+    def trust_ratios(self) -> TrustRatios | None:
+        """Of this update, by layer (LARS, LAMB); None where none was made."""
+        return self._trust_ratios if self._trust_ratios is not None and self.updated else None
+
+    def trust_ratios_on_device(self) -> TrustRatios | None:
+        """The same without asking whether the update was made: else they mean nothing."""
+        return self._trust_ratios
 
     @property
     def loss(self) -> float | None:
@@ -152,20 +180,19 @@ class ReportBuilder:
         window: Window,
         *,
         due: bool,
-        updated: bool,
+        verdict: Verdict | None,
         loss_scale: float | None,
         averaged: bool,
         grad_norm: Tensor | None,
         noise: Tensor | None,
     ) -> Report:
-        """`loss_scale`: the one that this update was made with; None for the present one."""
+        """`verdict`: whether the update was made; None inside a window. `loss_scale`: the one that it was made with; None for the
+        present one."""
         sent, self._reported_bytes = self._comm.bytes_sent - self._reported_bytes, self._comm.bytes_sent
         stages, average = self._stages, self._stages.average
         ratios = getattr(stages.update, "trust_ratios", None)
         return Report(
             due=due,
-            updated=updated,
-            skipped=due and not updated,
             bytes_sent=round(sent),
             loss_scale=stages.backward.scale() if loss_scale is None else loss_scale,
             period=None if average is None else average.period,
@@ -175,11 +202,12 @@ class ReportBuilder:
             pair=self.pair,
             averaged=averaged,
             waited=None if average is None else average.waits,
-            trust_ratios=ratios() if updated and callable(ratios) else None,
             _lr=step.lr.detach().clone() if isinstance(step.lr, Tensor) else step.lr,  # a scheduler writes into a tensor
             _losses=tuple(window.losses),
             _weights=tuple(window.weights),
             _grad_norm=grad_norm,
             _noise=noise,
             _kept=stages.reduce.kept() if due else None,
+            _verdict=verdict if due else None,
+            _trust_ratios=ratios() if due and callable(ratios) else None,
         )

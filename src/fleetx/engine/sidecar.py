@@ -146,6 +146,15 @@ class Tail:
         self._unequal.renew_marks()
 
     @torch.no_grad()
+    def renew_where(self, found: Tensor, *, but: Collection[str]) -> None:
+        """The same on the device, where `found` is not 0. Buffers were written to for that, which is no change by the training;
+        those in `but` were changed before."""
+        if self._owners:
+            torch._foreach_copy_(self._now_views, [buffer_of(o) for o in self._owners])
+            torch.where(found != 0.0, self._now, self._last, out=self._last)
+        self._unequal.renew_marks(but=but)
+
+    @torch.no_grad()
     def resume(self, common: Mapping[str, Tensor] | None) -> None:
         """A checkpoint was loaded, which is no change by the training. None: it holds no `common`."""
         self.renew()
@@ -156,8 +165,8 @@ class Tail:
 
 
 def _write_alarms(out: Tensor, alarms: Alarms) -> None:
-    if out.device.type == "cpu":
-        out[:ALARMS] = torch.tensor([float(alarm) for alarm in alarms], dtype=out.dtype)
+    if out.device.type == "cpu" and not any(isinstance(alarm, Tensor) for alarm in alarms):
+        out[:ALARMS] = torch.tensor(alarms, dtype=out.dtype)
         return
     out[:ALARMS].zero_()
     for place, alarm in enumerate(alarms):

@@ -145,6 +145,9 @@ class Reduce(Protocol):
     def used(self, used: list[bool] | None) -> list[bool] | None:
         """Of parameters that some rank used: those that have a gradient now, in the order of buckets. None: all have."""
 
+    def nonfinite(self) -> Tensor | None:
+        """Whether something was not finite in what was just reduced, on the device; None where the gradients tell."""
+
     def kept(self) -> Kept | None:
         """What the report of the update just reduced shows of it; None where all is sent."""
 
@@ -187,6 +190,9 @@ class Average(Protocol):
     waits: dict[int, float] | None
 
     def attach(self, *, update: Optimizer, on_round: Callable[[list[Any]], None]) -> None: ...
+    def meets(self, index: int) -> bool:
+        """Whether ranks may tell each other of themselves after the update with this index."""
+
     def __call__(self, step: Step, news: News) -> bool:
         """After every update, made or skipped, on every rank. Whether a round among all ranks was settled."""
 

@@ -35,6 +35,13 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
     pipeline.refuse_inside_averaged()
     window = pipeline.window
     pipeline.settle()
+    pipeline.outcomes.learn()
+    if pipeline.outcomes.refused_step is not None:  # as all ranks know, of which each raises by itself
+        raise CheckpointError(
+            f"update {pipeline.outcomes.refused_step} was not made: its loss or gradients are not finite. Nothing is saved; the "
+            "weights are those before it. Look at the data and the learning rate; the next backward says more, and "
+            'strategy.on_nan_inf = "skip" leaves such updates out.'
+        )
     is_foreign = window.closed and window.shared  # left by another pair's loss: a GAN's generator, in the discriminator
     if not is_foreign and (window.entered or window.closed or window.broken or pipeline.buckets.has_new()):
         raise CheckpointError(
@@ -232,7 +239,8 @@ def load_counters(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:
     """Go on counting from these."""
     pipeline.settle()
     pipeline.checks.forget()
-    pipeline.index, pipeline.skipped, pipeline.dropped = int(saved["index"]), int(saved["skipped"]), 0
+    pipeline.outcomes.restart(skipped=int(saved["skipped"]))
+    pipeline.index, pipeline.dropped = int(saved["index"]), 0
     pipeline.weighing.load_counters(saved)
 
 

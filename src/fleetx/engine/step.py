@@ -25,13 +25,16 @@ from . import dry_steps, model_pairs, reentrant
 from .bare_backward import BareBackward
 from .bucket import Bucket
 from .buckets import Buckets
+from .checks.alarms import Verdict
 from .checks.checks import Checks
+from .conditional_step import ConditionalStep
 from .noise_scale import NoiseScaleMeter
 from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
 from .rank_status import Row
 from .report import Report, ReportBuilder, mean_loss
 from .slots import News, Stages, Step
+from .undecided import Outcomes, Undecided
 from .user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
 from .window import Weighing, Window, require_loss
 
@@ -46,12 +49,14 @@ class Pipeline:
         self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss, mean_in_backward=by_ddp)
         self._norms = GradientNorms(buckets, stages.update)
         self.window = Window()
-        self._finite = True
+        self._verdict = Verdict(True)
         """Of the window just reduced: whether to update."""
+        self._conditional = ConditionalStep(stages.update)
+        self._has_grown = False
+        """The last update, made before its answer was known, has made state that was not there."""
+        self.outcomes = Outcomes(checks, stages.backward)
         self.index = 0
         """Updates due so far, skipped ones too; the same on every rank."""
-        self.skipped = 0
-        """Of those, updates not made because their gradients were not finite."""
         self.dropped = 0
         """Windows that were reduced with the other ranks, and dropped by zero_grad() instead of applied."""
         self._is_unapplied = False
@@ -97,6 +102,11 @@ class Pipeline:
         return self.window.micro_steps + 1 >= self.stages.merge.micro_steps
 
     @property
+    def skipped(self) -> int:
+        """Of `index`, updates not made because their gradients were not finite."""
+        return self.outcomes.skipped
+
+    @property
     def is_last_micro_step(self) -> bool:
         """Whether the micro-step under way fills the window."""
         return self.window.micro_steps >= self.stages.merge.micro_steps
@@ -104,6 +114,8 @@ class Pipeline:
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
+        if not self.window.closed:
+            self.outcomes.settle()
         if self.window.closed:
             return self._add_to_reduced(loss, retain_graph=retain_graph)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
@@ -154,7 +166,7 @@ class Pipeline:
             )
         self.window.entered = self.window.asked_due = False
         self.stages.update._opt_called = True  # type: ignore[attr-defined]  # a scheduler may follow every step()
-        return self._report(due=False, updated=False)
+        return self._report(due=False)
 
     def _reduce_what_came(self) -> None:
         """Before the gradients are applied: those that are this rank's own join the window."""
@@ -184,13 +196,15 @@ class Pipeline:
         """Close a window early. Every rank must call it, at the same place."""
         self.reduce_early()
         applies = self.window.closed and not self.window.shared
-        return self.update(recycle=True) if applies else self._report(due=False, updated=False)
+        return self.update(recycle=True) if applies else self._report(due=False)
 
     def reduce_early(self) -> None:
         """Half of a flush: true gradients of the micro-steps so far, to be looked at before step() applies them."""
         self.refuse_inside_averaged()
         self.settle()
         self.window.refuse_broken()
+        if not self.window.closed:
+            self.outcomes.settle()
         if not self.window.closed and self.buckets.has_new():
             self._take_local_gradients()
         self.checks.agree_to_flush(self.window)
@@ -209,12 +223,12 @@ class Pipeline:
             self.index += 1
             self.dropped += not self.buckets.alone
             self.checks.alarms.forget()
-            self.checks.finite.settle_buffers(finite=self._finite, alone=self.buckets.alone)
+            self._settle_buffers()
         dropped = self._news() if self.window.closed and self.buckets.alone else None
         if self.window.closed or self.window.broken:
             self.window = Window()
         if self.window.micro_steps == 0:
-            self.buckets.zero(set_to_none=set_to_none)
+            self.buckets.zero(set_to_none=set_to_none, at_once=not self.outcomes.is_open)
         if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
             self._average(dropped)
 
@@ -241,8 +255,9 @@ class Pipeline:
         """Raise if the gradients may not be applied, before a method of the optimizer's own does."""
         self._settle_backward()
         if self.window.closed:
+            self.checks.hear()
             self.checks.before_update()
-            if not self._finite and not self._is_finite_now() and self.checks.must_stop(self.stages.backward):
+            if not self._verdict.is_finite() and not self._is_finite_now() and self.checks.must_stop(self.stages.backward):
                 self.checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
 
     # --- a step of another optimizer over these parameters -------------------------------------------------------
@@ -337,8 +352,10 @@ class Pipeline:
 
     def arm(self, *, again: bool = False) -> None:
         """Make ready to reduce: inside the coming backward, or at once. `again`: what was reduced before is added to."""
-        if self._is_unapplied and not self._finite:
+        if self._is_unapplied and self.checks.finite.may_be_left_out and not self._verdict.is_finite():
             self.checks.finite.refuse_left_out()
+        if not again:
+            self.outcomes.settle()
         self.checks.before_reduce(self.window, again=again)
         self.window.reduces += 1
         self.meter.begin_reduce()
@@ -370,13 +387,16 @@ class Pipeline:
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
         looks, measures = self.checks.looks_at_norm(self.stages.backward), self._measures_noise
         self._grad_norm = self._norms.measure() if looks or measures else None
+        nonfinite = self.stages.reduce.nonfinite()
+        if nonfinite is not None and self._grad_norm is not None:
+            self._grad_norm = torch.where(nonfinite, math.nan, self._grad_norm)
         norm = self._grad_norm if looks else None
         if self.buckets.alone:
-            self._finite = self.checks.judge_alone(norm, defer=bare)
+            self._verdict = self.checks.judge_alone(norm, defer=bare)
         else:
-            self._finite = self.checks.judge(norm, first=self.index == 0, defer=bare)
+            self._verdict = self.checks.judge(norm, first=self.index == 0, defer=bare)
         if measures and self._grad_norm is not None:
-            self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, finite=self._finite)
+            self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, verdict=self._verdict)
         self.buckets.expose(used)
         if self._is_unapplied and not self.buckets.alone and self.compares_ranks:
             self.checks.ranks.after_unapplied(self.checks.place)
@@ -393,41 +413,82 @@ class Pipeline:
 
     def update(self, *, recycle: bool, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None) -> Report:
         """CLIP, UPDATE, AVERAGE. Every rank is here: a window closes on all of them or on none, reduced or not."""
+        stays_on_device = scaling is None and closure is None and self._can_stay_on_device()
+        if not stays_on_device:
+            self.checks.hear()
         self.checks.before_update()
         self.checks.flips.look()
         self._is_unapplied = False
         if self.compares_ranks and (self.index == 0 or self.checks.ranks.looks_after(self.index + 1)):
             self.warn_of_unowned()
         if scaling is not None:
-            self._finite = scaling.unscale(self.buckets)
-        elif not self._finite and self.window.bare:
-            self._finite = self._is_finite_now()
+            self._verdict = Verdict(scaling.unscale(self.buckets))
+        elif not stays_on_device and not self._verdict.is_finite() and self.window.bare:
+            self._verdict = Verdict(self._is_finite_now())
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = self._norms.measure()
         heartbeat.at_step(self.index + 1, Phase.UPDATE)
-        finite = self._finite
-        if not finite and scaling is None and self.checks.must_stop(self.stages.backward):
+        if stays_on_device:
+            scale = self.stages.backward.scale()
+            self._update_undecided(recycle=recycle)
+        else:
+            scale = self.stages.backward.scale() if scaling is None else scaling.scale
+            self._update_decided(recycle=recycle, by_scaler=scaling is not None, closure=closure)
+        return self._end_update(scale, recycle=recycle)
+
+    def _can_stay_on_device(self) -> bool:
+        """Whether the update can be made before the host knows if it should be. The user may have edited what a bare backward has
+        reduced: that is looked at again, and agreed on."""
+        return not self._verdict.is_known and not self.window.bare and self._conditional.can_be_made()
+
+    def _update_decided(self, *, recycle: bool, by_scaler: bool, closure: Callable[[], Any] | None) -> None:
+        finite = self._verdict.is_finite()
+        if not finite and not by_scaler and self.checks.must_stop(self.stages.backward):
             self.checks.stop(self.index + 1, self.window.losses, alone=self.buckets.alone)
         self.index += 1
         if finite:
             self._clip(recycle=recycle)
             self.stages.update.step() if closure is None else self.stages.update.step(closure)
+            if self.checks.alarms.reads_late:
+                self._conditional.make_room()
         else:
-            self._skip()
+            # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
+            self.stages.update._opt_called = True  # type: ignore[attr-defined]
         self.checks.finite.settle_buffers(finite=finite, alone=self.buckets.alone)
-        scale = self.stages.backward.scale() if scaling is None else scaling.scale
-        self.stages.backward.settle(finite=finite)
+        self.outcomes.add(step=self.index, finite=finite, alone=self.buckets.alone)
+
+    def _update_undecided(self, *, recycle: bool) -> None:
+        """The same by the device's answer. What follows from it on the host comes when that is heard (undecided.py)."""
+        self.index += 1
+        self._clip(recycle=recycle, found=self._verdict.found)
+        self._has_grown, put_back = self._conditional.step(self._verdict.found)
+        self.outcomes.wait_for(
+            Undecided(self.index, self._verdict, self.window.losses, put_back=put_back, alone=self.buckets.alone)
+        )
+        self._settle_buffers()
+
+    def _settle_buffers(self) -> None:
+        alone = self.buckets.alone
+        if self._verdict.is_known:
+            self.checks.finite.settle_buffers(finite=self._verdict.is_finite(), alone=alone)
+        else:
+            self.checks.finite.settle_buffers_on_device(self._verdict.found, alone=alone)
+
+    def _end_update(self, scale: float, *, recycle: bool) -> Report:
         try:
+            if self.outcomes.is_open and self._needs_answer_now():
+                self.outcomes.settle()
             averaged = self._average(self._news())
         except BaseException:  # the update is made: a caller that catches this and goes on must not make it twice
             self.window = Window()
             self.buckets.finish_window(recycle=recycle)
             raise
-        report = self._report(due=True, updated=finite, loss_scale=scale, averaged=averaged)
+        report = self._report(due=True, verdict=self._verdict, loss_scale=scale, averaged=averaged)
         self.weighing.learn(self.window, alone=self.buckets.alone)
         self.window = Window()
-        self.buckets.finish_window(recycle=recycle)
+        # What is not finite is named from the gradients, which stay where they are until then.
+        self.buckets.finish_window(recycle=recycle, zeroes=not self.outcomes.is_open)
         heartbeat.at_step(self.index + 1)
         if not self.buckets.alone and self.compares_ranks:
             self.checks.ranks.after_update(self.index)
@@ -437,6 +498,11 @@ class Pipeline:
 
     def _keeps_ranks_equal(self) -> bool:
         return self.stages.average is not None and self.stages.average.keeps_ranks_equal
+
+    def _needs_answer_now(self) -> bool:
+        """State that was made for an update that was not must go before a step finds it; and ranks that average must know how
+        they are. All ranks have the same state, and average after the same update."""
+        return self._has_grown or (self.stages.average is not None and self.stages.average.meets(self.index))
 
     def _is_finite_now(self) -> bool:
         """Judge again what a bare backward has reduced: the user may have replaced what was not finite (nan_to_num_).
@@ -487,6 +553,8 @@ class Pipeline:
     def average_now(self) -> None:
         """Every rank calls it, between windows: gradients of one half filled are of the weights, and the scale, before."""
         self.settle()
+        if self.stages.average is not None:
+            self.outcomes.settle()
         if self.window.micro_steps and not (self.window.closed and self.window.shared):
             raise FleetError(
                 "optimizer.average() inside a merge window. Call optimizer.flush() first, or wait until it is closed."
@@ -502,33 +570,33 @@ class Pipeline:
     def mean_shown(self) -> AbstractContextManager[None]:
         """The mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
         stage = self.stages.average
+        if stage is not None and not self.window.closed:
+            self.outcomes.settle()
         return contextlib.nullcontext() if stage is None else stage.mean_shown(self.index)
 
-    def _clip(self, *, recycle: bool) -> None:
+    def _clip(self, *, recycle: bool, found: Tensor | None = None) -> None:
         """CLIP; and an update that would take each gradient's norm is given it, where it is known."""
         # After optimizer.backward(loss) the user may have changed a gradient by ways that leave no trace (`.data`).
         known = (recycle or self.stages.clip is not None) and self._norms.hold()
         factor = None
         if self.stages.clip is not None and self._grad_norm is not None:
-            factor = self.stages.clip(self.buckets.flats, self._grad_norm)
+            # By a norm of 0, which clips nothing, where the update is not made: as if it were left out.
+            norm = self._grad_norm if found is None else torch.where(found == 0.0, self._grad_norm, 0.0)
+            factor = self.stages.clip(self.buckets.flats, norm)
         if known:
             self._norms.hand_over(factor=factor)
-
-    def _skip(self) -> None:
-        self.skipped += 1
-        self.checks.finite.note_skip(self.index, alone=self.buckets.alone)
-        # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
-        self.stages.update._opt_called = True  # type: ignore[attr-defined]
 
     def _step(self, index: int, *, share: float = 1.0, bad_losses: float | Tensor = 0.0) -> Step:
         return Step(index=index, lr=self.stages.update.param_groups[0].get("lr"), share=share, bad_losses=bad_losses)
 
-    def _report(self, *, due: bool, updated: bool, loss_scale: float | None = None, averaged: bool = False) -> Report:
+    def _report(
+        self, *, due: bool, verdict: Verdict | None = None, loss_scale: float | None = None, averaged: bool = False
+    ) -> Report:
         return self.report_builder.report(
             self._step(self.index if due else self.index + 1),
             self.window,
             due=due,
-            updated=updated,
+            verdict=verdict,
             loss_scale=loss_scale,
             averaged=averaged,
             grad_norm=self._grad_norm if due else None,

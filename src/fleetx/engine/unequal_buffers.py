@@ -6,7 +6,7 @@ over ranks may be nonsense; only the user knows. A rank sees it when the common 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import final
 
 import torch
@@ -60,9 +60,10 @@ class UnequalBuffers:
     def note(self, name: str, unequal: Tensor) -> None:
         self._seen[name] = self._seen[name] | unequal if name in self._seen else unequal
 
-    def renew_marks(self) -> None:
-        """The buffers hold what all ranks have in common."""
-        self._marks = {name: mark_of(buffer_of(owner)) for name, owner in self._owners.items()}
+    def renew_marks(self, but: Collection[str] = ()) -> None:
+        """The buffers hold what all ranks have in common; except for those in `but`."""
+        renewed = {name: mark_of(buffer_of(owner)) for name, owner in self._owners.items() if name not in but}
+        self._marks = {**self._marks, **renewed}
 
     def count(self) -> float | Tensor:
         """What this rank has to report; on a GPU a tensor."""

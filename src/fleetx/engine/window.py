@@ -85,12 +85,12 @@ class Window:
         if weight is not None:
             self.weights.append(weight)
 
-    def count_bad_losses(self) -> float | Tensor:
-        """On a GPU a tensor, 0 or NaN: it is summed over ranks before anybody looks at it."""
+    def count_bad_losses(self, stays_on: torch.device | None = None) -> float | Tensor:
+        """Count them; `stays_on`: a device on which that is 0 or NaN instead, summed over ranks before the host looks at it."""
         losses = self.losses
         if not losses:
             return 0.0
-        if losses[-1].device.type == "cpu":
+        if losses[-1].device != stays_on:
             return float(sum(not math.isfinite(loss) for loss in losses))
         total = losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
         return total - total

@@ -103,6 +103,11 @@ class Averaging:
 
     # --- the life of a period ---------------------------------------------------------------------------------------
 
+    def meets(self, index: int) -> bool:
+        """Return whether rows may be exchanged after this update: the first period begins, or a round is launched or settled."""
+        settles = self._round is not None and index >= self._round.settle_at
+        return index >= self._begin_step and (not self._begun or settles or index >= self._next)
+
     @torch.no_grad()
     def __call__(self, step: Step, news: News) -> bool:
         """Launch and settle rounds, after every update, made or skipped. Returns whether one of all ranks was settled."""

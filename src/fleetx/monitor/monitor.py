@@ -95,7 +95,7 @@ class Monitor:
         self._held: dict[str, AsyncValue] = {}
         """Values logged inside a merge window, until its update."""
         self._next_full = self._next_ranks = 0.0
-        self._pairs_seen = 0
+        self._pairs_seen = self._skipped = 0
         self._places: dict[int, int] = {}
         """Number of each pair in this run, counted from 1, by its number in this process."""
         self._handles: list[RemovableHandle] = []
@@ -203,7 +203,7 @@ class Monitor:
         """Return the entries of a record that need no device."""
         entries: dict[str, Any] = {"start": self._folder.start} if self._folder is not None else {}
         entries |= {"step": report.step, "seconds": round(window.ended_seconds, 6)}
-        entries |= {"updated": report.updated, "skipped": report.skipped, "loss_scale": report.loss_scale}
+        entries |= {"updated": None, "skipped": None, "loss_scale": report.loss_scale}  # the first two are known later
         entries |= {"bytes_sent": window.bytes_sent, "bytes_dense": window.bytes_dense}
         entries |= {"period": report.period, "averaged": report.averaged, "micro_steps": report.micro_steps}
         entries |= {"samples": window.samples} if window.samples else {}
@@ -226,6 +226,7 @@ class Monitor:
     def _write(self, record: Record) -> None:
         split: Split = record.split.value()
         self._split = sum_of(self._split, split)
+        self._skipped += record.skipped
         self._ranks.add(split)
         if self._folder is None:
             return
@@ -285,7 +286,7 @@ class Monitor:
             "error": error,
             "start": folder.start,
             "steps": known.step,
-            "skipped": tally.skipped,
+            "skipped": self._skipped,
             "seconds": round(whole_seconds, 3),
             "loss": known.loss,
             "values": known.values,

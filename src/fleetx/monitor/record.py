@@ -22,12 +22,12 @@ class Record:
 
     def __init__(self, report: Report, plain: Mapping[str, Any], split: AsyncValue, *, is_full: bool, is_shown: bool) -> None:
         """Request the values. `is_full`: include trust ratios. `is_shown`: the record is of the pair whose loss is shown."""
-        self._plain, self.is_shown = dict(plain), is_shown
+        self._plain, self.is_shown, self._report = dict(plain), is_shown, report
         self.split = split
         self.loss = number(report.loss_on_device())
         self._awaited: dict[str, AsyncValue] = {"grad_norm": number(report.grad_norm_on_device()), "lr": _lr(report)}
         self._values: dict[str, AsyncValue] = {}
-        noise, ratios = report.noise_on_device(), report.trust_ratios
+        noise, ratios = report.noise_on_device(), report.trust_ratios_on_device()
         self._awaited["noise_scale"] = ReadyValue(None) if noise is None else read_async(noise, _noise_scale)
         self._awaited["density"] = ReadyValue(report.density)
         if is_full and ratios is not None and len(ratios):
@@ -41,7 +41,13 @@ class Record:
 
     @property
     def is_ready(self) -> bool:
-        return all(one.is_ready for one in (self.loss, self.split, *self._awaited.values(), *self._values.values()))
+        return self._report.knows_outcome and all(
+            one.is_ready for one in (self.loss, self.split, *self._awaited.values(), *self._values.values())
+        )
+
+    @property
+    def skipped(self) -> bool:
+        return self._report.skipped
 
     def values(self) -> dict[str, float]:
         values = {name: one.value() for name, one in self._values.items()}
@@ -52,7 +58,10 @@ class Record:
         split = {part: round(seconds, 9) for part, seconds in self.split.value().items()}
         awaited = {name: one.value() for name, one in self._awaited.items()}
         values = {name: one.value() for name, one in self._values.items()}
-        return {**self._plain, "loss": self.loss.value(), **awaited, "split": split, "values": values}
+        if self.skipped:
+            awaited.pop("trust_ratios", None)
+        outcome = {"updated": self._report.updated, "skipped": self.skipped}
+        return {**self._plain, **outcome, "loss": self.loss.value(), **awaited, "split": split, "values": values}
 
 
 def _lr(report: Report) -> AsyncValue:
@@ -88,7 +97,6 @@ class Window:
 @dataclass
 class Tally:
     updates: int = 0
-    skipped: int = 0
     samples: int = 0
     """Samples of all ranks together."""
     bytes_sent: int = 0
@@ -105,7 +113,6 @@ class Tally:
         window = Window(ended_seconds, self._open_bytes, report.bytes_dense, self._open_samples * ranks)
         self._open_bytes = self._open_samples = 0
         self.updates += 1
-        self.skipped += report.skipped
         self.samples += window.samples
         self.bytes_sent += window.bytes_sent
         self.bytes_dense += window.bytes_dense
@@ -139,7 +146,6 @@ def total_of(tallies: Iterable[Tally]) -> Tally:
     whole = Tally()
     for one in tallies:
         whole.updates += one.updates
-        whole.skipped += one.skipped
         whole.samples += one.samples
         whole.bytes_sent += one.bytes_sent
         whole.bytes_dense += one.bytes_dense

@@ -266,6 +266,9 @@ class Layerwise(Update, abc.ABC):
             self._kernels, self._kernels_device = choose_kernels(self, required=self._want_fused is True), device
         return self._kernels or None
 
+    def takes_found_inf(self) -> bool:
+        return self.kernels() is not None
+
     def refuse_sparse(self, name: str) -> NoReturn:
         raise ConfigError(
             f"the gradient of {name} is sparse, and {type(self).__name__} needs the norm of all of it. "

@@ -5,6 +5,7 @@
                     2  not finite: all ranks put NaN where it was, and no residual has changed
                     3  finite: each tensor is compressed, exchanged and put back; what was not sent becomes the residual
 
+On a GPU the host need not know which of 2 and 3 it is, where the compressor can tell them apart on the device.
 With two levels the ranks of a node first sum their gradients, dense; nodes then take the place of ranks.
 Residuals are in units of this rank's share of the mean, so that shares add up over ranks.
 """
@@ -25,6 +26,7 @@ from ..config import log
 from ..dist.comm import Comm, Pending
 from ..dist.nodes import between_nodes
 from ..engine.bucket import Bucket, in_memory_order
+from ..engine.checks.alarms import reads_late
 from ..engine.dense_reduce import DenseAllReduce
 from ..engine.norms import joined, norms_of
 from ..engine.slots import Kept, Site, Step
@@ -114,6 +116,7 @@ class Compressor(abc.ABC):
         self._changes = 0
         """How often the residuals have changed: by it the report of an earlier update knows that its norm is out of date."""
         self._compressed_last = self._exchanged = False
+        self._nonfinite: Tensor | None = None
         self._unused: set[int] = set()
 
     # --- what a subclass supplies ---------------------------------------------------------------------------------
@@ -136,6 +139,11 @@ class Compressor(abc.ABC):
 
         Called when all gradients and losses are finite. Returns False, on all ranks alike and with residuals unchanged, if
         an intermediate result is not finite after all."""
+
+    def _exchange_undecided(self, step: Step, sums: Sequence[Tensor], nonfinite: Tensor) -> Tensor | None:
+        """Do the same where it is known on the device alone whether something is not finite: residuals must then not change.
+        Returns whether anything is, or None, before anything was sent, where the compressor must know first."""
+        return None
 
     @abc.abstractmethod
     def _numbers_sent(self) -> int:
@@ -172,6 +180,7 @@ class Compressor(abc.ABC):
     def start(self, bucket: Bucket, step: Step) -> Pending:
         self._compressed_last = self.compresses(step.index)
         if not self._compressed_last:
+            self._nonfinite = None
             return self._dense.start(bucket, step)
         pending = Pending(None) if self._inside is None else self._inside.all_reduce(bucket.wire)
         # Pendings are awaited in the order of their buckets, so with the last one all gradients are here. The work is not done
@@ -187,7 +196,21 @@ class Compressor(abc.ABC):
     @torch.no_grad()
     def _reduce(self, step: Step) -> None:
         sums = self._prepare(step)
-        nonfinite = self._sum(self._small, sums, step.bad_losses)
+        flags = self._sum(self._small, sums, step.bad_losses)
+        self._nonfinite = None
+        if reads_late(flags.device):
+            self._nonfinite = self._exchange_undecided(step, sums, (flags > 0).any())
+        if self._nonfinite is None:
+            self._reduce_decided(step, sums, NonFinite(*(bool(flag) for flag in (flags > 0).tolist())))
+        else:
+            self._note_unused()
+            self._exchanged = True
+            self._changes += 1
+        if self._inside is not None:
+            self._comm.bytes_sent += self._inside.bytes_sent + self._among.bytes_sent
+            self._inside.bytes_sent = self._among.bytes_sent = 0.0
+
+    def _reduce_decided(self, step: Step, sums: Sequence[Tensor], nonfinite: NonFinite) -> None:
         # An update with a bad loss on some rank is not made: what was sent for it would be lost.
         if not any(nonfinite):
             self._note_unused()
@@ -200,19 +223,18 @@ class Compressor(abc.ABC):
             torch._foreach_zero_([bucket.flat for bucket in self._buckets])  # the alarm reports the reason to all ranks
         else:
             self._changes += 1
-        if self._inside is not None:
-            self._comm.bytes_sent += self._inside.bytes_sent + self._among.bytes_sent
-            self._inside.bytes_sent = self._among.bytes_sent = 0.0
 
-    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor], own_bad_losses: float | Tensor) -> NonFinite:
-        """Sum all tensors over ranks in place, by one collective per type; return what was not finite on some rank."""
+    def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor], own_bad_losses: float | Tensor) -> Tensor:
+        """Sum all tensors over ranks in place, by one collective per type; return on how many ranks the gradients were not
+        finite, and on how many a loss."""
         norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
-        bad_losses = (torch.as_tensor(own_bad_losses, device=norm.device) != 0).float()
+        own = own_bad_losses if isinstance(own_bad_losses, Tensor) else norm.new_full((), own_bad_losses)
+        bad_losses = (own.to(norm.device) != 0).float()
         if self._inside is not None:  # one rank stands for its node: it needs the other ranks' losses, as their gradients
             self._inside.all_reduce(bad_losses).wait()
         nonfinite = torch.stack([(~norm.isfinite()).float(), bad_losses]).to(self._buckets[0].flat.dtype)
         sum_together([nonfinite, *small, *others], self._among)
-        return NonFinite(*(bool(flag) for flag in (nonfinite > 0).tolist()))
+        return nonfinite
 
     def _note_unused(self) -> None:
         """Note the parameters that no rank used in this update, where the strategy allows them."""
@@ -244,6 +266,9 @@ class Compressor(abc.ABC):
         late = {id(p.param) for p in self._pieces if id(p.param) in self._unused and bool(p.grad.any())}
         params = [param for bucket in self._buckets for param in bucket.params]
         return [is_used or id(param) in late for is_used, param in zip(used, params, strict=True)]
+
+    def nonfinite(self) -> Tensor | None:
+        return self._nonfinite
 
     def kept(self) -> Kept:
         at = self._changes

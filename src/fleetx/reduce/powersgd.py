@@ -52,6 +52,10 @@ def unit_columns(matrix: Tensor) -> Tensor:
     return matrix / torch.where(norms > 0, norms, 1.0)
 
 
+def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+
+
 @final
 class LowRankReduce(Compressor):
     """Send each matrix as two factors of low rank; keep per rank what they miss."""
@@ -98,8 +102,18 @@ class LowRankReduce(Compressor):
         return [matrix @ right for matrix, right in zip(self._matrices, self._rights, strict=True)]
 
     def _exchange(self, step: Step, sums: Sequence[Tensor]) -> bool:
-        if not bool(torch.stack([left.isfinite().all() for left in sums]).all()):
+        if not bool(_are_finite(sums)):
             return False  # finite entries whose products are not; the sums are equal on all ranks, so is the answer
+        self._send_factors(sums, nonfinite=None)
+        return True
+
+    def _exchange_undecided(self, step: Step, sums: Sequence[Tensor], nonfinite: Tensor) -> Tensor:
+        nonfinite = nonfinite | ~_are_finite(sums)
+        self._send_factors([torch.where(nonfinite, 0.0, left) for left in sums], nonfinite=nonfinite)
+        return nonfinite
+
+    def _send_factors(self, sums: Sequence[Tensor], *, nonfinite: Tensor | None) -> None:
+        """Put the product of both factors in place of the gradients. Where `nonfinite`, keep errors and right factors."""
         lefts = [orthonormal(left) for left in sums]
         own = [matrix.T @ left for matrix, left in zip(self._matrices, lefts, strict=True)]
         rights = [mine.clone() for mine in own]
@@ -107,15 +121,22 @@ class LowRankReduce(Compressor):
         for piece, matrix, left, mine, right, error in zip(
             self._pieces, self._matrices, lefts, own, rights, self._errors, strict=True
         ):
-            torch.addmm(matrix, left, mine.T, alpha=-1, out=error.view(matrix.shape))
+            if nonfinite is None:
+                torch.addmm(matrix, left, mine.T, alpha=-1, out=error.view(matrix.shape))
+            else:
+                missed = torch.addmm(matrix, left, mine.T, alpha=-1)
+                torch.where(nonfinite, error, missed.view(-1), out=error)
             gradient = piece.grad.view(matrix.shape)
             if gradient.dtype == left.dtype:
                 torch.mm(left, right.T, out=gradient)
             else:
                 gradient.copy_(left @ right.T)
-        self._rights = [unit_columns(right) for right in rights]
+        renewed = [unit_columns(right) for right in rights]
+        if nonfinite is not None:
+            pairs = zip(self._rights, renewed, strict=True)
+            renewed = [torch.where(nonfinite, before, right) for before, right in pairs]
+        self._rights = renewed
         self._matrices, self._begun = [], True
-        return True
 
     def _make_room(self) -> None:
         random = torch.Generator().manual_seed(SEED)

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-import torch
 from torch import Tensor
 
 from ...dist import heartbeat, stop_signal
 from ...dist.comm import Comm
 from ...errors import FleetError
-from ..buckets import Buckets
 from ..rank_status import Row
-from ..sidecar import ALARMS, Alarms
+from ..sidecar import Alarms
 from ..slots import Backward
 from ..window import Window
+from .alarms import AlarmReader, Verdict
 from .deferred import DeferredErrors
 from .desync import RankCheck
 from .first_batch import FirstLook
@@ -25,70 +24,6 @@ from .flips import FlipWatch
 from .half_sent import HalfSent
 from .nonfinite import NonFiniteGuard
 from .unused import UnusedCheck
-
-# --- Reading the alarms that travelled with the gradients: at once where that is free, else one update later ----------
-# On a CPU the sums are simply there. On a GPU reading them waits for the device, so they are copied to the host behind the
-# reduce, and read when the next window is about to be reduced: on every rank at the same place, and no rank has waited.
-
-
-@final
-class AlarmReader:
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
-        self._host: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-
-    def is_free(self) -> bool:
-        """Whether reading at once costs nothing: the sums are on the CPU, or there is no other rank to sum with."""
-        sums = self._buckets.alarm_sums()
-        return sums is None or sums.device.type == "cpu"
-
-    def read(self, norm: Tensor | None) -> tuple[Alarms, float | None]:
-        """Those of the window just reduced, and the gradients' norm. On a GPU this waits for the reduce, once for both."""
-        self._arrived = None
-        sums = self._buckets.alarm_sums()
-        if sums is not None and norm is not None and sums.device.type == "cuda":
-            host = self._to_host(sums, norm)
-            torch.cuda.current_stream(sums.device).synchronize()
-            *alarms, value = host.tolist()
-            return Alarms(*alarms), value
-        if sums is not None:
-            return Alarms(*sums.tolist()), None if norm is None else float(norm)
-        own = self._buckets.own_alarms()
-        if norm is not None and isinstance(own.bad_losses, Tensor):  # 0 or NaN on the device: one number, one wait
-            norm, own = norm + own.bad_losses, own._replace(bad_losses=0.0)
-        return own, None if norm is None else float(norm)
-
-    def _to_host(self, sums: Tensor, norm: Tensor | None) -> Tensor:
-        if self._host is None:
-            self._host = torch.zeros(ALARMS + 1, dtype=torch.float64, device="cpu", pin_memory=True)
-        self._host[:ALARMS].copy_(sums, non_blocking=True)
-        if norm is not None:
-            self._host[ALARMS].copy_(norm, non_blocking=True)
-        return self._host
-
-    def send(self) -> None:
-        """Copy them to the host, without waiting."""
-        sums = self._buckets.alarm_sums()
-        assert sums is not None
-        self._to_host(sums, None)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
-
-    def forget(self) -> None:
-        """A checkpoint was loaded: what was sent is of a window before."""
-        self._arrived = None
-
-    def sent_before(self) -> Alarms | None:
-        """Those sent last, if they have not been read yet."""
-        if self._arrived is None or self._host is None:
-            return None
-        self._arrived.synchronize()  # of the update before: long done
-        self._arrived = None
-        return Alarms(*self._host[:ALARMS].tolist())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -141,12 +76,16 @@ class Checks:
         self.deferred, self.deferred_alone = None, False
         if again:
             self.alarms.forget()
-        late = self.alarms.sent_before()
-        if late is not None:
-            self._read_alarms(late)
+        self.hear()
         if self.first_look is not None:
             look, self.first_look = self.first_look, None
             look.finish(self.comm, loss=window.losses[0] if window.losses else None, weighted=bool(window.weights))
+
+    def hear(self) -> None:
+        """Act on what the ranks have told with the last reduce, where it was not read yet: on every rank at the same place."""
+        late = self.alarms.sent_before()
+        if late is not None:
+            self._read_alarms(late)
 
     def before_update(self) -> None:
         """Raise what a bare backward has left open: every rank is in step(), with the same sums."""
@@ -158,7 +97,7 @@ class Checks:
             self.deferred_errors.note_missing(self.unused.missing)
 
     def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
-        bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses()
+        bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses(self.alarms.stays_on)
         self.place = Place(index + 1, window.reduces, dropped)
         heartbeat.at_reduce(self.place)
         number = self.place.number()
@@ -167,30 +106,36 @@ class Checks:
     def looks_at_norm(self, backward: Backward) -> bool:
         return backward.checks_finite or self.finite.mode != "off"
 
-    def judge(self, norm: Tensor | None, *, first: bool, defer: bool = False) -> bool:
+    def judge(self, norm: Tensor | None, *, first: bool, defer: bool = False) -> Verdict:
         """Whether the window just reduced may update: equal gradients and equal sums give every rank the same answer.
 
-        `norm`: of the gradients, where it is looked at; without it the alarms are read when that is free. `defer`: missing
-        gradients are no error before step()."""
-        finite = True
-        if norm is not None or self.alarms.is_free() or first or self.ranks.tables_change:
+        `norm`: of the gradients, where it is looked at. `first`: of a run, which is read at once, so that a mistake in the script
+        is an error where it is made. `defer`: missing gradients are no error before step()."""
+        if first or self.ranks.tables_change or not self.alarms.reads_late:
             alarms, value = self.alarms.read(norm)
-            finite = value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
             self._read_alarms(alarms, defer=defer)
-        else:
-            self.alarms.send()
+            return self._verdict_of(alarms, value)
+        if self.alarms.travel:
             self.ranks.hears_later()
-        return finite
+            if norm is None:
+                self.alarms.send()
+        else:
+            self._read_alarms(self.alarms.own(), defer=defer)  # of one rank, which knows them
+        return Verdict(True) if norm is None else self.alarms.send_with_verdict(norm)
 
-    def judge_alone(self, norm: Tensor | None, *, defer: bool = False) -> bool:
+    def judge_alone(self, norm: Tensor | None, *, defer: bool = False) -> Verdict:
         """The same of a window that was not reduced: what all ranks must act on is kept until they meet."""
-        alarms, value = self.alarms.read(norm)
-        if not self.unused.allowed and alarms.missing:
+        if not self.unused.allowed and self.alarms.own().missing:
             if defer:
                 self.deferred_alone = True
             else:
                 self.deferred_errors.note_missing(self.unused.missing)
-        return value is None or (math.isfinite(value) and not self._losses_are_bad(alarms))
+        if norm is not None and self.alarms.reads_late:
+            return self.alarms.send_with_verdict(norm)
+        return self._verdict_of(*self.alarms.read(norm))
+
+    def _verdict_of(self, alarms: Alarms, norm: float | None) -> Verdict:
+        return Verdict(norm is None or (math.isfinite(norm) and not self._losses_are_bad(alarms)))
 
     def read_round(self, rows: Sequence[Row]) -> None:
         """Act on what all ranks reported at an averaging; every rank does the same."""

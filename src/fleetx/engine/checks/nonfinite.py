@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Mapping
 from typing import Literal, NoReturn, TypeAlias, final
 
@@ -55,10 +56,15 @@ class NonFiniteGuard:
             "update out by itself: skip a batch on all ranks or on none, which fleet.util.all_reduce can ask."
         )
 
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether a rank may have left an update out by itself that another waits in."""
+        return self.mode == "stop" and self._comm.size > 1
+
     def refuse_left_out(self) -> None:
         """Raise where this rank has made no update of gradients that were not finite, and another is in it: it would wait for
         ever. Where all ranks left it out no error is posted; nor is there one yet where the other rank comes later."""
-        error = self._comm.posted_error() if self.mode == "stop" and self._comm.size > 1 else None
+        error = self._comm.posted_error() if self.may_be_left_out else None
         if error is not None and NOT_MADE in error:
             raise FleetError(error)
 
@@ -119,6 +125,22 @@ class NonFiniteGuard:
                     buffer.copy_(good)
             if self._buckets.tail is not None and not alone:
                 self._buckets.tail.renew()
+        self.remember()
+
+    @torch.no_grad()
+    def settle_buffers_on_device(self, found: Tensor, *, alone: bool) -> None:
+        """The same where the host does not know yet; `found`: 1.0 where the update is not made, else 0.0."""
+        tail = self._buckets.tail
+        pairs = [(b, g) for b, g in zip(self._present(), self._good, strict=True) if b.shape == g.shape and b.numel()]
+        if not pairs:
+            return self.remember()
+        written = set() if tail is None else tail.written()
+        largest = torch.stack([norm.double() for norm in torch._foreach_norm([buffer for buffer, _ in pairs], math.inf)])
+        goes_back = ~largest.isfinite() & (found != 0.0)
+        for (buffer, good), flag in zip(pairs, goes_back.unbind(), strict=True):
+            torch.where(flag, good, buffer, out=buffer)
+        if tail is not None and not alone:
+            tail.renew_where(found, but=written)
         self.remember()
 
     @torch.no_grad()

@@ -55,24 +55,24 @@ def launch(kernel: Any, plan: Plan, items: Tensor, *arguments: Any) -> None:
         compiled[(items.numel(), 1, 1)](items, *arguments)
 
 
-def launch_lamb(plan: Plan, table: Tensor, ratios: Tensor, element: Any) -> None:
-    """Launch LAMB's three kernels."""
+def launch_lamb(plan: Plan, table: Tensor, ratios: Tensor, found: Tensor, element: Any) -> None:
+    """Launch LAMB's three kernels, which change nothing where `found` is not 0."""
     lists, chunk, count = plan.lists(), plan.tuning.chunk_elements, plan.n_tensors
-    advancing = (table, *plan.sums, count, element, plan.is_aligned, chunk)
+    advancing = (table, *plan.sums, found, count, element, plan.is_aligned, chunk)
     launch(lamb_advance, plan, lists.at_once_and_measure, *advancing)
-    launch(lamb_settle, plan, plan.all_tensors, table, *plan.sums, plan.scales, ratios, count)
-    launch(lamb_apply, plan, lists.apply, table, plan.scales, count, element, chunk)
+    launch(lamb_settle, plan, plan.all_tensors, table, *plan.sums, plan.scales, ratios, found, count)
+    launch(lamb_apply, plan, lists.apply, table, plan.scales, found, count, element, chunk)
 
 
-def launch_lars(plan: Plan, table: Tensor, ratios: Tensor, element: Any, norms: Norms) -> None:
-    """Launch LARS' kernels: up to three, fewer where norms are known."""
+def launch_lars(plan: Plan, table: Tensor, ratios: Tensor, found: Tensor, element: Any, norms: Norms) -> None:
+    """Launch LARS' kernels: up to three, fewer where norms are known. They change nothing where `found` is not 0."""
     carried, given = norms.of_weights_carried, norms.of_gradients_given
     lists, chunk, count = plan.lists(measured=carried and given), plan.tuning.chunk_elements, plan.n_tensors
     measuring = (table, *plan.sums, count, element, plan.is_aligned, not carried, not given, chunk)
     launch(lars_measure, plan, lists.measure, *measuring)
     if lists.apply.numel() or 0 in plan.tensors.numels:  # an empty tensor has no items, and still needs its ratio of 1
         launch(lars_settle, plan, plan.adapted, table, *plan.sums, plan.scales, ratios, count, not given)
-    applying = (table, plan.sums[0], plan.scales, ratios, count, element, plan.is_aligned, norms.carry, chunk)
+    applying = (table, plan.sums[0], plan.scales, ratios, found, count, element, plan.is_aligned, norms.carry, chunk)
     launch(lars_apply, plan, lists.at_once_and_apply, *applying)
 
 
@@ -208,12 +208,14 @@ class Batch:
         """Launch the kernels; return the trust ratios."""
         plan, params, _, columns = ready
         ratios = torch.empty(len(params), dtype=torch.float32, device=self.device)
+        told = vars(optimizer).get("found_inf")
+        found = plan.nothing_found if told is None else told.to(self.device, torch.float32, non_blocking=True)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             if optimizer.counts_steps:
-                launch_lamb(plan, self._table(optimizer, plan, columns, settings), ratios, ELEMENTS[self.dtype])
+                launch_lamb(plan, self._table(optimizer, plan, columns, settings), ratios, found, ELEMENTS[self.dtype])
             else:
                 norms = self._norms(optimizer, ready)
-                launch_lars(plan, self._table(optimizer, plan, columns, settings), ratios, ELEMENTS[self.dtype], norms)
+                launch_lars(plan, self._table(optimizer, plan, columns, settings), ratios, found, ELEMENTS[self.dtype], norms)
                 # Versions as they will be below, once this step's own writes are counted.
                 versions = [param._version + 1 for param in params] if norms.carry else []
                 self.carried = (plan, columns["param"], versions) if norms.carry else None

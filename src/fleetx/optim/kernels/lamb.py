@@ -92,20 +92,21 @@ def advance(row, group, start, left, kind, element: tl.constexpr, ALIGNED: tl.co
 
 
 @triton.jit(do_not_specialize=["n_tensors"])
-def lamb_advance(items, rows, weight_sums, direction_sums, n_tensors, element: tl.constexpr, ALIGNED: tl.constexpr,
+def lamb_advance(items, rows, weight_sums, direction_sums, found, n_tensors, element: tl.constexpr, ALIGNED: tl.constexpr,
                  CHUNK: tl.constexpr):  # fmt: skip
     kind, row, group, tensor, chunk, start, left = item_of(items, rows, n_tensors, CHUNK)  # noqa: RUF059
-    if left == CHUNK:
-        squared = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, True)
-    else:
-        squared = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, False)
-    slot = tl.load(row + FIRST_CHUNK) + chunk
-    tl.store(weight_sums + slot, squared[0])
-    tl.store(direction_sums + slot, squared[1])
+    if tl.load(found) == 0.0:
+        if left == CHUNK:
+            squared = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, True)
+        else:
+            squared = advance(row, group, start, left, kind, element, ALIGNED, CHUNK, False)
+        slot = tl.load(row + FIRST_CHUNK) + chunk
+        tl.store(weight_sums + slot, squared[0])
+        tl.store(direction_sums + slot, squared[1])
 
 
 @triton.jit(do_not_specialize=["n_tensors"])
-def lamb_settle(settled, rows, weight_sums, direction_sums, scales, ratios, n_tensors):
+def lamb_settle(settled, rows, weight_sums, direction_sums, scales, ratios, found, n_tensors):
     """Compute a tensor's ratio and what APPLY reads, and count its step."""
     word = tl.load(settled + tl.program_id(0))
     tensor, group_number = (word & 0xFFFFFFFF).to(tl.int32), (word >> 32).to(tl.int32)
@@ -118,7 +119,7 @@ def lamb_settle(settled, rows, weight_sums, direction_sums, scales, ratios, n_te
     tl.store(scales + tensor * SCALE_WIDTH + 2, correction2)
     tl.store(ratios + tensor, ratio)
     step = tl.load(row + STEP).to(tl.pointer_type(tl.float32))
-    tl.store(step, tl.load(step) + 1.0)
+    tl.store(step, tl.load(step) + tl.where(tl.load(found) == 0.0, 1.0, 0.0))
 
 
 @triton.jit
@@ -131,9 +132,10 @@ def move(row, group, start, left, scale, element: tl.constexpr, CHUNK: tl.conste
 
 
 @triton.jit(do_not_specialize=["n_tensors"])
-def lamb_apply(items, rows, scales, n_tensors, element: tl.constexpr, CHUNK: tl.constexpr):
+def lamb_apply(items, rows, scales, found, n_tensors, element: tl.constexpr, CHUNK: tl.constexpr):
     kind, row, group, tensor, chunk, start, left = item_of(items, rows, n_tensors, CHUNK)  # noqa: RUF059
-    if left == CHUNK:
-        move(row, group, start, left, scales + tensor * SCALE_WIDTH, element, CHUNK, True)
-    else:
-        move(row, group, start, left, scales + tensor * SCALE_WIDTH, element, CHUNK, False)
+    if tl.load(found) == 0.0:
+        if left == CHUNK:
+            move(row, group, start, left, scales + tensor * SCALE_WIDTH, element, CHUNK, True)
+        else:
+            move(row, group, start, left, scales + tensor * SCALE_WIDTH, element, CHUNK, False)

@@ -110,15 +110,22 @@ def update(row, group, start, left, kind, scale, element: tl.constexpr, ALIGNED:
 
 
 @triton.jit(do_not_specialize=["n_tensors"])
-def lars_apply(items, rows, weight_sums, scales, ratios, n_tensors, element: tl.constexpr, ALIGNED: tl.constexpr,
+def lars_apply(items, rows, weight_sums, scales, ratios, found, n_tensors, element: tl.constexpr, ALIGNED: tl.constexpr,
                CARRY: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     kind, row, group, tensor, chunk, start, left = item_of(items, rows, n_tensors, CHUNK)
     scale = scales + tensor * SCALE_WIDTH
-    if left == CHUNK:
-        done = update(row, group, start, left, kind, scale, element, ALIGNED, CHUNK, True)
-    else:
-        done = update(row, group, start, left, kind, scale, element, ALIGNED, CHUNK, False)
-    if kind == WHOLE:
-        tl.store(ratios + tensor, done[0])
-    if CARRY:
-        tl.store(weight_sums + tl.load(row + FIRST_CHUNK) + chunk, done[1])
+    if tl.load(found) == 0.0:
+        if left == CHUNK:
+            done = update(row, group, start, left, kind, scale, element, ALIGNED, CHUNK, True)
+        else:
+            done = update(row, group, start, left, kind, scale, element, ALIGNED, CHUNK, False)
+        if kind == WHOLE:
+            tl.store(ratios + tensor, done[0])
+        if CARRY:
+            tl.store(weight_sums + tl.load(row + FIRST_CHUNK) + chunk, done[1])
+    elif CARRY:  # the host takes the sums to be those of the weights, whatever was found
+        if left == CHUNK:
+            squared = squares(row, start, left, element, ALIGNED, True, False, CHUNK, True)
+        else:
+            squared = squares(row, start, left, element, ALIGNED, True, False, CHUNK, False)
+        tl.store(weight_sums + tl.load(row + FIRST_CHUNK) + chunk, squared[0])

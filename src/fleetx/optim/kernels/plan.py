@@ -114,6 +114,8 @@ class Plan:
         """Columns and settings as last written to the table."""
         self.sums = [torch.zeros(sum(self._chunks), dtype=torch.float32, device=device) for _ in range(2)]
         self.scales = torch.zeros(count * SCALES, dtype=torch.float32, device=device)
+        self.nothing_found = torch.zeros((), dtype=torch.float32, device=device)
+        """What the kernels read where no caller has said whether the gradients are finite."""
         words = [group << 32 | tensor for tensor, group in enumerate(tensors.groups)]
         adapted = [word for word, is_adapted in zip(words, tensors.adapted, strict=True) if is_adapted]
         self.all_tensors, self.adapted = self._on_device(words), self._on_device(adapted)
