@@ -138,7 +138,8 @@ def _say_last_words() -> None:
         if not is_made:
             log.say(
                 f"fleetx: the last update, {step}, was not made: its loss or gradients are not finite. The weights are those "
-                "before it. A run that ends with fleet.save_checkpoint(...) or fleet.save_model(...) stops there with an error instead.",
+                "before it. A run that ends with fleet.save_checkpoint(...) or fleet.save_model(...) stops there with an error "
+                "instead.",
                 logging.ERROR,
                 stream=sys.stderr,
             )
