@@ -70,6 +70,18 @@ def _train_with_a_slow_rank(rank: int, folder: str) -> list[float]:
         return train(folder, 30, slow_rank=1, slow_s=0.02)
 
 
+def test_ranks_find_each_others_sums_whatever_each_has_run_before(tmp_path: Path) -> None:
+    run_ranks(_train_three, 1, str(tmp_path / "before"))
+    run_ranks(_train_three, 2, str(tmp_path / "run"))  # rank 0 has had one monitor more in its process than rank 1
+    assert set(summary(tmp_path / "run")["ranks"]) == {"0", "1"}
+
+
+def _train_three(rank: int, folder: str) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "LAST_SECONDS", LIMIT_SECONDS)
+        return train(folder, 3)
+
+
 def test_bytes_are_those_of_the_reports_against_a_dense_all_reduce(tmp_path: Path) -> None:
     sent = run_ranks(_train_local, 2, str(tmp_path))
     lines = records(tmp_path)

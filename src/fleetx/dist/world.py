@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from datetime import timedelta
 
 import torch
 
+from ..config import log
+from ..errors import ConfigError
 from . import comm as c10d
 from . import gloo_threads, stop_signal
 from .comm import Comm, SoloComm, TorchComm
-from ..config import log
-from ..errors import ConfigError
 from .launch_variables import Role, role_from_env, role_in_group
 
 
@@ -27,6 +28,8 @@ class World:
     node_num: int
     endpoints: tuple[str, ...]
     """`host:local_rank` of every rank: a label of where it runs, not an address that accepts connections."""
+    token: str
+    """Random text, equal on all ranks and different in each world: for keys in a store that outlives a process group."""
 
 
 _current: World | None = None
@@ -123,11 +126,12 @@ def _survey(comm: Comm, device: torch.device, role: Role) -> World:
     """Gather host and local rank of all ranks, once, while every rank is here, so that no later query needs a collective."""
     host = socket.gethostname()
     local_rank = role.local_rank if role.source != "none" else comm.rank
-    ranks = comm.gather_json([host, local_rank])
+    ranks = comm.gather_json([host, local_rank, secrets.token_hex(8)])
     return World(
         comm=comm,
         device=device,
         local_rank=local_rank,
-        node_num=role.node_num or len({name for name, _ in ranks}),
-        endpoints=tuple(f"{name}:{index}" for name, index in ranks),
+        node_num=role.node_num or len({name for name, _, _ in ranks}),
+        endpoints=tuple(f"{name}:{index}" for name, index, _ in ranks),
+        token=ranks[0][2],
     )

@@ -88,7 +88,7 @@ class Monitor:
         self._own_log = OwnLog(self.path, self._comm.rank)
         self._screen = screen(rank=self._comm.rank if show and log.shows(logging.INFO) else -1)
         self._began = time.monotonic()
-        self._split, self._ranks = zero_split(), Ranks(self._comm)
+        self._split, self._ranks = zero_split(), Ranks(here)
         self._tallies: dict[int, Tally] = {}
         """Totals by number of the pair in this run; the line shows the first."""
         self._pending: collections.deque[Record] = collections.deque()

@@ -12,13 +12,14 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from ..dist.comm import Comm
+from ..dist.world import World
 from .split import PARTS, Split, compute_of, sum_of, zero_split
 
 POST_SECONDS = 1.0
 LAST_SECONDS = 1.0
 """How long worker 0 waits at the end for the last sums of the others."""
-_numbers = itertools.count(1)
+_numbers: dict[str, itertools.count[int]] = {}
+"""Monitors opened in this process, by the token of the world: ranks agree on it, however many groups each has been in before."""
 
 ByRank = dict[int, dict[str, float]]
 
@@ -44,9 +45,9 @@ def slowest(ranks: Mapping[int, Mapping[str, float]]) -> tuple[int, float] | Non
 
 @final
 class Ranks:
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._key = f"fleetx/monitor/{next(_numbers)}"
+    def __init__(self, here: World) -> None:
+        self._comm = here.comm
+        self._key = f"fleetx/monitor/{here.token}/{next(_numbers.setdefault(here.token, itertools.count(1)))}"
         self._sums = zero_split()
         self._taken: dict[int, Split] = {}
         self._due = time.monotonic() + POST_SECONDS
