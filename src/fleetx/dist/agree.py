@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
-from .comm import Comm
 from ..errors import FleetError
+from .comm import Comm
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
-from . import gloo_threads, heartbeat
 from ..errors import ConfigError, DataError, PeerError, first_line, warn_user
+from . import gloo_threads, heartbeat
 from .heartbeat import Phase
 from .notes import NoteBook
 
@@ -52,7 +52,7 @@ class Pending:
             self._finish()
 
     def then(self, finish: Callable[[], None]) -> Pending:
-        """Return a Pending whose `wait` also runs `finish`, in the waiting thread: a backend's own thread runs in another order."""
+        """Return a Pending whose `wait` also runs `finish`, in the waiting thread: a backend's threads keep no order."""
         return Pending(self._work, finish)
 
 
@@ -90,7 +90,7 @@ class Comm(abc.ABC):
         """Return the group that holds this rank, of a partition of all ranks. Every rank calls it with the same partition."""
 
     def post_error(self, text: str) -> None:
-        """Post the error for which this rank stops. Not a collective: other ranks read it on demand or when a connection breaks."""
+        """Post the error for which this rank stops. Not a collective: others read it on demand or when a connection breaks."""
         return None
 
     def posted_error(self) -> str | None:
@@ -113,7 +113,7 @@ class Comm(abc.ABC):
         return None
 
     def read_notes(self, keys: Sequence[str]) -> list[str] | None:
-        """Return the notes under these keys, or None while one is missing or not a rank's own. Not a collective: no rank waits."""
+        """Return the notes under these keys, or None while one is missing or not a rank's own. No rank waits."""
         return None
 
     def wait_for_all(self, key: str, *, missing: str) -> None:
@@ -218,9 +218,10 @@ def _explain_lost_connection() -> Iterator[None]:
             raise DataError(posted) from broken
         raise PeerError(
             f"rank {dist.get_rank()} has lost the other ranks in {heartbeat.where()}: one of them has left, or is in another "
-            "call. If a rank shows an error of its own, that is the cause. Otherwise the ranks ran different numbers of backward "
-            "passes or collectives: a batch skipped on one rank, one batch more, a call on one rank alone. Give every rank equally "
-            "many batches, as fleet.sampler(data) does, and skip a batch on all ranks or on none, agreed by fleet.util.all_reduce. "
+            "call. If a rank shows an error of its own, that is the cause. Otherwise the ranks ran different numbers of "
+            "backward passes or collectives: a batch skipped on one rank, one batch more, a call on one rank alone. Give every "
+            "rank equally many batches, as fleet.sampler(data) does, and skip a batch on all ranks or on none, agreed by "
+            "fleet.util.all_reduce. "
             f"The transport said: {first_line(broken)}"
         ) from broken
 
@@ -341,7 +342,7 @@ def close_group() -> None:
 
 
 def _wait_for_readers() -> None:
-    """Stay until the other ranks have read a posted error: they look when the connection breaks, and may need this rank's store."""
+    """Stay until the other ranks have read a posted error: they look when the connection breaks, perhaps in this rank's store."""
     while _unread_errors:
         store, readers = _unread_errors.pop()
         deadline = time.monotonic() + SECONDS_FOR_READERS

@@ -3,7 +3,7 @@
 A thread that has finished a collective first wakes the waiting caller and then releases its tensors. Releasing the last reference
 to a tensor created in Python needs the interpreter lock; a thread that asks for that lock during interpreter shutdown is killed
 inside a destructor, which aborts the process ("terminate called without an active exception") after a successful training.
-Closing a group joins its threads, unless another object still refers to the group; a model in torch's DistributedDataParallel does.
+Closing a group joins its threads, unless another object still refers to the group, as a model in DistributedDataParallel does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WAITING = b"S"
 def wait_until_idle() -> None:
     """Return when every gloo thread is blocked, waiting for work or for another rank; at once when there are none.
 
-    Where /proc cannot be read, sleep for a short fixed time. A collective that was never waited for may run later all the same."""
+    Where /proc cannot be read, sleep for a short fixed time. A collective that was not waited for may still run later."""
     deadline, idle_looks = time.monotonic() + LONGEST_SECONDS, 0
     try:
         # A thread may be blocked on the interpreter lock instead of on work. It gets the lock during the sleep: look twice.

@@ -116,7 +116,7 @@ def where() -> str:
 
 
 def write_from_here() -> int | None:
-    """Let the calling thread write records (autograd's thread on a GPU, while the training thread waits); return the former writer."""
+    """Let the calling thread write records (on a GPU autograd's, while the training thread waits); return the former writer."""
     before, _record.thread = _record.thread, threading.get_ident()
     return before
 

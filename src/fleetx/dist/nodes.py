@@ -10,8 +10,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from .comm import Comm, Pending
 from ..errors import ConfigError
+from .comm import Comm, Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TwoLevel:
 
 
 def two_level(comm: Comm, node_of_rank: Sequence[int] | None = None) -> TwoLevel:
-    """Split all ranks by node, as given or else by host name and the launcher's node number, into groups inside and across nodes."""
+    """Split all ranks by node, as given or by host name and the launcher's node number, into groups inside and across nodes."""
     own = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     nodes: list[Any] = list(node_of_rank) if node_of_rank is not None else comm.gather_json(own)
     by_node = [[r for r in range(comm.size) if nodes[r] == node] for node in dict.fromkeys(nodes)]

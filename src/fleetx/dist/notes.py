@@ -1,7 +1,7 @@
-"""Notes of the ranks in torch's store, which other users of a machine can write to: who wrote a note, and whether it is the latest.
+"""Sign the notes of ranks in torch's store, which other users can write to: who wrote a note, and whether it is the latest.
 
-A note is `<writer> <count> <code> <text>`; the code is an HMAC over key, writer, count and text with a key that fleetrun gives the ranks
-of one attempt. Without fleetrun there is no such key: notes then have the same form, and show damage, but not forgery.
+A note is `<writer> <count> <code> <text>`; the code is an HMAC over key, writer, count and text with a key that fleetrun gives
+the ranks of one attempt. Without fleetrun there is no such key: notes then have the same form, and show damage, but not forgery.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Graceful stop: SIGTERM or SIGUSR1 is recorded here, and all ranks stop together at the end of an update.
 
-Handlers are installed at the first call of `fleet.should_stop()`: a script that never calls it is ended by these signals as usual.
+Handlers are installed at the first call of `fleet.should_stop()`: these signals end a script that never calls it, as usual.
 A second signal ends the process at once, except under fleetrun, which decides itself: a cluster manager may signal both the
 workers and the launcher, which forwards the signal.
 """
@@ -51,7 +51,7 @@ def was_agreed() -> bool | None:
 
 
 def tell(*, stops: bool) -> bool:
-    """Pass on the answer to the script, and keep that it was told to stop: the launcher then reports the request, and no success."""
+    """Return the answer to the script, and keep that it was to stop: the launcher then reports the request, and no success."""
     global _was_told
     _was_told = _was_told or stops
     return stops
@@ -88,8 +88,8 @@ def _warn_of_thread() -> None:
         _warned = True
         warn_user(
             "fleet.should_stop() was called outside the main thread, where Python cannot set a signal handler: this process "
-            "does not notice SIGTERM or SIGUSR1 itself, only requests that other ranks received. Call it once in the main thread; "
-            "in a worker of Ray Train, which runs no user code there, save at regular steps instead.",
+            "does not notice SIGTERM or SIGUSR1 itself, only requests that other ranks received. Call it once in the main "
+            "thread; in a worker of Ray Train, which runs no user code there, save at regular steps instead.",
         )
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from . import world
 from .comm import OPS
-from ..errors import ConfigError
 
 __all__ = ["all_gather", "all_reduce", "barrier", "get_file_shard", "print_on_rank"]
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def all_reduce(value: T, mode: str = "sum") -> T:
-    """Reduce a number, array, tensor or dict of them over all ranks by sum, min, max or mean; returns a new value of the same type.
+    """Reduce a number, array, tensor or dict of them over all ranks by sum, min, max or mean; return a new value of that type.
 
     Examples:
         >>> fleet.util.all_reduce(2.0, "sum")  # on one worker

@@ -79,7 +79,7 @@ def sparse(numel: float, link: Link, *, sparsity: float, dense_numel: float = 0.
 
 
 def low_rank(matrices: Sequence[tuple[int, int]], link: Link, *, rank: int, dense_numel: float = 0.0) -> Cost:
-    """Return the cost of PowerSGD: all left factors and the dense gradients in one all-reduce, all right factors in a second one."""
+    """Return the cost of PowerSGD: left factors and dense gradients in one all-reduce, right factors in a second one."""
     left = sum(min(rank, rows, columns) * rows for rows, columns in matrices)
     right = sum(min(rank, rows, columns) * columns for rows, columns in matrices)
     return both(all_reduce((left + dense_numel) * FLOAT32_BYTES, link), all_reduce(right * FLOAT32_BYTES, link))
