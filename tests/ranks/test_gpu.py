@@ -122,7 +122,8 @@ NCCL_SCRIPT = """
 import json, torch
 from torch.nn import functional as F
 from tests.helpers.models import cnn, learnable_images
-from fleetx import fleet, world
+from fleetx import fleet
+from fleetx.dist import world
 fleet.init()
 model = cnn()
 model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
