@@ -131,12 +131,13 @@ def distribute(model: nn.Module, budget: int | None, *, loss_fn: Any = cross_ent
         return fleet.distribute(model, inner, chosen, sample=rows(0, count), loss_fn=loss_fn)
 
 
-_smallest: dict[str, int] = {}
+_smallest: dict[tuple[Callable[[], nn.Module], str], int] = {}
+"""The key holds the function: its address alone would be given to the next one."""
 
 
 def smallest(build: Callable[[], nn.Module], **settings: Any) -> int:
     """As the refusal of a budget of one byte tells it."""
-    case = f"{build} {settings}"
+    case = build, repr(settings)
     if case not in _smallest:
         _smallest[case] = _told(build, settings)
     return _smallest[case]
