@@ -21,7 +21,7 @@ import torch
 from ..dist import heartbeat
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_steps, model_pairs, reentrant
+from . import dry_steps, model_pairs
 from .bucket import Bucket
 from .window import Window
 
@@ -59,7 +59,7 @@ class BareBackward:
         if pipeline is None or model_pairs.stays_local() or dry_steps.is_on():
             bucket.note_local(i)
             return False
-        task = reentrant.current_task()
+        task = model_pairs.current_task()
         if task == self._task:
             if bucket.closed:
                 raise self._second_gradient(bucket.names[i])
@@ -78,7 +78,7 @@ class BareBackward:
 
     def _begin(self, pipeline: Pipeline, task: int) -> None:
         """Every rank is here: a bare backward reaches a model on all ranks or on none, as under DDP."""
-        if reentrant.is_inside_function() and not reentrant.is_inside_segment():
+        if model_pairs.is_inside_function() and not model_pairs.is_inside_segment():
             raise FleetError(
                 "a backward inside another one (a custom autograd function calls it) has reached the model: when it ends, the "
                 "outer one may still add gradients. Call optimizer.backward(loss), which knows where the outer one ends."
@@ -100,10 +100,10 @@ class BareBackward:
                 "first, or do it before the first of them."
             )
         # With several pairs, or gradients that come twice, nothing may start before the end: see model_pairs.finish_backward and
-        # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
+        # model_pairs.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
         # collectives come in the same order either way.
         self._armed = model_pairs.is_only_one() and not self._is_stale and pipeline.is_last_micro_step
-        self._counts = model_pairs.is_only_one() and not self._is_stale and not reentrant.was_used()
+        self._counts = model_pairs.is_only_one() and not self._is_stale and not model_pairs.was_used()
         self._task, self._thread = task, heartbeat.write_from_here()
         model_pairs.join_backward(pipeline, task)
         try:
@@ -192,7 +192,7 @@ class BareBackward:
             pipeline.window.set_aside = [flat.clone() for flat in pipeline.buckets.flats]
             torch._foreach_zero_(pipeline.buckets.flats)
             # autograd.grad calls the same hooks, and adds nothing: then nothing will be reduced, and it is put back.
-            reentrant.queue_callback(_weak_method(self._put_back_unless_more))
+            model_pairs.queue_callback(_weak_method(self._put_back_unless_more))
 
     def _put_back_unless_more(self) -> None:
         pipeline = self._pipeline()

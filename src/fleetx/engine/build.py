@@ -14,21 +14,18 @@ from torch.optim import Optimizer
 from ..dist.comm import Comm
 from ..errors import ConfigError, StrategyConflict
 from .buckets import Buckets
-from .checks.alarms import AlarmReader
-from .checks.checks import Checks
-from .checks.deferred import DeferredErrors
+from .checks.checks import Checks, DeferredErrors, UnusedCheck
 from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
 from .checks.flips import FlipWatch
 from .checks.half_sent import HalfSent
 from .checks.nonfinite import NonFiniteGuard
-from .checks.unused import UnusedCheck
 from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
 from .dense_reduce import DenseAllReduce
 from .noise_scale import NoiseScaleMeter, require_measurable
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
-from .sidecar import Tail
+from .sidecar import AlarmReader, Tail
 from .slots import Merge, Part, Site, Slot, Stages
 from .step import Pipeline
 

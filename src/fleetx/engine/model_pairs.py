@@ -3,18 +3,91 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
 from ..dist import world
 from ..errors import ConfigError
-from . import reentrant
+
+# --- Backwards inside a backward, as re-entrant checkpointing runs them, and the number of the outermost ------------
+# torch.utils.checkpoint.checkpoint(..., use_reentrant=True) computes a segment again inside its own backward, and runs a backward
+# of it there. Autograd numbers each of them, and calls back at the end of the inner one, when the outer one is still under way. A
+# parameter that two segments share gets a gradient from each, so buckets cannot tell by counting when they are complete.
+
+
+_outermost: list[int] = []
+"""Numbers of the backwards that are waiting for a re-entrant segment, outermost first."""
+_was_used = False
+
+
+def current_task() -> int:
+    """Autograd's number of the outermost backward under way; -1 outside of any."""
+    return _outermost[0] if _outermost else int(torch._C._current_graph_task_id())
+
+
+def was_used() -> bool:
+    """Whether a segment was checkpointed this way since this process joined its group."""
+    return _was_used
+
+
+def is_inside_segment() -> bool:
+    return bool(_outermost)
+
+
+def is_inside_function() -> bool:
+    """Whether a custom autograd function's backward is on the call stack: a backward that it runs is an inner one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def watch(at_end: Callable[[], None]) -> None:
+    """Note every use of re-entrant checkpointing from now on; `at_end` is called when the outermost backward is over."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    forward, backward = CheckpointFunction.forward, CheckpointFunction.backward
+
+    @functools.wraps(forward)
+    def noted_forward(*args: Any) -> Any:
+        global _was_used
+        _was_used = True
+        return forward(*args)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(backward)
+    def noted_backward(*args: Any) -> Any:
+        if not _outermost:  # here the outermost backward is the current one, which takes a callback; inside it is not
+            queue_callback(at_end)
+        _outermost.append(int(torch._C._current_graph_task_id()))
+        try:
+            return backward(*args)  # type: ignore[no-untyped-call]
+        finally:
+            _outermost.pop()
+
+    CheckpointFunction.forward = staticmethod(noted_forward)  # type: ignore[method-assign]
+    CheckpointFunction.backward = staticmethod(noted_backward)  # type: ignore[method-assign]
+
+
+def queue_callback(action: Callable[[], None]) -> None:
+    """Run `action` when the current backward has computed all gradients, before its caller goes on."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
 
 # --- Which leaf tensors a loss reaches --------------------------------------------------------------------------------
 
@@ -80,7 +153,7 @@ def enlist(pair: Pair) -> None:
     _count += 1
     _alive.add(pair)
     _numbers[pair] = _count
-    reentrant.watch(finish_backward)
+    watch(finish_backward)
 
 
 def dismiss(pair: Pair) -> None:
@@ -90,6 +163,8 @@ def dismiss(pair: Pair) -> None:
 
 def forget() -> None:
     """Forget all pairs, with the world they were distributed in."""
+    global _was_used
+    _was_used = False
     _alive.clear()
     _reached.clear()
 
@@ -172,8 +247,8 @@ def join_backward(pair: Pair, task: int) -> None:
                 other.abandon_bare()
     _reached.clear()
     _reached[task] = [pair]
-    if not reentrant.is_inside_segment():  # else the outermost backward was asked when the segment began
-        reentrant.queue_callback(finish_backward)
+    if not is_inside_segment():  # else the outermost backward was asked when the segment began
+        queue_callback(finish_backward)
 
 
 def finish_backward() -> None:
@@ -181,7 +256,7 @@ def finish_backward() -> None:
 
     In the order of their making: a GAN's generator loss reaches both pairs, and which gradient comes first may differ from rank
     to rank. If rank 0 reduced the generator first and rank 1 the discriminator, both would wait for ever."""
-    pairs = _reached.pop(reentrant.current_task(), [])
+    pairs = _reached.pop(current_task(), [])
     for done, pair in enumerate(sorted(pairs, key=lambda pair: _numbers[pair])):
         try:
             pair.end_bare(shared=len(pairs) > 1)

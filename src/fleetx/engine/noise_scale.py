@@ -21,9 +21,8 @@ from ..config.kinds import number
 from ..dist.comm import Comm
 from ..errors import ConfigError
 from .bucket import Bucket
-from .buckets import Buckets
-from .checks.alarms import Verdict
-from .norms import joined, norms_of
+from .buckets import Buckets, joined, norms_of
+from .sidecar import Verdict
 from .slots import Merge, Part, Risk, Slot
 from .window import Weighing, Window
 

@@ -21,18 +21,17 @@ from ..dist import heartbeat, stop_signal
 from ..dist.comm import Comm, Pending
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_steps, model_pairs, reentrant
+from . import dry_steps, model_pairs
 from .bare_backward import BareBackward
 from .bucket import Bucket
-from .buckets import Buckets
-from .checks.alarms import Verdict
+from .buckets import Buckets, GradientNorms
 from .checks.checks import Checks
 from .conditional_step import ConditionalStep
 from .noise_scale import NoiseScaleMeter
-from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
 from .rank_status import Row
 from .report import Report, ReportBuilder, mean_loss
+from .sidecar import Verdict
 from .slots import News, Stages, Step
 from .undecided import Outcomes, Undecided
 from .user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
@@ -120,7 +119,7 @@ class Pipeline:
             return self._add_to_reduced(loss, retain_graph=retain_graph)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
         by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as local ones are
-        at_end = by_ddp or reentrant.was_used()  # a gradient may come twice: a bucket cannot tell when it is complete
+        at_end = by_ddp or model_pairs.was_used()  # a gradient may come twice: a bucket cannot tell when it is complete
         self.buckets.begin()
         self.window.enter(loss, weight)
         heartbeat.at_step(self.index + 1, Phase.BACKWARD)
@@ -266,7 +265,7 @@ class Pipeline:
         """Do what step() does before the update, which this optimizer makes. Every rank is here, as in step()."""
         if self.is_own_step(optimizer) or model_pairs.stays_local() or dry_steps.is_on():
             return
-        if reentrant.current_task() >= 0:
+        if model_pairs.current_task() >= 0:
             return refuse_inside_backward(optimizer) if self.comm.size > 1 else None
         self.refuse_past_parts(optimizer)
         self.refuse_unreduced(optimizer)

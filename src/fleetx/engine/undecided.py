@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..config import log
 from ..dist import world
-from .checks.alarms import Verdict
 from .checks.checks import Checks
+from .sidecar import Verdict
 from .slots import Backward
 
 

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from torch import Tensor
 
+from ...config.text import listed
 from ...dist import heartbeat, stop_signal
 from ...dist.comm import Comm
-from ...errors import FleetError
+from ...errors import ConfigError, FleetError
+from ..buckets import Buckets
 from ..rank_status import Row
-from ..sidecar import Alarms
+from ..sidecar import AlarmReader, Alarms, Verdict
 from ..slots import Backward
 from ..window import Window
-from .alarms import AlarmReader, Verdict
-from .deferred import DeferredErrors
 from .desync import RankCheck
 from .first_batch import FirstLook
 from .flips import FlipWatch
 from .half_sent import HalfSent
 from .nonfinite import NonFiniteGuard
-from .unused import UnusedCheck
 
 
 class Place(NamedTuple):
@@ -207,3 +206,85 @@ class Checks:
 
     def _losses_are_bad(self, alarms: Alarms) -> bool:
         return self.finite.mode != "off" and not alarms.bad_losses == 0
+
+
+# --- Parameters without a gradient: an error that names them, or (find_unused_parameters) None where no rank used them ---
+
+
+def missing_gradients_message(names_by_rank: list[list[str]], *, hint: str = "") -> str:
+    lines = []
+    for rank, names in enumerate(names_by_rank):
+        if names:
+            lines.append(f"rank {rank}: {listed([f'`{name}`' for name in names], 5)}")
+    missing = "; ".join(lines)
+    if hint:  # the cause is known
+        return f"{hint.strip()} Therefore these parameters got no gradient in this window: {missing}."
+    return (
+        f"these parameters got no gradient in this window: {missing}. If that is intended, write "
+        "strategy.find_unused_parameters = True, or freeze them with requires_grad_(False)."
+    )
+
+
+@final
+class UnusedCheck:
+    """Agreed on all ranks: the number of missing gradients is one of the alarms that travel with the last bucket."""
+
+    def __init__(self, buckets: Buckets, comm: Comm, *, allowed: bool) -> None:
+        self.buckets, self.comm, self.allowed = buckets, comm, allowed
+        self.missing: list[str] = []
+        self.hint: Callable[[], str] = lambda: ""
+        """A further sentence on why gradients may be missing."""
+
+    def after_reduce(self) -> list[bool] | None:
+        """Which parameters were used by any rank, in bucket order; None when all must have been."""
+        if self.allowed:
+            return [count > 0 for count in self.buckets.use_counts()]
+        self.missing = self.buckets.missing()
+        return None
+
+    def read_alarms(self, alarms: Alarms) -> None:
+        """The alarms of the window that was reduced last are known now, on every rank."""
+        if not self.allowed and float(alarms.missing) > 0:
+            raise ConfigError(missing_gradients_message(self.comm.gather_json(self.missing), hint=self.hint()))
+
+
+# --- What went wrong on a rank that trains alone, kept until the ranks meet: then all of them raise, or none --------
+# One rank that raised by itself would leave the others waiting in the next averaging.
+
+
+@final
+@dataclass(slots=True)
+class DeferredErrors:
+    failed_at: int = 0
+    """The first update that was not made, though the strategy says stop; 0: none."""
+    why: str = ""
+    missing: list[str] = field(default_factory=list)
+    """Parameters that got no gradient and should have."""
+
+    def note_failure(self, step: int, why: str) -> None:
+        if not self.failed_at:
+            self.failed_at, self.why = step, why
+
+    def note_missing(self, names: Sequence[str]) -> None:
+        self.missing = self.missing or list(names)
+
+    def forget(self) -> None:
+        self.failed_at, self.why, self.missing = 0, "", []
+
+    def read_rows(self, rows: Sequence[Row], comm: Comm) -> None:
+        """Every rank is here with the same rows, and so all of them gather, or none does.
+
+        A checkpoint holds nothing of this: the run that saved it has heard, or was ended otherwise."""
+        missing, why = self.missing, self.why
+        if rows[comm.rank].missing or rows[comm.rank].failed_at:
+            self.forget()  # every rank knows of it now; what happened after the rows were sent is reported in the next round
+        if any(row.missing for row in rows):
+            raise ConfigError(missing_gradients_message(comm.gather_json(missing)))
+        if any(row.failed_at for row in rows):
+            whys = comm.gather_json(why)
+            told = [f"update {int(row.failed_at)} of rank {r}: {whys[r]}" for r, row in enumerate(rows) if row.failed_at]
+            raise FleetError(
+                f"a loss or gradient was not finite while each rank trained alone, and these updates were not made: "
+                f"{'; '.join(told)}. All ranks stop at this averaging, before it changes a weight. Look at the data and the "
+                'learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
+            )
