@@ -70,8 +70,11 @@ class Tail:
     @torch.no_grad()
     def pack(self, out: Tensor, *, alarms: Alarms, used: list[bool] | None) -> None:
         """Write this rank's share; `out` is then summed over ranks."""
-        own = alarms._replace(changed_tables=len(self.tables.changed()), unequal_buffers=self._unequal.count())
-        _write_alarms(out, own)
+        if self.tables.owners:
+            alarms = alarms._replace(changed_tables=len(self.tables.changed()))
+        if self._unequal.owners:
+            alarms = alarms._replace(unequal_buffers=self._unequal.count())
+        _write_alarms(out, alarms)
         start = ALARMS + self.flags
         if used is not None:
             out[ALARMS:start] = torch.tensor(used, dtype=out.dtype)
@@ -100,7 +103,7 @@ class Tail:
     def unpack(self, out: Tensor) -> None:
         """Give every rank the same buffers; `out` is the sum over ranks."""
         start = ALARMS + self.flags
-        written = self._unequal.candidates()
+        written = self._unequal.candidates() if self._unequal.owners else set()
         if self._owners:
             buffers = [buffer_of(o) for o in self._owners]
             common = apply_change(self._last, out[start : start + self._last.numel()])
@@ -116,7 +119,8 @@ class Tail:
                 if name in written:
                     self._unequal.note(name, (buffer != first).any())
             torch._foreach_copy_(integers, self._byte_views)
-        self._unequal.renew_marks()
+        if self._unequal.owners:
+            self._unequal.renew_marks()
 
     def _note_unequal_floats(self, common: Tensor, written: Collection[str]) -> None:
         if not written:
@@ -286,7 +290,7 @@ class AlarmReader:
         self._host: Tensor | None = None
         self._last: HostCopy | None = None
         """Of the window sent last."""
-        self._unread: HostCopy | None = None
+        self.unread: HostCopy | None = None
         """The same, while its alarms were not acted on."""
 
     @property
@@ -308,7 +312,7 @@ class AlarmReader:
 
     def read(self, norm: Tensor | None) -> tuple[Alarms, float | None]:
         """Those of the window just reduced, and the gradients' norm. On a GPU this waits for the reduce, once for both."""
-        self._unread = None
+        self.unread = None
         sums = self._buckets.alarm_sums()
         if sums is not None and sums.device.type == "cuda":
             *alarms, value = self._copy(sums, norm).numbers()
@@ -324,7 +328,7 @@ class AlarmReader:
         """Copy them to the host, without waiting."""
         sums = self._buckets.alarm_sums()
         assert sums is not None
-        self._unread = self._copy(sums, None)
+        self.unread = self._copy(sums, None)
 
     def send_with_verdict(self, norm: Tensor) -> Verdict:
         """Decide on the device whether the update is made, and copy that to the host, with the alarms of all ranks.
@@ -344,8 +348,8 @@ class AlarmReader:
         if not self._may_miss:
             total = total + known.missing
         found = (total != 0.0).float()
-        self._unread = self._copy(sums, found)
-        return Verdict(None, found=found, copy=self._unread)
+        self.unread = self._copy(sums, found)
+        return Verdict(None, found=found, copy=self.unread)
 
     def _copy(self, sums: Tensor | None, last: Tensor | None) -> HostCopy:
         """To the host, in one row: the alarms, and one number more."""
@@ -365,11 +369,11 @@ class AlarmReader:
 
     def forget(self) -> None:
         """A checkpoint was loaded: what was sent is of a window before."""
-        self._unread = None
+        self.unread = None
 
     def sent_before(self) -> Alarms | None:
         """Those sent last, if they have not been acted on yet."""
-        unread, self._unread = self._unread, None
+        unread, self.unread = self.unread, None
         return None if unread is None else Alarms(*unread.numbers()[:ALARMS])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from torch import Tensor
 
@@ -18,11 +18,13 @@ from ..rank_status import Row
 from ..sidecar import AlarmReader, Alarms, Verdict
 from ..slots import Backward
 from ..window import Window
-from .desync import RankCheck
 from .first_batch import FirstLook
 from .flips import FlipWatch
 from .half_sent import HalfSent
 from .nonfinite import NonFiniteGuard
+
+if TYPE_CHECKING:
+    from .desync import RankCheck
 
 
 class Place(NamedTuple):
@@ -45,6 +47,16 @@ class Place(NamedTuple):
 def are_equal(total: float | Tensor, squares: float | Tensor, count: int) -> bool:
     """Whether `count` numbers with this sum and sum of squares are all the same (Cauchy and Schwarz)."""
     return float(total) ** 2 == count * float(squares)
+
+
+EARLY_LOOKS = (1, 10)
+"""Updates after which ranks are compared, besides every `desync_check_steps`-th: what drives them apart mostly does so from the
+start."""
+
+
+def looks_after(index: int, every: int) -> bool:
+    """Whether ranks are compared after this update; `every` is 0 where they never are."""
+    return every > 0 and (index in EARLY_LOOKS or index % every == 0)
 
 
 @final
@@ -71,7 +83,8 @@ class Checks:
         """Act on alarms read late; and once, before the first reduce: all ranks weigh or none, and each has its own data.
 
         `again`: the window was reduced before, and its alarms are sent once more."""
-        self.half_sent.refuse()
+        if self.half_sent.open is not None:
+            self.half_sent.refuse()
         self.deferred, self.deferred_alone = None, False
         if again:
             self.alarms.forget()
@@ -98,9 +111,9 @@ class Checks:
     def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
         bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses(self.alarms.stays_on)
         self.place = Place(index + 1, window.reduces, dropped)
-        heartbeat.at_reduce(self.place)
+        heartbeat.record.reduce = self.place
         number = self.place.number()
-        return Alarms(bad_losses=bad_losses, stops=float(stop_signal.is_requested()), place=number, place_squared=number * number)
+        return Alarms(bad_losses=bad_losses, stops=float(stop_signal.requested), place=number, place_squared=number * number)
 
     def looks_at_norm(self, backward: Backward) -> bool:
         return backward.checks_finite or self.finite.mode != "off"
@@ -142,6 +155,15 @@ class Checks:
         self.flips.read_rows(rows, self.comm)  # first: a flip is why a loss may not be finite
         self.deferred_errors.read_rows(rows, self.comm)
 
+    def compares_after(self, index: int) -> bool:
+        """Whether ranks are compared after this update."""
+        return looks_after(index, self.ranks.every)
+
+    def after_update(self, index: int) -> None:
+        """Compare the ranks, or begin to, where it is time."""
+        if self.ranks.pending is not None or self.compares_after(index):
+            self.ranks.after_update(index)
+
     def after_round(self, index: int, *, equal: bool) -> None:
         """Weights and buffers are an average. `equal`: the same on all ranks."""
         self.finite.remember()
@@ -168,7 +190,8 @@ class Checks:
 
     def agree_to_flush(self, window: Window) -> None:
         """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
-        self.half_sent.refuse()
+        if self.half_sent.open is not None:
+            self.half_sent.refuse()
         counts = self.comm.gather_json(window.micro_steps) if self.comm.size > 1 else []
         if any(counts) and not all(counts):
             raise FleetError(
@@ -186,13 +209,16 @@ class Checks:
     def _read_alarms(self, alarms: Alarms, *, defer: bool = False) -> None:
         """Every rank has the same sums, and does the same."""
         self._require_one_place(alarms)
-        stop_signal.set_agreed(agreed=bool(alarms.stops > 0))
+        if alarms.stops > 0:
+            stop_signal.set_agreed(agreed=True)
         if defer:
             self.deferred = alarms
         else:
             self.unused.read_alarms(alarms)
-        self.ranks.read_alarms(alarms)
-        self.ranks.exchange()
+        if alarms.changed_tables > 0 or alarms.unequal_buffers > 0 or not self.ranks.tables_are_settled:
+            self.ranks.read_alarms(alarms)
+        if self.ranks.taken is not None:
+            self.ranks.exchange()
 
     def _require_one_place(self, alarms: Alarms) -> None:
         """Ranks that reduce different updates together train wrong numbers, and hang at the end: all of them see it here."""
