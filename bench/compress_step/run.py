@@ -30,8 +30,7 @@ from fleetx.applications import Resnet50
 from fleetx.engine.bucket import Bucket
 from fleetx.engine.layout import bucket_runs
 from fleetx.reduce.compressor import pieces_of
-from fleetx.reduce.dgc import entries_sent
-from fleetx.reduce.entry_list import ListedRows, Row, Rule, accumulate
+from fleetx.reduce.dgc import ListedRows, Row, Rule, accumulate, entries_sent
 from fleetx.reduce.top_k import largest_by_sorting
 
 SPARSITY, MIN_NUMEL, RANKS = 0.999, 16384, 2

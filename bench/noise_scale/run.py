@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from bench.lib.results import publish
 from bench.overhead.run import CASES, MERGE, join, paired, start
 from fleetx import fleet
+from fleetx.engine.buckets import global_norm
 from fleetx.engine.noise_scale import NoiseScaleMeter
-from fleetx.engine.norms import global_norm
 from fleetx.engine.slots import Merge
 from fleetx.engine.window import Window
 

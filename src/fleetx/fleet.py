@@ -247,12 +247,12 @@ def should_stop() -> bool:
     stop_signal.arm()
     comm = world.current().comm
     if comm.size == 1:
-        return stop_signal.tell(stops=stop_signal.is_requested())
+        return stop_signal.tell(stops=stop_signal.requested)
     agreed = stop_signal.was_agreed()
     if agreed is not None:
         return stop_signal.tell(stops=agreed)
     # No update carries the request in a job without a pair: ask all ranks here.
-    request = torch.tensor([float(stop_signal.is_requested())], device=comm.control_device)
+    request = torch.tensor([float(stop_signal.requested)], device=comm.control_device)
     comm.all_reduce(request, "max").wait()
     return stop_signal.tell(stops=bool(request > 0))
 

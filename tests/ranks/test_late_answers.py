@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.checks.alarms import deferring
+from fleetx.engine.sidecar import deferring
 from fleetx.errors import FleetWarning
 from tests.helpers.harness import run_ranks
 from tests.helpers.models import cnn, learnable_images

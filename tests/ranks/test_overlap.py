@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.dist.comm import Pending
+from fleetx.engine.model_pairs import queue_callback
 from fleetx.engine.optimizer import FleetOptimizer
-from fleetx.engine.reentrant import queue_callback
 from fleetx.engine.sidecar import ALARMS
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.models import batch

@@ -10,9 +10,8 @@ from torch import nn
 
 from fleetx.dist.comm import Pending
 from fleetx.engine.bucket import Bucket
-from fleetx.engine.buckets import Buckets
+from fleetx.engine.buckets import Buckets, global_norm
 from fleetx.engine.layout import bucket_lengths, bucket_runs
-from fleetx.engine.norms import global_norm
 from fleetx.errors import ConfigError
 from tests.helpers.harness import make_fake_comm
 

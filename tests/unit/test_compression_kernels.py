@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fleetx.engine.bucket import Bucket
 from fleetx.reduce.compressor import pieces_of
-from fleetx.reduce.entry_list import ListedRows, Row, Rule
+from fleetx.reduce.dgc import ListedRows, Row, Rule
 from tests.helpers import kernel_interpreter
 
 interpreted = kernel_interpreter.interpreted

@@ -32,8 +32,8 @@ from bench.localsgd_table.worker import (
     order,
 )
 from fleetx import fleet
-from fleetx.engine.checks.alarms import Verdict
 from fleetx.engine.report import Report
+from fleetx.engine.sidecar import Verdict
 from fleetx.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -245,7 +245,7 @@ def test_nothing_is_left_on_the_model_afterwards(tmp_path: Path) -> None:
         twin = copy.deepcopy(model)
         torch.save(twin, tmp_path / "whole.pt")  # hooks that cannot be written would show here
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert heartbeat._record.listener is None
+    assert heartbeat.record.listener is None
     twin(batch(0)[0])
 
 
@@ -380,7 +380,7 @@ def test_a_thread_other_than_the_main_one_may_train(tmp_path: Path) -> None:
     worker = threading.Thread(target=train, args=(str(tmp_path), 3))
     worker.start()
     worker.join()
-    heartbeat._record.thread = threading.main_thread().ident
+    heartbeat.record.thread = threading.main_thread().ident
     assert all(line["split"]["backward"] > 0 for line in records(tmp_path))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fleetx.engine.checks.alarms import Verdict
 from fleetx.engine.report import Report
+from fleetx.engine.sidecar import Verdict
 from fleetx.monitor.line import RunState, duration_text, last_line, line, number_text, percent
 from fleetx.monitor.ranks import slowest, summarize
 from fleetx.monitor.record import Tally

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
-from fleetx.engine.norms import global_norm, joined, norms_of
+from fleetx.engine.buckets import global_norm, joined, norms_of
 
 pytestmark = pytest.mark.usefixtures("alone")
 

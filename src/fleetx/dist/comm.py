@@ -46,8 +46,12 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None:
-            with heartbeat.during(Phase.WAIT), _explain_lost_connection():
-                self._work.wait()
+            with _explain_lost_connection():
+                if heartbeat.record.is_read:
+                    with heartbeat.during(Phase.WAIT):
+                        self._work.wait()
+                else:
+                    self._work.wait()
         if self._finish is not None:
             self._finish()
 

@@ -76,6 +76,7 @@ class _Record:
     def __init__(self) -> None:
         self.step, self.phase = 0, Phase.SCRIPT
         self.reduce: object = None
+        """The place of the current reduction, for `where`, until the next step. It is formatted with `str` only if needed."""
         self.thread = threading.main_thread().ident
         self.listener: Callable[[Phase], None] | None = None
         self._page: mmap.mmap | bytearray = bytearray(RECORD_BYTES)
@@ -84,6 +85,14 @@ class _Record:
             # Training goes on when the launcher's file has vanished: the record is only for diagnosis.
             with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), RECORD_BYTES)
+        self.is_read: bool
+        """A launcher or a listener reads the phases."""
+        self.is_read = self._is_shared = isinstance(self._page, mmap.mmap)
+
+    def listen(self, listener: Callable[[Phase], None] | None) -> None:
+        self.listener, self.is_read = listener, listener is not None or self._is_shared
+        if listener is not None:
+            self.thread = threading.get_ident()
 
     def write(self, phase: Phase) -> None:
         if threading.get_ident() != self.thread:
@@ -94,61 +103,54 @@ class _Record:
         _RECORD.pack_into(self._page, 0, self.step, self.phase, time.monotonic_ns())
 
 
-_record = _Record()
+record = _Record()
 
 
 def at_step(step: int, phase: Phase = Phase.SCRIPT) -> None:
     """Record the current update and phase."""
-    _record.step, _record.reduce = step, None
-    _record.write(phase)
-
-
-def at_reduce(place: object) -> None:
-    """Keep the place of the current reduction for `where`, until the next step. It is formatted with `str` only if needed."""
-    _record.reduce = place
+    record.step, record.reduce = step, None
+    record.write(phase)
 
 
 def where() -> str:
     """Describe where this rank is, for an error message."""
-    if _record.reduce is not None:
-        return str(_record.reduce)
-    return f"a call before update {_record.step}" if _record.step else "a call before the first update"
+    if record.reduce is not None:
+        return str(record.reduce)
+    return f"a call before update {record.step}" if record.step else "a call before the first update"
 
 
 def write_from_here() -> int | None:
     """Let the calling thread write records (on a GPU autograd's, while the training thread waits); return the former writer."""
-    before, _record.thread = _record.thread, threading.get_ident()
+    before, record.thread = record.thread, threading.get_ident()
     return before
 
 
 def write_from(thread: int | None) -> None:
     """Let the given thread write records, and no other."""
-    _record.thread = thread
+    record.thread = thread
 
 
 def now() -> Phase:
-    return _record.phase
+    return record.phase
 
 
 def enter(phase: Phase) -> None:
     """Record a phase that lasts until the next record."""
-    _record.write(phase)
+    record.write(phase)
 
 
 def listen(listener: Callable[[Phase], None] | None) -> None:
     """Call `listener` at every change of phase; None removes it. The calling thread becomes the training thread, which under
     some frameworks is not the main thread."""
-    _record.listener = listener
-    if listener is not None:
-        _record.thread = threading.get_ident()
+    record.listen(listener)
 
 
 @contextlib.contextmanager
 def during(phase: Phase) -> Iterator[None]:
     """Record a phase for the length of the block, then the former phase again."""
-    before = _record.phase
-    _record.write(phase)
+    before = record.phase
+    record.write(phase)
     try:
         yield
     finally:
-        _record.write(before)
+        record.write(before)

@@ -17,17 +17,13 @@ from ..errors import warn_user
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 
-_requested = False
+requested = False
+"""This rank received a stop signal. Other ranks may not know yet."""
 _armed = False
 _warned = False
 _was_told = False
 _agreed: bool | None = None
 """Whether all ranks know of a request. None before `fleet.distribute`: no update can carry the request yet."""
-
-
-def is_requested() -> bool:
-    """Return whether this rank received a stop signal. Other ranks may not know yet."""
-    return _requested
 
 
 def travels_with_updates() -> None:
@@ -64,8 +60,8 @@ def was_told() -> bool:
 
 def forget() -> None:
     """Clear the state at the end of a job."""
-    global _requested, _agreed
-    _requested, _agreed = False, None
+    global requested, _agreed
+    requested, _agreed = False, None
 
 
 def arm() -> None:
@@ -94,8 +90,8 @@ def _warn_of_thread() -> None:
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:
-    global _requested
-    if _requested and LAUNCHER_PID not in os.environ:
+    global requested
+    if requested and LAUNCHER_PID not in os.environ:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
-    _requested = True
+    requested = True

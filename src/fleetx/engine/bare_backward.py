@@ -21,7 +21,7 @@ import torch
 from ..dist import heartbeat
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_steps, model_pairs, reentrant
+from . import dry_steps, model_pairs
 from .bucket import Bucket
 from .window import Window
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class BareBackward:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = weakref.ref(pipeline)
-        self._task: int | None = None
+        self.task: int | None = None
         """Autograd's number of the one under way."""
         self._thread: int | None = None
         """The thread that trains, while autograd's own thread (of a GPU) says where this rank is."""
@@ -43,24 +43,22 @@ class BareBackward:
         """The reduce was made ready when backward began, and not at its end."""
         self._is_stale = False
         """Parameters were unfrozen or added: at the end a new layout takes this one's place, and reduces."""
+        self.set_aside = _weak_method(self._set_aside)
+        """Called before another backward adds to what was reduced (`Buckets.before_more`)."""
 
     @property
     def was_reached(self) -> bool:
         """Whether a backward is over whose gradients wait for a new layout."""
         return self._is_stale
 
-    @property
-    def is_under_way(self) -> bool:
-        return self._task is not None
-
     def on_gradient(self, bucket: Bucket, i: int) -> bool:
         """Handle a gradient that no backward of ours awaits. Whether its bucket counts gradients from now on."""
         pipeline = self._pipeline()
-        if pipeline is None or model_pairs.stays_local() or dry_steps.is_on():
+        if pipeline is None or model_pairs.local_depth or dry_steps.is_on():
             bucket.note_local(i)
             return False
-        task = reentrant.current_task()
-        if task == self._task:
+        task = model_pairs.current_task()
+        if task == self.task:
             if bucket.closed:
                 raise self._second_gradient(bucket.names[i])
             bucket.note_arrival(i)
@@ -78,12 +76,12 @@ class BareBackward:
 
     def _begin(self, pipeline: Pipeline, task: int) -> None:
         """Every rank is here: a bare backward reaches a model on all ranks or on none, as under DDP."""
-        if reentrant.is_inside_function() and not reentrant.is_inside_segment():
+        if model_pairs.is_inside_function() and not model_pairs.is_inside_segment():
             raise FleetError(
                 "a backward inside another one (a custom autograd function calls it) has reached the model: when it ends, the "
                 "outer one may still add gradients. Call optimizer.backward(loss), which knows where the outer one ends."
             )
-        if self.is_under_way:
+        if self.task is not None:
             self.abandon()
         pipeline.leave_applied()
         window, reopened = pipeline.window, pipeline.window.closed
@@ -100,11 +98,11 @@ class BareBackward:
                 "first, or do it before the first of them."
             )
         # With several pairs, or gradients that come twice, nothing may start before the end: see model_pairs.finish_backward and
-        # reentrant.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
+        # model_pairs.py. A rank may still count a discarded pair that another has collected already; with one pair reached, the
         # collectives come in the same order either way.
         self._armed = model_pairs.is_only_one() and not self._is_stale and pipeline.is_last_micro_step
-        self._counts = model_pairs.is_only_one() and not self._is_stale and not reentrant.was_used()
-        self._task, self._thread = task, heartbeat.write_from_here()
+        self._counts = model_pairs.is_only_one() and not self._is_stale and not model_pairs.reentrant_was_used
+        self.task, self._thread = task, heartbeat.write_from_here()
         model_pairs.join_backward(pipeline, task)
         try:
             if self._armed:
@@ -130,14 +128,14 @@ class BareBackward:
                 "optimizer.due was False after loss.backward(), and optimizer.step() was not called before the next one. Call "
                 "step() after every micro-batch: inside a merge window it does nothing but count."
             )
-        heartbeat.at_step(pipeline.index + 1, Phase.BACKWARD)
+        pipeline.record(Phase.BACKWARD)
 
     def end(self, *, shared: bool) -> None:
         """Reduce, where the window is full. `shared`: the backward has reached other pairs too."""
         pipeline = self._pipeline()
-        assert pipeline is not None and self._task is not None
+        assert pipeline is not None and self.task is not None
         if self._is_stale:
-            self._task = None
+            self.task = None
             heartbeat.write_from(self._thread)
             return pipeline.when_stale()
         reopened, pipeline.window.shared = pipeline.window.closed, shared
@@ -151,15 +149,15 @@ class BareBackward:
         except BaseException:
             self.abandon()
             raise
-        self._task = None
-        heartbeat.at_step(pipeline.index + 1)
+        self.task = None
+        pipeline.record(Phase.SCRIPT)
         heartbeat.write_from(self._thread)
 
     def abandon(self) -> None:
         """Drop a backward that failed half-way. What it added to a merge window cannot be taken out again."""
-        if self._task is not None:
+        if self.task is not None:
             heartbeat.write_from(self._thread)
-        self._task = None
+        self.task = None
         pipeline = self._pipeline()
         if pipeline is not None:
             pipeline.abandon_backward()
@@ -175,12 +173,6 @@ class BareBackward:
 
     # --- another backward before step(), which is reduced by itself ---------------------------------------------------
 
-    def expect_more(self) -> None:
-        """Set aside what was reduced as soon as another backward adds to it."""
-        pipeline = self._pipeline()
-        if pipeline is not None:
-            pipeline.buckets.before_more(_weak_method(self._set_aside))
-
     @torch.no_grad()
     def _set_aside(self) -> None:
         """Let another backward begin from zero: a merged mean is of another scale than its gradients, and what was compressed
@@ -192,14 +184,14 @@ class BareBackward:
             pipeline.window.set_aside = [flat.clone() for flat in pipeline.buckets.flats]
             torch._foreach_zero_(pipeline.buckets.flats)
             # autograd.grad calls the same hooks, and adds nothing: then nothing will be reduced, and it is put back.
-            reentrant.queue_callback(_weak_method(self._put_back_unless_more))
+            model_pairs.queue_callback(_weak_method(self._put_back_unless_more))
 
     def _put_back_unless_more(self) -> None:
         pipeline = self._pipeline()
-        if pipeline is None or pipeline.window.set_aside is None or self.is_under_way or pipeline.buckets.touched():
+        if pipeline is None or pipeline.window.set_aside is None or self.task is not None or pipeline.buckets.touched():
             return
         self.add_set_aside()
-        self.expect_more()
+        pipeline.buckets.before_more(self.set_aside)
 
     @torch.no_grad()
     def add_set_aside(self) -> None:

@@ -16,10 +16,10 @@ from .build import check_parts, compile_strategy
 from .ddp import bare, refuse_unfit, wrapper_of
 from .dry_run import Rehearsal, Sample, own_loss
 from .keep_alive import keep_with, let_go
-from .optimizer import FleetOptimizer
+from .optimizer import FleetOptimizer, watch_steps
 from .optimizer_hooks import stop_routing
 from .optimizer_swap import give_back, mark_state
-from .other_steps import part_in_step, refuse_past, refuse_unreduced, watch
+from .other_steps import part_in_step, refuse_past, refuse_unreduced
 from .patching import restore_forwards
 from .placement import (
     OUTSIDE,
@@ -108,7 +108,7 @@ def bind(
     face.forward_stage = compiled.forward
     face.strategy_record = record(strategy.to_dict(), parts, asked=face.asked_of_auto)
     keep_with(model, face)
-    watch()
+    watch_steps()
     user_grad_scaler.watch()
     _in_forward[face.pipeline] = (weakref.ref(model), acting)
     _connect(whole, face, strategy, parts, params)

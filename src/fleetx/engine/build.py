@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,52 +14,24 @@ from torch.optim import Optimizer
 from ..dist.comm import Comm
 from ..errors import ConfigError, StrategyConflict
 from .buckets import Buckets
-from .checks.alarms import AlarmReader
-from .checks.checks import Checks
-from .checks.deferred import DeferredErrors
+from .checks.checks import Checks, DeferredErrors, UnusedCheck
 from .checks.desync import RankCheck
 from .checks.first_batch import FirstLook
 from .checks.flips import FlipWatch
 from .checks.half_sent import HalfSent
 from .checks.nonfinite import NonFiniteGuard
-from .checks.unused import UnusedCheck
 from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
 from .dense_reduce import DenseAllReduce
 from .noise_scale import NoiseScaleMeter, require_measurable
 from .optimizer import FleetOptimizer
 from .overview import conflict_lines
-from .sidecar import Tail
+from .sidecar import AlarmReader, Tail
 from .slots import Merge, Part, Site, Slot, Stages
 from .step import Pipeline
+from .window import PlainBackward
 
 if TYPE_CHECKING:
     from ..strategy import DistributedStrategy
-
-
-@final
-class PlainBackward:
-    """BACKWARD when nothing scales the loss."""
-
-    needs_loss = False
-    checks_finite = False
-
-    def scale(self) -> float:
-        return 1.0
-
-    def expects_overflow(self) -> bool:
-        return False
-
-    def settle(self, *, finite: bool) -> None:
-        return None
-
-    def adopt_scale(self, smallest: float) -> None:
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

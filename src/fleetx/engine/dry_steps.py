@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from . import model_pairs
 from .window import Window
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def backward(pipeline: Pipeline, loss: Tensor, *, seed: float | None = None, kee
     pipeline.window.enter(loss, None)
     pipeline.buckets.expect(reduces=False)
     try:
-        model_pairs.run_backward(pipeline, loss, pipeline.weighing.seed(None) if seed is None else seed, retain_graph=False)
+        pipeline.run_backward(loss, pipeline.weighing.seed(None) if seed is None else seed, retain_graph=False)
         pipeline.buckets.keep()
     finally:
         if not keeps:

@@ -24,27 +24,27 @@ from .placement import plain_name
 @final
 class Tables:
     def __init__(self, buffers: SortedBuffers, device: torch.device) -> None:
-        self._owners, self._device, self._reported = buffers.tables, device, buffers.reported
+        self.owners, self._device, self._reported = buffers.tables, device, buffers.reported
         self.let_go: set[str] = set()
         """Names of those that have different shapes on the ranks, and are each rank's own since."""
         self._newly_let_go: list[str] = []
-        self._shapes = {name: list(buffer_of(owner).shape) for name, owner in self._owners.items()}
+        self._shapes = {name: list(buffer_of(owner).shape) for name, owner in self.owners.items()}
         self._marks: dict[str, Mark | None] = {}
         """None: of a checkpoint, changed before it was saved."""
         self.resume(())
 
     def names(self) -> set[str]:
-        return set(self._owners)
+        return set(self.owners)
 
     def resume(self, changed: Collection[str]) -> None:
         """What the buffers hold now is common to all ranks; but `changed` was not, on this rank, when it was saved."""
-        self._marks = {name: None if name in changed else mark_of(buffer_of(owner)) for name, owner in self._owners.items()}
+        self._marks = {name: None if name in changed else mark_of(buffer_of(owner)) for name, owner in self.owners.items()}
 
     def changed(self) -> list[str]:
         """Those that this rank has written to or replaced since all ranks had the same."""
         found = []
         for name, mark in self._marks.items():
-            if mark is None or not is_unchanged(mark, buffer_of(self._owners[name])):
+            if mark is None or not is_unchanged(mark, buffer_of(self.owners[name])):
                 found.append(name)
         return found
 
@@ -54,24 +54,24 @@ class Tables:
         names = self._changed_anywhere(comm)
         unequal = [self._make_one_equal(name, comm) for name in names]
         for name in names:
-            self._marks[name] = mark_of(buffer_of(self._owners[name]))
+            self._marks[name] = mark_of(buffer_of(self.owners[name]))
         flags = {name: flag for name, flag in zip(names, unequal, strict=True) if reports and name not in self._reported}
         return self._unreported(flags, comm)
 
     def _changed_anywhere(self, comm: Comm) -> list[str]:
         """In one order on every rank."""
-        ranks = comm.gather_json({name: list(buffer_of(self._owners[name]).shape) for name in self.changed()})
+        ranks = comm.gather_json({name: list(buffer_of(self.owners[name]).shape) for name in self.changed()})
         for name in sorted({name for shapes in ranks for name in shapes}):
             seen = [shapes.get(name, self._shapes[name]) for shapes in ranks]
             self._shapes[name] = seen[0]  # a table that grows (rotary positions) may do so, if all ranks have the same
             if any(shape != seen[0] for shape in seen):
                 self._let_go(name)
         named = {name for shapes in ranks for name in shapes}
-        return [name for name in self._owners if name in named]
+        return [name for name in self.owners if name in named]
 
     def _let_go(self, name: str) -> None:
         """Ranks with different shapes would break the collective of all. Every rank does the same."""
-        del self._owners[name], self._marks[name]
+        del self.owners[name], self._marks[name]
         self.let_go.add(name)
         self._newly_let_go.append(name)
 
@@ -86,7 +86,7 @@ class Tables:
 
     def _make_one_equal(self, name: str, comm: Comm) -> Tensor:
         """Whether it was unlike rank 0's."""
-        module, key = self._owners[name]
+        module, key = self.owners[name]
         buffer = buffer_of((module, key))
         mine = _real(buffer).to(self._device).contiguous()
         first = mine.clone()
@@ -118,14 +118,14 @@ class Tables:
     # --- a mean that is shown for a while ---------------------------------------------------------------------------
 
     def own(self) -> dict[str, Tensor]:
-        return {name: buffer_of(owner).clone() for name, owner in self._owners.items()}
+        return {name: buffer_of(owner).clone() for name, owner in self.owners.items()}
 
     @torch.no_grad()
     def put_back(self, own: Mapping[str, Tensor]) -> None:
         """Those that are unlike the mean count as changed again, as they did. What was let go meanwhile has stayed as it was."""
         for name, kept in own.items():
-            if name in self._owners and not torch.equal(buffer_of(self._owners[name]), kept):
-                buffer_of(self._owners[name]).copy_(kept)
+            if name in self.owners and not torch.equal(buffer_of(self.owners[name]), kept):
+                buffer_of(self.owners[name]).copy_(kept)
 
 
 def _real(buffer: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ from ..config.kinds import number
 from ..dist.comm import Comm
 from ..errors import ConfigError
 from .bucket import Bucket
-from .buckets import Buckets
-from .checks.alarms import Verdict
-from .norms import joined, norms_of
+from .buckets import Buckets, joined, norms_of
+from .sidecar import Verdict
 from .slots import Merge, Part, Risk, Slot
 from .window import Weighing, Window
 
@@ -95,7 +94,7 @@ class NoiseScaleMeter:
     """Measures every so many updates. Nothing here waits for the device; `means` is replaced, never written to."""
 
     def __init__(self, every: int, *, merge: Merge, comm: Comm) -> None:
-        self._every, self._merge, self._comm = every, merge, comm
+        self.every, self._merge, self._comm = every, merge, comm
         self._norms: list[Tensor] = []
         self._small_sq: Tensor | None = None
         """Squared norm of this rank's first gradient of the window."""
@@ -104,7 +103,7 @@ class NoiseScaleMeter:
 
     def measures(self, index: int) -> bool:
         """Of the update with this index; the same on every rank."""
-        return self._every > 0 and index % self._every == 0
+        return self.every > 0 and index % self.every == 0
 
     # --- the small batch --------------------------------------------------------------------------------------
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, final, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError
-from . import dry_steps
+from . import dry_steps, other_steps
 from .keep_alive import KeptPairs
-from .optimizer_hooks import refuse_before_step, route
+from .optimizer_hooks import only_refuses, refuse_before_step, route
+from .optimizer_swap import STAND_IN, refuse_replaced
 from .own_optimizer import Update
 from .report import Report
 from .step import Pipeline
@@ -36,9 +38,26 @@ def _as_number(weight: Any) -> float:
 
 OWNER = "_fleetx_owner"
 
+_stepping: list[Optimizer] = []
+"""Optimizers that pairs are stepping now."""
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Look at every step of every optimizer from now on, once for the process."""
+    register_optimizer_step_pre_hook(only_refuses(_before_step))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    # The step() of a pair's optimizer makes the update, or says why this pair makes none.
+    if not isinstance(optimizer, FleetOptimizer) and not any(optimizer is own for own in _stepping):
+        other_steps.before_step(optimizer)
+
 
 def _refuse_step_past_the_pipeline(update: Optimizer, *_: Any) -> None:
     """Its gradients would be this rank's alone."""
+    if update.__dict__.get(STAND_IN) is not None:
+        refuse_replaced(update)
     owner = update.__dict__.get(OWNER, lambda: None)()
     if owner is not None and owner.update is update and not owner.stepping:
         raise ConfigError(
@@ -62,9 +81,6 @@ class FleetOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
     """A GradScaler leaves its scale and what it found on this optimizer, and lets step() decide: on all ranks alike."""
-
-    belongs_to_a_pair = True
-    """Its steps are never those of a stranger's optimizer (other_steps.py)."""
 
     def __init__(self, inner: Optimizer, strategy_waiting: DistributedStrategy | None = None) -> None:
         self.given, self.update = inner, inner
@@ -221,11 +237,13 @@ class FleetOptimizer(Optimizer):
         self._refuse_ended()
         self.follow_changed_parameters()
         scaling = self._scaling()
-        with self._steps(), unscaled_here(self.given, scaling):
+        with self._steps(), contextlib.nullcontext() if scaling is None else unscaled_here(self.given, scaling):
             return self.pipeline.step(recycle=self._zeroes_after_step, scaling=scaling, closure=inside)
 
     def _scaling(self) -> GradScaling | None:
         """What a GradScaler has left here, or on the optimizer that was given and whose fused kernel unscales by itself."""
+        if vars(self).get("found_inf") is None and vars(self.given).get("found_inf") is None:
+            return None
         stages = self.pipeline.stages
         scaling = scaling_of(self) or scaling_of(self.given, by_kernel=self.update is self.given and stages.clip is None)
         if scaling is not None:
@@ -235,9 +253,11 @@ class FleetOptimizer(Optimizer):
     @contextlib.contextmanager
     def _steps(self) -> Iterator[None]:
         self.stepping = True
+        _stepping.append(self.update)
         try:
             yield
         finally:
+            _stepping.pop()
             self.stepping = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from ..dist.agree import ranks_where
 from ..errors import ConfigError
-from .optimizer_hooks import refuse_before_step
 from .own_optimizer import Update
 from .placement import plain_name
 from .slots import Part, Site
 
 HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 STATE_OF = "_fleetx_state_of"
+STAND_IN = "_fleetx_stand_in"
+"""On an optimizer that was given: a weak reference to the one in its place; None once it has its place back."""
 NEUTRAL: Mapping[str, Any] = {"nesterov": False, "dampening": 0, "amsgrad": False, "differentiable": False}
 
 
@@ -107,7 +108,9 @@ def take_over(inner: Optimizer, update: Update, settings: Mapping[str, Any]) -> 
         setattr(update, name, getattr(inner, name))
     # A scheduler built on `inner` asks whether that one has stepped, and it never will.
     inner._opt_called = True  # type: ignore[attr-defined]
-    _refuse_use(inner, update)
+    inner.__dict__[STAND_IN] = weakref.ref(update)
+    if refuse_replaced not in inner._optimizer_load_state_dict_pre_hooks.values():
+        inner.register_load_state_dict_pre_hook(refuse_replaced)
 
 
 def mark_state(inner: Optimizer, update: Optimizer) -> None:
@@ -125,21 +128,14 @@ def _take_back(inner: Optimizer) -> None:
 def give_back(inner: Optimizer) -> None:
     """The pair is given up: the optimizer is the user's again, as it was."""
     _take_back(inner)
-    inner.__dict__["_fleetx_stand_in"] = None
+    inner.__dict__[STAND_IN] = None
 
 
-def _refuse_use(inner: Optimizer, update: Optimizer) -> None:
-    """Stepping or loading the optimizer that was given would go past the one in its place."""
-    held, standing_in = weakref.ref(inner), weakref.ref(update)
-    inner.__dict__["_fleetx_stand_in"] = standing_in
-
-    def refuse(optimizer: Optimizer, *_: Any) -> None:
-        is_in_place = standing_in() is not None and optimizer.__dict__.get("_fleetx_stand_in") is standing_in
-        if optimizer is held() and is_in_place:
-            raise ConfigError(
-                f"this {type(optimizer).__name__} was given to fleet.distribute(...), and {type(standing_in()).__name__} has "
-                "taken its place. Use the optimizer that fleet.distribute(...) returned."
-            )
-
-    refuse_before_step(inner, refuse)
-    inner.register_load_state_dict_pre_hook(refuse)
+def refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse to step or load an optimizer that was given: it would go past the one in its place."""
+    standing_in = (optimizer.__dict__.get(STAND_IN) or (lambda: None))()
+    if standing_in is not None:
+        raise ConfigError(
+            f"this {type(optimizer).__name__} was given to fleet.distribute(...), and {type(standing_in).__name__} has "
+            "taken its place. Use the optimizer that fleet.distribute(...) returned."
+        )

@@ -1,24 +1,20 @@
 """Steps of an optimizer that was not given to fleet.distribute: one made for a second phase, or a new one for each epoch.
 
-The pair reduces the gradients, whichever optimizer applies them. Torch calls `_before_step` before every step of every
-optimizer; where parameters of a pair are among those to be stepped, the pair refuses what would leave a part of its strategy
-out.
+The pair reduces the gradients, whichever optimizer applies them. Torch calls a hook before every step of every
+optimizer (optimizer.py); where parameters of a pair are among those to be stepped, the pair refuses what would leave a part of
+its strategy out.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError
 from . import model_pairs
-from .optimizer_hooks import only_refuses
 from .placement import plain_name
 from .slots import Part, Slot
 
@@ -26,15 +22,8 @@ IN_STEP = frozenset({Slot.BACKWARD, Slot.MERGE, Slot.CLIP, Slot.MOMENTUM, Slot.U
 """What a part claims that acts in the pair's own step()."""
 
 
-@functools.cache
-def watch() -> None:
-    """From now on, once for the process."""
-    register_optimizer_step_pre_hook(only_refuses(_before_step))
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if getattr(optimizer, "belongs_to_a_pair", False):
-        return  # its own step() makes the update, or says why this pair makes none
+def before_step(optimizer: Optimizer) -> None:
+    """Let each pair whose parameters are to be stepped refuse, or reduce."""
     reached = model_pairs.reached_by(optimizer)
     for pair in reached:
         pair.before_other_step(optimizer)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..dist.comm import Comm
 from .buckets import Buckets
-from .checks.alarms import Verdict
 from .noise_scale import noise_scale_of
+from .sidecar import Verdict
 from .slots import Stages, Step
 from .window import Window
 

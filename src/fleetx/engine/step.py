@@ -21,18 +21,17 @@ from ..dist import heartbeat, stop_signal
 from ..dist.comm import Comm, Pending
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_steps, model_pairs, reentrant
+from . import dry_steps, model_pairs
 from .bare_backward import BareBackward
 from .bucket import Bucket
-from .buckets import Buckets
-from .checks.alarms import Verdict
+from .buckets import Buckets, GradientNorms
 from .checks.checks import Checks
 from .conditional_step import ConditionalStep
 from .noise_scale import NoiseScaleMeter
-from .norms import GradientNorms
 from .other_steps import refuse_inside_backward
 from .rank_status import Row
 from .report import Report, ReportBuilder, mean_loss
+from .sidecar import Verdict
 from .slots import News, Stages, Step
 from .undecided import Outcomes, Undecided
 from .user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
@@ -115,22 +114,22 @@ class Pipeline:
         """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
         if not self.window.closed:
-            self.outcomes.settle()
+            self._hear_outcome()
         if self.window.closed:
             return self._add_to_reduced(loss, retain_graph=retain_graph)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
         by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as local ones are
-        at_end = by_ddp or reentrant.was_used()  # a gradient may come twice: a bucket cannot tell when it is complete
+        at_end = by_ddp or model_pairs.reentrant_was_used  # a gradient may come twice: a bucket cannot tell when it is complete
         self.buckets.begin()
         self.window.enter(loss, weight)
-        heartbeat.at_step(self.index + 1, Phase.BACKWARD)
+        self.record(Phase.BACKWARD)
         try:
             if due and not by_ddp:
                 self.arm()  # before backward in every case: its collectives must not change places with those of a part
             if not at_end:
                 self.buckets.expect(reduces=due)
             with model_pairs.no_sync() if at_end else contextlib.nullcontext():
-                model_pairs.run_backward(self, loss, self.weighing.seed(weight), retain_graph=retain_graph)
+                self.run_backward(loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
             self.abandon_backward()
@@ -141,12 +140,31 @@ class Pipeline:
             self.reduce_now()
         elif due:
             self.close()
-        heartbeat.at_step(self.index + 1)
+        self.record(Phase.SCRIPT)
+
+    def run_backward(self, loss: Tensor, seed: float, *, retain_graph: bool) -> None:
+        """Run autograd on the loss times `seed`."""
+        gradient = None if seed == 1.0 else torch.full_like(loss, seed)
+        if len(model_pairs.alive) == 1:
+            loss.backward(gradient, retain_graph=retain_graph)
+        else:
+            model_pairs.backward_of_one(self, loss, gradient, retain_graph=retain_graph)
+
+    def record(self, phase: Phase) -> None:
+        """Record where this rank is: for errors, and for a launcher or a monitor where one reads it."""
+        heartbeat.record.step, heartbeat.record.reduce = self.index + 1, None
+        if heartbeat.record.is_read:
+            heartbeat.enter(phase)
+
+    def _hear_outcome(self) -> None:
+        """Hear what became of the last update, where that was not known when it was made (undecided.py). Every rank is here."""
+        if self.outcomes.open is not None or self.outcomes.refused is not None or self.checks.alarms.unread is not None:
+            self.outcomes.settle()
 
     def _add_to_reduced(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Add to what a bare backward has reduced already, as another one would; the loss is part of the report."""
         self.window.losses.append(loss.detach().clone())
-        model_pairs.run_backward(self, loss, 1.0, retain_graph=retain_graph)
+        self.run_backward(loss, 1.0, retain_graph=retain_graph)
 
     def step(
         self, *, recycle: bool = False, scaling: GradScaling | None = None, closure: Callable[[], Any] | None = None
@@ -186,7 +204,7 @@ class Pipeline:
         """Every rank is here, as in step(): none has seen yet whether its gradients are finite."""
         if self.stages.ddp is not None or dry_steps.is_on():
             return
-        if model_pairs.stays_local() and not self.is_own_optimizer(optimizer):
+        if model_pairs.local_depth and not self.is_own_optimizer(optimizer):
             return  # its step leaves them local too (before_other_step)
         if self._has_local():
             refuse_unfit(self.stages)
@@ -204,7 +222,7 @@ class Pipeline:
         self.settle()
         self.window.refuse_broken()
         if not self.window.closed:
-            self.outcomes.settle()
+            self._hear_outcome()
         if not self.window.closed and self.buckets.has_new():
             self._take_local_gradients()
         self.checks.agree_to_flush(self.window)
@@ -228,7 +246,7 @@ class Pipeline:
         if self.window.closed or self.window.broken:
             self.window = Window()
         if self.window.micro_steps == 0:
-            self.buckets.zero(set_to_none=set_to_none, at_once=not self.outcomes.is_open)
+            self.buckets.zero(set_to_none=set_to_none, at_once=self.outcomes.open is None)
         if dropped is not None:  # others may have kept theirs, and wait for this rank if a round is due
             self._average(dropped)
 
@@ -238,7 +256,7 @@ class Pipeline:
         self.leave_applied()
 
     def _settle_backward(self) -> None:
-        if self.bare.is_under_way:
+        if self.bare.task is not None:
             self.bare.abandon()
         if self.window.set_aside is not None and not self.buckets.touched():
             self.bare.add_set_aside()
@@ -264,9 +282,9 @@ class Pipeline:
 
     def before_other_step(self, optimizer: Optimizer) -> None:
         """Do what step() does before the update, which this optimizer makes. Every rank is here, as in step()."""
-        if self.is_own_step(optimizer) or model_pairs.stays_local() or dry_steps.is_on():
+        if self.is_own_step(optimizer) or model_pairs.local_depth or dry_steps.is_on():
             return
-        if reentrant.current_task() >= 0:
+        if model_pairs.current_task() >= 0:
             return refuse_inside_backward(optimizer) if self.comm.size > 1 else None
         self.refuse_past_parts(optimizer)
         self.refuse_unreduced(optimizer)
@@ -279,10 +297,10 @@ class Pipeline:
             self.checks.before_update()  # the GradScaler judges what is finite
         self.buckets.adopt_replaced()
         self.window.applied, self._is_unapplied = True, False
-        if self.index == 0 or self.checks.ranks.looks_after(self.index + 1):
+        if self.index == 0 or self.checks.compares_after(self.index + 1):
             self.warn_of_unowned()
         if self.index and not self.buckets.alone:
-            self.checks.ranks.after_update(self.index)  # of the update before, after which buffers are equal only now
+            self.checks.after_update(self.index)  # of the update before, after which buffers are equal only now
 
     def refuse_unreduced(self, optimizer: Optimizer) -> None:
         if self.comm.size > 1 and not self.is_own_step(optimizer):
@@ -295,7 +313,7 @@ class Pipeline:
             self.weighing.learn(self.window, alone=self.buckets.alone)
             self.window = Window()
             self.buckets.restart()
-            heartbeat.at_step(self.index + 1)
+            self.record(Phase.SCRIPT)
 
     def take_local_gradients(self) -> None:
         """Reduce the gradients that lie in `param.grad` now; every rank is here."""
@@ -355,10 +373,11 @@ class Pipeline:
         if self._is_unapplied and self.checks.finite.may_be_left_out and not self._verdict.is_finite():
             self.checks.finite.refuse_left_out()
         if not again:
-            self.outcomes.settle()
+            self._hear_outcome()
         self.checks.before_reduce(self.window, again=again)
         self.window.reduces += 1
-        self.meter.begin_reduce()
+        if self.meter.every:
+            self.meter.begin_reduce()
         alarms = self.checks.alarms_of(self.window, self.index, self.dropped)
         self._bad_losses = alarms.bad_losses
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
@@ -373,13 +392,14 @@ class Pipeline:
     @property
     def _measures_noise(self) -> bool:
         """In the first reduce of a window: a rank's own gradients are no longer there in a second one."""
-        return self.window.reduces == 1 and self.meter.measures(self.index + 1)
+        return self.meter.every > 0 and self.window.reduces == 1 and self.meter.measures(self.index + 1)
 
     def close(self, *, bare: bool = False) -> None:
         """Wait for the reduce, and judge it. `bare`: another backward may follow; missing gradients are reported in step()."""
         with without_autocast(self.buckets.flats[0].device):
             self.buckets.close()
-        self.bare.add_set_aside()
+        if self.window.set_aside is not None:
+            self.bare.add_set_aside()
         self.window.closed = True
         if self.stages.ddp is not None:
             self.stages.ddp.compare(self.buckets)
@@ -402,7 +422,7 @@ class Pipeline:
             self.checks.ranks.after_unapplied(self.checks.place)
         self._is_unapplied = True
         if self.stages.merge.micro_steps > 1 or not self.stages.reduce.is_linear:
-            self.bare.expect_more()
+            self.buckets.before_more(self.bare.set_aside)
 
     def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
         """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""
@@ -417,9 +437,10 @@ class Pipeline:
         if not stays_on_device:
             self.checks.hear()
         self.checks.before_update()
-        self.checks.flips.look()
+        if self.checks.flips.versions is not None:
+            self.checks.flips.look()
         self._is_unapplied = False
-        if self.compares_ranks and (self.index == 0 or self.checks.ranks.looks_after(self.index + 1)):
+        if self.compares_ranks and (self.index == 0 or self.checks.compares_after(self.index + 1)):
             self.warn_of_unowned()
         if scaling is not None:
             self._verdict = Verdict(scaling.unscale(self.buckets))
@@ -428,7 +449,7 @@ class Pipeline:
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
             self._grad_norm = self._norms.measure()
-        heartbeat.at_step(self.index + 1, Phase.UPDATE)
+        self.record(Phase.UPDATE)
         if stays_on_device:
             scale = self.stages.backward.scale()
             self._update_undecided(recycle=recycle)
@@ -455,8 +476,10 @@ class Pipeline:
         else:
             # A scheduler that follows `due` would warn that it came before the optimizer, were the first update skipped.
             self.stages.update._opt_called = True  # type: ignore[attr-defined]
-        self.checks.finite.settle_buffers(finite=finite, alone=self.buckets.alone)
-        self.outcomes.add(step=self.index, finite=finite, alone=self.buckets.alone)
+        self._settle_buffers()
+        if not finite:
+            self.outcomes.leave_out(self.index, alone=self.buckets.alone)
+        self.stages.backward.settle(finite=finite)
 
     def _update_undecided(self, *, recycle: bool) -> None:
         """The same by the device's answer. What follows from it on the host comes when that is heard (undecided.py)."""
@@ -470,6 +493,8 @@ class Pipeline:
 
     def _settle_buffers(self) -> None:
         alone = self.buckets.alone
+        if not self.checks.finite.owners:
+            return
         if self._verdict.is_known:
             self.checks.finite.settle_buffers(finite=self._verdict.is_finite(), alone=alone)
         else:
@@ -477,9 +502,9 @@ class Pipeline:
 
     def _end_update(self, scale: float, *, recycle: bool) -> Report:
         try:
-            if self.outcomes.is_open and self._needs_answer_now():
-                self.outcomes.settle()
-            averaged = self._average(self._news())
+            if self.outcomes.open is not None and self._needs_answer_now():
+                self._hear_outcome()
+            averaged = self.stages.average is not None and self._average(self._news())
         except BaseException:  # the update is made: a caller that catches this and goes on must not make it twice
             self.window = Window()
             self.buckets.finish_window(recycle=recycle)
@@ -488,10 +513,10 @@ class Pipeline:
         self.weighing.learn(self.window, alone=self.buckets.alone)
         self.window = Window()
         # What is not finite is named from the gradients, which stay where they are until then.
-        self.buckets.finish_window(recycle=recycle, zeroes=not self.outcomes.is_open)
-        heartbeat.at_step(self.index + 1)
+        self.buckets.finish_window(recycle=recycle, zeroes=self.outcomes.open is None)
+        self.record(Phase.SCRIPT)
         if not self.buckets.alone and self.compares_ranks:
-            self.checks.ranks.after_update(self.index)
+            self.checks.after_update(self.index)
         if self.trains_alone and self.compares_ranks:
             self.checks.flips.take(are_equal=averaged and self._keeps_ranks_equal())
         return report
@@ -531,7 +556,7 @@ class Pipeline:
             loss=mean_loss(window.losses, window.weights) if stage is not None and stage.needs_loss else None,
             weight=math.fsum(window.weights) if window.weights else None,
             scale=self.stages.backward.scale(),
-            stops=int(stop_signal.is_requested()),
+            stops=int(stop_signal.requested),
             failed_at=deferred_errors.failed_at,
             missing=len(deferred_errors.missing),
             flips=self.checks.flips.news,
@@ -554,7 +579,7 @@ class Pipeline:
         """Every rank calls it, between windows: gradients of one half filled are of the weights, and the scale, before."""
         self.settle()
         if self.stages.average is not None:
-            self.outcomes.settle()
+            self._hear_outcome()
         if self.window.micro_steps and not (self.window.closed and self.window.shared):
             raise FleetError(
                 "optimizer.average() inside a merge window. Call optimizer.flush() first, or wait until it is closed."
@@ -571,7 +596,7 @@ class Pipeline:
         """The mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
         stage = self.stages.average
         if stage is not None and not self.window.closed:
-            self.outcomes.settle()
+            self._hear_outcome()
         return contextlib.nullcontext() if stage is None else stage.mean_shown(self.index)
 
     def _clip(self, *, recycle: bool, found: Tensor | None = None) -> None:
@@ -606,7 +631,7 @@ class Pipeline:
     def _check_call(self, loss: Any, weight: float | None) -> None:
         require_loss(loss)
         self.refuse_inside_averaged()
-        if model_pairs.stays_local():
+        if model_pairs.local_depth:
             raise ConfigError(
                 "optimizer.backward(loss) or minimize(loss) inside fleet.no_sync(), which is for a bare loss.backward(). With "
                 "these calls write strategy.gradient_merge = True: it reduces once in k_steps micro-batches."

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..config import log
 from ..dist import world
-from .checks.alarms import Verdict
 from .checks.checks import Checks
+from .sidecar import Verdict
 from .slots import Backward
 
 
@@ -48,36 +48,31 @@ class Outcomes:
     def __init__(self, checks: Checks, backward: Backward) -> None:
         self._checks, self._backward = checks, backward
         self._skipped = 0
-        self._open: Undecided | None = None
-        self._refused: Undecided | None = None
+        self.open: Undecided | None = None
+        """The last update, until it is heard whether it was made."""
+        self.refused: Undecided | None = None
         """One that was not made, for which all ranks are to stop when they meet."""
         self._number = next(_numbers)
 
     @property
     def skipped(self) -> int:
         """Updates that were left out; waits for the last one's answer. No rank need ask along with this one."""
-        is_out = self._open is not None and not self._open.verdict.is_finite() and not self._checks.must_stop(self._backward)
+        is_out = self.open is not None and not self.open.verdict.is_finite() and not self._checks.must_stop(self._backward)
         return self._skipped + int(is_out)
-
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None
 
     def restart(self, *, skipped: int) -> None:
         """A checkpoint was loaded: what there was to hear is of the weights before."""
-        self._skipped, self._open, self._refused = skipped, None, None
+        self._skipped, self.open, self.refused = skipped, None, None
         _unheard.pop(self._number, None)
 
-    def add(self, *, step: int, finite: bool, alone: bool) -> None:
-        """Note an update whose answer was known before it."""
-        if not finite:
-            self._skipped += 1
-            self._checks.finite.note_skip(step, alone=alone)
-        self._backward.settle(finite=finite)
+    def leave_out(self, step: int, *, alone: bool) -> None:
+        """Note an update that was not made."""
+        self._skipped += 1
+        self._checks.finite.note_skip(step, alone=alone)
 
     def wait_for(self, undecided: Undecided) -> None:
         """Note an update whose answer comes later."""
-        self._open = undecided
+        self.open = undecided
         if self._checks.must_stop(self._backward):
             _unheard[self._number] = undecided.step, undecided.verdict
 
@@ -86,13 +81,13 @@ class Outcomes:
         try:
             self._checks.hear()
         except BaseException:  # the reason for which it was not made, on any rank, if it was not
-            undecided, self._open = self._open, None
+            undecided, self.open = self.open, None
             _unheard.pop(self._number, None)
             if undecided is not None and not undecided.verdict.is_finite():
                 undecided.put_back()
             raise
         self.learn()
-        refused, self._refused = self._refused, None
+        refused, self.refused = self.refused, None
         if refused is not None:
             _unheard.pop(self._number, None)
             self._checks.stop(refused.step, refused.losses, alone=False)
@@ -100,23 +95,25 @@ class Outcomes:
     @property
     def refused_step(self) -> int | None:
         """The update for which all ranks are to stop; None: there is none."""
-        return None if self._refused is None else self._refused.step
+        return None if self.refused is None else self.refused.step
 
     def learn(self) -> None:
         """Hear it, and do what is this rank's own: without a collective, so that one rank may ask for a state."""
-        undecided, self._open = self._open, None
+        undecided, self.open = self.open, None
         if undecided is None:
             return
         finite = undecided.verdict.is_finite()
         if not finite:
             undecided.put_back()
             if self._checks.must_stop(self._backward) and not undecided.alone:
-                self._refused = undecided
+                self.refused = undecided
                 return
             if self._checks.must_stop(self._backward):  # it tells the others when they average
                 self._checks.stop(undecided.step, undecided.losses, alone=True)
         _unheard.pop(self._number, None)
-        self.add(step=undecided.step, finite=finite, alone=undecided.alone)
+        if not finite:
+            self.leave_out(undecided.step, alone=undecided.alone)
+        self._backward.settle(finite=finite)
 
 
 # --- a run that ends before the next backward --------------------------------------------------------------------------

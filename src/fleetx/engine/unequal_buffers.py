@@ -43,7 +43,7 @@ class UnequalBuffers:
     """Looks at those that this rank has written to, before the common value is put in their place."""
 
     def __init__(self, buffers: SortedBuffers) -> None:
-        self._owners, self._reported = buffers.outside_norm_layers(), buffers.reported
+        self.owners, self._reported = buffers.outside_norm_layers(), buffers.reported
         self._marks: dict[str, Mark] = {}
         self._seen: dict[str, Tensor] = {}
         """By name, where it was looked at: whether it was unequal. On its device: reading it there would wait."""
@@ -51,7 +51,7 @@ class UnequalBuffers:
 
     def written(self) -> set[str]:
         """Names of those that this rank has written to since the last update. Costs the device nothing."""
-        return {name for name, mark in self._marks.items() if not is_unchanged(mark, buffer_of(self._owners[name]))}
+        return {name for name, mark in self._marks.items() if not is_unchanged(mark, buffer_of(self.owners[name]))}
 
     def candidates(self) -> set[str]:
         """Of those, the ones to look at: not reported yet."""
@@ -62,7 +62,7 @@ class UnequalBuffers:
 
     def renew_marks(self, but: Collection[str] = ()) -> None:
         """The buffers hold what all ranks have in common; except for those in `but`."""
-        renewed = {name: mark_of(buffer_of(owner)) for name, owner in self._owners.items() if name not in but}
+        renewed = {name: mark_of(buffer_of(owner)) for name, owner in self.owners.items() if name not in but}
         self._marks = {**self._marks, **renewed}
 
     def count(self) -> float | Tensor:

@@ -91,10 +91,10 @@ def scaling_of(optimizer: Any, *, by_kernel: bool = False) -> GradScaling | None
 
 
 @contextlib.contextmanager
-def unscaled_here(given: Any, scaling: GradScaling | None) -> Iterator[None]:
+def unscaled_here(given: Any, scaling: GradScaling) -> Iterator[None]:
     """Hide the scale from the given optimizer's own kernel, where gradients are unscaled before it runs."""
     held = vars(given)
-    hides = scaling is not None and scaling.grad_scale is not None and "grad_scale" in held
+    hides = scaling.grad_scale is not None and "grad_scale" in held
     before = held.get("grad_scale")
     if hides:
         held["grad_scale"] = None

@@ -107,6 +107,32 @@ class Window:
 
 
 @final
+class PlainBackward:
+    """BACKWARD when nothing scales the loss."""
+
+    needs_loss = False
+    checks_finite = False
+
+    def scale(self) -> float:
+        return 1.0
+
+    def expects_overflow(self) -> bool:
+        return False
+
+    def settle(self, *, finite: bool) -> None:
+        return None
+
+    def adopt_scale(self, smallest: float) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+@final
 class Weighing:
     """How micro-batches and ranks are averaged: by a factor on each loss, and one on the sums in the buckets."""
 

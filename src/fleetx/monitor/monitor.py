@@ -312,7 +312,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self.close(state="stopped" if stop_signal.is_requested() else "finished")
+            self.close(state="stopped" if stop_signal.requested else "finished")
         elif isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             self.close(state="stopped", error=type(error).__name__)
         else:

@@ -26,9 +26,9 @@ from ..config import log
 from ..dist.comm import Comm, Pending
 from ..dist.nodes import between_nodes
 from ..engine.bucket import Bucket, in_memory_order
-from ..engine.checks.alarms import reads_late
+from ..engine.buckets import joined, norms_of
 from ..engine.dense_reduce import DenseAllReduce
-from ..engine.norms import joined, norms_of
+from ..engine.sidecar import reads_late
 from ..engine.slots import Kept, Site, Step
 from ..errors import CheckpointError
 

@@ -8,25 +8,181 @@ parameter -= lr * (sum over ranks of what was sent)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from ..engine.bucket import wide_type
-from ..engine.norms import joined, norms_of
+from ..engine.bucket import Bucket, wide_type
+from ..engine.buckets import joined, norms_of
+from ..engine.own_optimizer import Update, load_in_place
 from ..engine.slots import Site, Step
 from ..engine.triton_support import has_triton, runs_here
 from ..errors import ConfigError
 from .compressor import Compressor, Piece
-from .dgc_sgd import SGDHandedOver
-from .entry_list import ListedRows, Row, Rule
+from .top_k import STRETCH, largest
 
 if TYPE_CHECKING:
     from ..engine.buckets import Buckets
     from .dgc_fused import FusedRows
+
+
+# --- Apply what DGC received without momentum, which DGC has applied already; update all other parameters by the user's SGD ---
+
+
+_sgd_step = torch.optim.SGD.step.__wrapped__  # type: ignore[attr-defined]
+"""SGD's step without its hooks, which torch runs around the step below."""
+
+
+@final
+class SGDHandedOver(Update, torch.optim.SGD):
+    """torch.optim.SGD, to the bit, for all parameters but those in `handed_over`, which get `p -= lr * grad`."""
+
+    def __init__(self, inner: torch.optim.SGD) -> None:
+        groups = [{**group, "params": list(group["params"])} for group in inner.param_groups]
+        super().__init__(groups, **inner.defaults)
+        self.handed_over: set[int] = set()
+        """ids of parameters whose gradients include momentum and decay already."""
+
+    def adopt_groups(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> None:
+        self.param_groups = groups
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_in_place(self, super().load_state_dict, state_dict)
+
+    def pop_momentum(self, param: Tensor) -> Tensor | None:
+        """Remove and return the parameter's momentum; None if it has none yet."""
+        momentum: Tensor | None = self.state[param].pop("momentum_buffer", None) if param in self.state else None
+        return momentum
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        hidden: list[tuple[Tensor, Tensor]] = []
+        for group in self.param_groups:
+            handed = [(p, p.grad) for p in group["params"] if id(p) in self.handed_over and p.grad is not None]
+            if handed:
+                hidden += handed
+                params, grads = [p for p, _ in handed], [grad for _, grad in handed]
+                lr = group["lr"]
+                if isinstance(lr, Tensor):
+                    torch._foreach_sub_(params, torch._foreach_mul(grads, lr))
+                else:
+                    torch._foreach_add_(params, grads, alpha=-lr)
+        for param, _ in hidden:
+            param.grad = None  # SGD skips parameters without a gradient
+        try:
+            return _sgd_step(self, closure)
+        finally:
+            for param, grad in hidden:
+                param.grad = grad
+
+
+SGDHandedOver.__name__ = "SGD"  # the name that the user gave, and that a checkpoint without DGC has
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+# --- Run DGC's arithmetic as operations on whole rows: any device, any type -----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The settings of an optimizer group at this update; `decay` is one rank's share of it."""
+
+    momentum: float
+    nesterov: bool
+    decay: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One tensor's gradient, with the momentum and the residual that this rank keeps for it."""
+
+    piece: Piece
+    u: Tensor
+    """Momentum."""
+    v: Tensor
+    """Sum of what has not been sent."""
+
+
+def accumulate(grad: Tensor, u: Tensor, v: Tensor, weights: Tensor | None, rule: Rule) -> None:
+    """Update `u` and `v` by this gradient, in place. Rows of equal length; `weights` is None where there is no decay."""
+    if grad.dtype != u.dtype or weights is not None:
+        grad = grad.to(u.dtype, copy=True)
+        if weights is not None:
+            grad.add_(weights.to(u.dtype), alpha=rule.decay)
+    torch.add(grad, u, alpha=rule.momentum, out=u)
+    if rule.nesterov:
+        v.add_(grad).add_(u, alpha=rule.momentum)
+    else:
+        v.add_(u)
+
+
+def take_largest(u: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return places and values of the `count` largest entries of `v`, and zero them in `u` and `v`."""
+    places = largest(v, count)
+    values = v[places]
+    v[places] = 0.0
+    u[places] = 0.0
+    return places, values
+
+
+@final
+class ListedRows:
+    """Compress all rows of one type."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = list(rows)
+
+    def compress(self, rules: Sequence[Rule], counts: Sequence[int]) -> Tensor:
+        """Return what this rank sends, as 32-bit words: first all values, then their places in their buckets."""
+        chosen = []
+        for row, rule, count in zip(self._rows, rules, counts, strict=True):
+            self._accumulate(row, rule)
+            places, values = take_largest(row.u, row.v, count)
+            chosen.append((places + row.piece.offset, values))
+        values = torch.cat([values for _, values in chosen])
+        return torch.cat([values.view(torch.int32), torch.cat([places for places, _ in chosen]).int()])
+
+    def _accumulate(self, row: Row, rule: Rule) -> None:
+        grad, weights = row.piece.grad, row.piece.weights() if rule.decay else None
+        # On a CPU in stretches, so that each operation finds the stretch in the cache.
+        stretch = STRETCH if grad.device.type == "cpu" else max(len(grad), 1)
+        for start in range(0, len(grad), stretch):
+            at = slice(start, start + stretch)
+            accumulate(grad[at], row.u[at], row.v[at], None if weights is None else weights[at], rule)
+            grad[at].zero_()  # received entries are added here; zeroed now, while it is in the cache
+
+    def spread(self, wires: Tensor, counts: Sequence[int]) -> None:
+        """Add every rank's entries into the gradients, in the order of ranks, so that all ranks get the same bits."""
+        wide = self._rows[0].v.dtype
+        words = sum(counts) * (wide.itemsize // 4)
+        sent = [(wire[:words].clone().view(wide), wire[words:].long()) for wire in wires]  # cloned: float64 must be aligned
+        for bucket, part in self._parts(counts):
+            out = bucket.flat if bucket.flat.dtype == wide else bucket.flat.to(wide)
+            for values, places in sent:
+                out.index_add_(0, places[part], values[part])
+            if out is not bucket.flat:
+                bucket.flat.copy_(out)
+
+    def _parts(self, counts: Sequence[int]) -> list[tuple[Bucket, slice]]:
+        """Split the entries by bucket; rows are in the order of buckets."""
+        parts: list[tuple[Bucket, slice]] = []
+        end = 0
+        for row, count in zip(self._rows, counts, strict=True):
+            begin, end = end, end + count
+            if parts and parts[-1][0] is row.piece.bucket:
+                parts[-1] = (row.piece.bucket, slice(parts[-1][1].start, end))
+            else:
+                parts.append((row.piece.bucket, slice(begin, end)))
+        return parts
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
 
 LARGEST_ROW = 2**31 - 1
 """Entries of a bucket at most: places are sent as 32-bit integers."""

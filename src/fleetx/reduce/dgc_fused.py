@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from .dgc import Row, Rule, take_largest
 from .dgc_triton import ROW_WORDS, WEIGHT_WORD, add, choose, gather
-from .entry_list import Row, Rule, take_largest
 
 CHUNK, ADD_CHUNK, BLOCK = 2048, 1024, 2048
 CANDIDATES = 8

@@ -15,8 +15,7 @@ from ..dist.wire_cost import ENTRY_BYTES, Cost, Link, Shape, break_even_ranks, n
 from ..engine.optimizer_swap import require_inner, take_over
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..errors import ConfigError
-from ..reduce.dgc import Ramp, SparseReduce
-from ..reduce.dgc_sgd import SGDHandedOver
+from ..reduce.dgc import Ramp, SGDHandedOver, SparseReduce
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from torch import Tensor
 
+from ...config.text import listed
 from ...dist import heartbeat, stop_signal
 from ...dist.comm import Comm
-from ...errors import FleetError
+from ...errors import ConfigError, FleetError
+from ..buckets import Buckets
 from ..rank_status import Row
-from ..sidecar import Alarms
+from ..sidecar import AlarmReader, Alarms, Verdict
 from ..slots import Backward
 from ..window import Window
-from .alarms import AlarmReader, Verdict
-from .deferred import DeferredErrors
-from .desync import RankCheck
 from .first_batch import FirstLook
 from .flips import FlipWatch
 from .half_sent import HalfSent
 from .nonfinite import NonFiniteGuard
-from .unused import UnusedCheck
+
+if TYPE_CHECKING:
+    from .desync import RankCheck
 
 
 class Place(NamedTuple):
@@ -46,6 +47,16 @@ class Place(NamedTuple):
 def are_equal(total: float | Tensor, squares: float | Tensor, count: int) -> bool:
     """Whether `count` numbers with this sum and sum of squares are all the same (Cauchy and Schwarz)."""
     return float(total) ** 2 == count * float(squares)
+
+
+EARLY_LOOKS = (1, 10)
+"""Updates after which ranks are compared, besides every `desync_check_steps`-th: what drives them apart mostly does so from the
+start."""
+
+
+def looks_after(index: int, every: int) -> bool:
+    """Whether ranks are compared after this update; `every` is 0 where they never are."""
+    return every > 0 and (index in EARLY_LOOKS or index % every == 0)
 
 
 @final
@@ -72,7 +83,8 @@ class Checks:
         """Act on alarms read late; and once, before the first reduce: all ranks weigh or none, and each has its own data.
 
         `again`: the window was reduced before, and its alarms are sent once more."""
-        self.half_sent.refuse()
+        if self.half_sent.open is not None:
+            self.half_sent.refuse()
         self.deferred, self.deferred_alone = None, False
         if again:
             self.alarms.forget()
@@ -99,9 +111,9 @@ class Checks:
     def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
         bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses(self.alarms.stays_on)
         self.place = Place(index + 1, window.reduces, dropped)
-        heartbeat.at_reduce(self.place)
+        heartbeat.record.reduce = self.place
         number = self.place.number()
-        return Alarms(bad_losses=bad_losses, stops=float(stop_signal.is_requested()), place=number, place_squared=number * number)
+        return Alarms(bad_losses=bad_losses, stops=float(stop_signal.requested), place=number, place_squared=number * number)
 
     def looks_at_norm(self, backward: Backward) -> bool:
         return backward.checks_finite or self.finite.mode != "off"
@@ -143,6 +155,15 @@ class Checks:
         self.flips.read_rows(rows, self.comm)  # first: a flip is why a loss may not be finite
         self.deferred_errors.read_rows(rows, self.comm)
 
+    def compares_after(self, index: int) -> bool:
+        """Whether ranks are compared after this update."""
+        return looks_after(index, self.ranks.every)
+
+    def after_update(self, index: int) -> None:
+        """Compare the ranks, or begin to, where it is time."""
+        if self.ranks.pending is not None or self.compares_after(index):
+            self.ranks.after_update(index)
+
     def after_round(self, index: int, *, equal: bool) -> None:
         """Weights and buffers are an average. `equal`: the same on all ranks."""
         self.finite.remember()
@@ -169,7 +190,8 @@ class Checks:
 
     def agree_to_flush(self, window: Window) -> None:
         """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
-        self.half_sent.refuse()
+        if self.half_sent.open is not None:
+            self.half_sent.refuse()
         counts = self.comm.gather_json(window.micro_steps) if self.comm.size > 1 else []
         if any(counts) and not all(counts):
             raise FleetError(
@@ -187,13 +209,16 @@ class Checks:
     def _read_alarms(self, alarms: Alarms, *, defer: bool = False) -> None:
         """Every rank has the same sums, and does the same."""
         self._require_one_place(alarms)
-        stop_signal.set_agreed(agreed=bool(alarms.stops > 0))
+        if alarms.stops > 0:
+            stop_signal.set_agreed(agreed=True)
         if defer:
             self.deferred = alarms
         else:
             self.unused.read_alarms(alarms)
-        self.ranks.read_alarms(alarms)
-        self.ranks.exchange()
+        if alarms.changed_tables > 0 or alarms.unequal_buffers > 0 or not self.ranks.tables_are_settled:
+            self.ranks.read_alarms(alarms)
+        if self.ranks.taken is not None:
+            self.ranks.exchange()
 
     def _require_one_place(self, alarms: Alarms) -> None:
         """Ranks that reduce different updates together train wrong numbers, and hang at the end: all of them see it here."""
@@ -207,3 +232,85 @@ class Checks:
 
     def _losses_are_bad(self, alarms: Alarms) -> bool:
         return self.finite.mode != "off" and not alarms.bad_losses == 0
+
+
+# --- Parameters without a gradient: an error that names them, or (find_unused_parameters) None where no rank used them ---
+
+
+def missing_gradients_message(names_by_rank: list[list[str]], *, hint: str = "") -> str:
+    lines = []
+    for rank, names in enumerate(names_by_rank):
+        if names:
+            lines.append(f"rank {rank}: {listed([f'`{name}`' for name in names], 5)}")
+    missing = "; ".join(lines)
+    if hint:  # the cause is known
+        return f"{hint.strip()} Therefore these parameters got no gradient in this window: {missing}."
+    return (
+        f"these parameters got no gradient in this window: {missing}. If that is intended, write "
+        "strategy.find_unused_parameters = True, or freeze them with requires_grad_(False)."
+    )
+
+
+@final
+class UnusedCheck:
+    """Agreed on all ranks: the number of missing gradients is one of the alarms that travel with the last bucket."""
+
+    def __init__(self, buckets: Buckets, comm: Comm, *, allowed: bool) -> None:
+        self.buckets, self.comm, self.allowed = buckets, comm, allowed
+        self.missing: list[str] = []
+        self.hint: Callable[[], str] = lambda: ""
+        """A further sentence on why gradients may be missing."""
+
+    def after_reduce(self) -> list[bool] | None:
+        """Which parameters were used by any rank, in bucket order; None when all must have been."""
+        if self.allowed:
+            return [count > 0 for count in self.buckets.use_counts()]
+        self.missing = self.buckets.missing()
+        return None
+
+    def read_alarms(self, alarms: Alarms) -> None:
+        """The alarms of the window that was reduced last are known now, on every rank."""
+        if not self.allowed and float(alarms.missing) > 0:
+            raise ConfigError(missing_gradients_message(self.comm.gather_json(self.missing), hint=self.hint()))
+
+
+# --- What went wrong on a rank that trains alone, kept until the ranks meet: then all of them raise, or none --------
+# One rank that raised by itself would leave the others waiting in the next averaging.
+
+
+@final
+@dataclass(slots=True)
+class DeferredErrors:
+    failed_at: int = 0
+    """The first update that was not made, though the strategy says stop; 0: none."""
+    why: str = ""
+    missing: list[str] = field(default_factory=list)
+    """Parameters that got no gradient and should have."""
+
+    def note_failure(self, step: int, why: str) -> None:
+        if not self.failed_at:
+            self.failed_at, self.why = step, why
+
+    def note_missing(self, names: Sequence[str]) -> None:
+        self.missing = self.missing or list(names)
+
+    def forget(self) -> None:
+        self.failed_at, self.why, self.missing = 0, "", []
+
+    def read_rows(self, rows: Sequence[Row], comm: Comm) -> None:
+        """Every rank is here with the same rows, and so all of them gather, or none does.
+
+        A checkpoint holds nothing of this: the run that saved it has heard, or was ended otherwise."""
+        missing, why = self.missing, self.why
+        if rows[comm.rank].missing or rows[comm.rank].failed_at:
+            self.forget()  # every rank knows of it now; what happened after the rows were sent is reported in the next round
+        if any(row.missing for row in rows):
+            raise ConfigError(missing_gradients_message(comm.gather_json(missing)))
+        if any(row.failed_at for row in rows):
+            whys = comm.gather_json(why)
+            told = [f"update {int(row.failed_at)} of rank {r}: {whys[r]}" for r, row in enumerate(rows) if row.failed_at]
+            raise FleetError(
+                f"a loss or gradient was not finite while each rank trained alone, and these updates were not made: "
+                f"{'; '.join(told)}. All ranks stop at this averaging, before it changes a weight. Look at the data and the "
+                'learning rate; strategy.on_nan_inf = "skip" leaves such updates out, "off" lets them pass.'
+            )

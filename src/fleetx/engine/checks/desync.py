@@ -14,9 +14,7 @@ from ...dist.fingerprint import fingerprint
 from ...errors import FleetError
 from .. import model_pairs
 from ..sidecar import Alarms, Tail
-
-EARLY_LOOKS = (1, 10)
-"""Updates after which ranks are compared, besides every `desync_check_steps`-th."""
+from .checks import EARLY_LOOKS, looks_after
 
 
 @final
@@ -24,17 +22,17 @@ class RankCheck:
     """Do all ranks still hold the same model? A weight changed by hand on one rank, or a flipped bit, is found here."""
 
     def __init__(self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int, own: Iterable[nn.Parameter]) -> None:
-        self._comm, self._every = comm, every
+        self._comm, self.every = comm, every
         self._model = model
         self._own = {id(param) for param in own}
         self._tail = tail
-        self._tables_are_settled = True
+        self.tables_are_settled = True
         """Alarms of the last update were read: a table that was changed in it has been made equal."""
         self.tables_change = False
         """Some rank has changed one in this run, as all of them know."""
-        self._taken: tuple[str, Tensor] | None = None
+        self.taken: tuple[str, Tensor] | None = None
         """After what a fingerprint was taken, and the fingerprint; None: none waits to be compared."""
-        self._pending: tuple[str, Tensor, Any] | None = None
+        self.pending: tuple[str, Tensor, Any] | None = None
         self._unapplied = 0
         """Reduces so far that came without a step() between them and the one before."""
         self._last_round = 0
@@ -43,61 +41,57 @@ class RankCheck:
 
     def forget(self) -> None:
         """A checkpoint was loaded: what was under way is of the weights before."""
-        self._pending = self._taken = None
+        self.pending = self.taken = None
 
     def _looks_until(self, index: int) -> int:
-        """How many looks are due up to this update: early ones, since what drives ranks apart mostly does so from the start."""
-        return sum(index >= early for early in EARLY_LOOKS) + index // self._every
+        """How many looks are due up to this update."""
+        return sum(index >= early for early in EARLY_LOOKS) + index // self.every
 
     def read_alarms(self, alarms: Alarms) -> None:
         """Every rank has the same sums, and does the same."""
         if self._tail is not None:
-            self._tables_are_settled = True
+            self.tables_are_settled = True
             self.tables_change = self.tables_change or bool(alarms.changed_tables > 0)
             self._tail.read_alarms(alarms, self._comm)
 
     def hears_later(self) -> None:
         """The alarms of this update are read with the next one."""
-        self._tables_are_settled = False
+        self.tables_are_settled = False
 
     def after_update(self, index: int) -> None:
         """Take the fingerprint; it is compared in the next reduce (`exchange`).
 
         Not here: a rank that has skipped this step() would leave the others waiting, with no word of why."""
-        if self._comm.size == 1 or self._every == 0:
+        if self._comm.size == 1 or self.every == 0:
             return
-        if self._pending is not None:
+        if self.pending is not None:
             self._finish()
-        if self.looks_after(index):
-            self._taken = (f"update {index}", self._mark())
-
-    def looks_after(self, index: int) -> bool:
-        """Whether ranks are compared after this update."""
-        return self._every > 0 and self._looks_until(index) > self._looks_until(index - 1)
+        if looks_after(index, self.every):
+            self.taken = (f"update {index}", self._mark())
 
     def after_unapplied(self, place: object) -> None:
         """A reduce is over, and no step() has followed the one before: weights may be changed by hand, and are looked at here.
 
         Of those of a run the first, the tenth and every so many: compared in the next reduce, as after an update."""
-        if self._comm.size == 1 or self._every == 0:
+        if self._comm.size == 1 or self.every == 0:
             return
-        if self._pending is not None:
+        if self.pending is not None:
             self._finish()
         self._unapplied += 1
-        if self._taken is None and self.looks_after(self._unapplied):
-            self._taken = (str(place), self._mark())
+        if self.taken is None and looks_after(self._unapplied, self.every):
+            self.taken = (str(place), self._mark())
 
     def exchange(self) -> None:
         """Compare fingerprints. Every rank is here, at the same update: the reduce just done has shown it."""
-        if self._taken is not None:
-            (after, mark), self._taken = self._taken, None
+        if self.taken is not None:
+            (after, mark), self.taken = self.taken, None
             self._compare(after, mark)
 
     def after_round(self, index: int) -> None:
         """Ranks that train alone are equal now and then: looked at in the first such moment after each `every` updates."""
-        if self._comm.size == 1 or self._every == 0:
+        if self._comm.size == 1 or self.every == 0:
             return
-        if self._pending is not None:
+        if self.pending is not None:
             self._finish()
         if self._looks_until(index) > self._looks_until(self._last_round):
             self._compare(f"update {index}", self._mark())
@@ -106,7 +100,7 @@ class RankCheck:
     def _tensors(self) -> dict[str, Tensor]:
         """Ranks may leave out different buffers: where that makes their marks differ, they are compared name by name."""
         left_out: set[str] = set() if self._tail is None else self._tail.local | self._tail.tables.let_go | self._tail.written()
-        if self._tail is not None and not self._tables_are_settled:
+        if self._tail is not None and not self.tables_are_settled:
             left_out |= self._tail.tables.names()
         # Another optimizer's parameters are looked at by its own pair, which may let ranks train alone.
         others = model_pairs.trained_by_others(self._own)
@@ -124,18 +118,18 @@ class RankCheck:
         extremes = torch.stack([mark, ~mark])  # one collective: the largest, and of the complement the largest: the smallest
         self._comm.all_reduce(extremes, "max").wait()
         if extremes.device.type == "cpu":
-            self._pending = (after, extremes, None)
+            self.pending = (after, extremes, None)
             return self._finish()
         # Read one update later: by then it has long arrived, and the host has not waited for the device.
         host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
         host.copy_(extremes, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending = (after, host, arrived)
+        self.pending = (after, host, arrived)
 
     def _finish(self) -> None:
-        assert self._pending is not None
-        (after, extremes, arrived), self._pending = self._pending, None
+        assert self.pending is not None
+        (after, extremes, arrived), self.pending = self.pending, None
         if arrived is not None:
             arrived.synchronize()
         largest, complement = extremes.tolist()

@@ -103,7 +103,7 @@ class FlipWatch:
         self._places: list[int] = []
         """Addresses of the tensors that the views are of."""
         self._before = self._now = self._found = torch.zeros(0, PARTS, dtype=torch.int64)
-        self._versions: list[int] | None = None
+        self.versions: list[int] | None = None
         """Of the tensors when their bits were summed; None: the bits of this interval are not known."""
         self._mark: Tensor | None = None
         """Sums after the last averaging that left the same weights on all ranks; None: there was none since a start."""
@@ -116,7 +116,7 @@ class FlipWatch:
 
     def forget(self) -> None:
         """A checkpoint was loaded, or the weights were written by this library."""
-        self._versions = self._mark = None
+        self.versions = self._mark = None
         self._found.zero_()
 
     # --- between two updates --------------------------------------------------------------------------------------
@@ -125,27 +125,27 @@ class FlipWatch:
         """Sum the bits after an update. `are_equal`: an averaging has just left the same weights on all ranks."""
         if not self._params:
             return
-        self._versions = None
+        self.versions = None
         if not are_equal and self.spent > SLACK_SECONDS + self.most_time * (time.perf_counter() - self._began):
             self.passed_over += 1
             return
         self._lay_out()
         start = time.thread_time()
         sum_words(self._views, self._before)
-        self._versions = [tensor._version for tensor in self._tensors]
+        self.versions = [tensor._version for tensor in self._tensors]
         if are_equal:
             self._mark = self._before.clone()
         self.spent += time.thread_time() - start
 
     def look(self) -> None:
         """Sum again before an update, and keep what has changed by itself."""
-        if self._versions is None or [tensor.data_ptr() for tensor in self._tensors] != self._places:
+        if self.versions is None or [tensor.data_ptr() for tensor in self._tensors] != self._places:
             return
         start = time.thread_time()
         self.looks += 1
         sum_words(self._views, self._now)
-        known = [tensor._version == version for tensor, version in zip(self._tensors, self._versions, strict=True)]
-        self._versions = None
+        known = [tensor._version == version for tensor, version in zip(self._tensors, self.versions, strict=True)]
+        self.versions = None
         if self._now.device.type != "cpu" or not torch.equal(self._now, self._before):
             is_known = torch.tensor(known, device=self._now.device)
             found = flipped(self._before, self._now, is_known)

@@ -24,7 +24,7 @@ class HalfSent:
         self._comm = comm
         self._count = 0
         """Backwards that failed so, in this run."""
-        self._open: tuple[str, str, str] | None = None
+        self.open: tuple[str, str, str] | None = None
         """Of the last one: under which keys the ranks leave notes, this rank's note, and the error; None once it is settled."""
 
     def note(self, pair: int, *, place: object, sent: int, total: int) -> None:
@@ -35,7 +35,7 @@ class HalfSent:
         rank, note = self._comm.rank, f"{sent} of {total} buckets in {place}"
         key = f"fleetx/half_sent/{pair}/{self._count}"
         self._comm.post_note(f"{key}/{rank}", note)
-        self._open = (
+        self.open = (
             key,
             note,
             f"rank {rank}: a backward failed here after it had sent {note}, and was caught; the other ranks, where it did not "
@@ -46,9 +46,9 @@ class HalfSent:
 
     def refuse(self) -> None:
         """Raise before the next collective, unless the same backward has failed on every rank, after the same buckets."""
-        if self._open is None:
+        if self.open is None:
             return
-        (key, note, text), self._open = self._open, None
+        (key, note, text), self.open = self.open, None
         keys = [f"{key}/{rank}" for rank in range(self._comm.size)]
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
         while (notes := self._comm.read_notes(keys)) is None and time.monotonic() < deadline:

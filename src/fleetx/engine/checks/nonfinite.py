@@ -32,7 +32,7 @@ class NonFiniteGuard:
         """`local`: names or patterns of buffers that belong to each rank, and are left to it."""
         self.mode, self._buckets, self._comm = mode, buckets, comm
         self._warned = False
-        self._owners = sort_buffers(model, local).floats if may_skip else {}
+        self.owners = sort_buffers(model, local).floats if may_skip else {}
         self._good = [buffer.clone() for buffer in self._present()]
         """Floating buffers after the last update: a NaN that passed a BatchNorm is in its statistics, update or not."""
         self._finite_on: list[bool] = []
@@ -79,7 +79,7 @@ class NonFiniteGuard:
         )
 
     def _present(self) -> list[Tensor]:
-        return [buffer_of(owner) for owner in self._owners.values()]
+        return [buffer_of(owner) for owner in self.owners.values()]
 
     def refuse(self, step: int, losses: list[Tensor]) -> NoReturn:
         """Every rank is here: the answer came from what all of them reduced."""
@@ -116,7 +116,7 @@ class NonFiniteGuard:
     @torch.no_grad()
     def settle_buffers(self, *, finite: bool, alone: bool) -> None:
         """At an update boundary. Buffers are equal on all ranks by now, or this rank's own, and so is what is put back."""
-        if not self._owners:
+        if not self.owners:
             return
         buffers = self._present()
         if not finite:
@@ -146,7 +146,7 @@ class NonFiniteGuard:
     @torch.no_grad()
     def remember(self) -> None:
         """What the buffers hold now is good."""
-        if not self._owners:
+        if not self.owners:
             return
         buffers = self._present()
         try:
@@ -156,9 +156,9 @@ class NonFiniteGuard:
 
     def good(self) -> dict[str, Tensor] | None:
         """The floating buffers after the last update; None where no update is ever skipped."""
-        return dict(zip(self._owners, self._good, strict=True)) if self._owners else None
+        return dict(zip(self.owners, self._good, strict=True)) if self.owners else None
 
     def resume(self, good: Mapping[str, Tensor] | None) -> None:
         """Continue from these; None: from what the buffers hold now."""
-        named = zip(self._owners, self._present(), strict=True)
+        named = zip(self.owners, self._present(), strict=True)
         self._good = [(good or {}).get(name, buffer).to(buffer).clone() for name, buffer in named]
