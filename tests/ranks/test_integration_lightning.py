@@ -434,7 +434,7 @@ def test_a_module_is_fitted_again_by_another_trainer_and_validated(tmp_path: Pat
 
 def fit_and_let_go(rank: int, folder: str) -> dict[str, Any]:
     """What is left of a strategy in its module, in its optimizers and in memory when training is over."""
-    from fleetx.engine.patching import PatchedForward
+    from fleetx.engine.patching import patch_of
 
     told: dict[str, Any] = {"kinds": []}
     module = make_module()
@@ -442,7 +442,7 @@ def fit_and_let_go(rank: int, folder: str) -> dict[str, Any]:
     changed = {"amp": {"dtype": "bfloat16"}, "recompute": {"checkpoints": ["net.0"]}}
     for strategy in (fleet_strategy(changed), "ddp"):
         fit(rank, strategy, folder, module=module, limit_train_batches=2)
-    told["patched"] = [name for name, part in module.named_modules() if isinstance(part.forward, PatchedForward)]
+    told["patched"] = [name for name, part in module.named_modules() if patch_of(part) is not None]
     told["saved"] = {name: save_after_training(rank, STRATEGIES[name], f"{folder}/{name}.ckpt") for name in ("lars", "dgc")}
     told["alive"] = [fit_and_forget(rank, parts, folder) for parts in (*STRATEGIES.values(), changed)]
     return told

@@ -50,18 +50,22 @@ def test_a_channels_last_model_keeps_its_strides_in_the_gradients() -> None:
     assert all(all(kept) for _, kept in ours)
 
 
-def _compiled(rank: int, amp: bool) -> tuple[Tensor, bool]:
+def _compiled(rank: int, amp: bool, how: str) -> tuple[Tensor, bool]:
     quiet_about_speed()
     bare = net() if not amp else mlp()
-    model: nn.Module = torch.compile(bare, backend="eager")  # type: ignore[assignment]
+    model: nn.Module = torch.compile(bare, backend="eager") if how == "wrapped before" else bare  # type: ignore[assignment]
     strategy = fleet.DistributedStrategy(amp=amp, amp_configs={"dtype": "bfloat16"}) if amp else fleet.DistributedStrategy()
     model, optimizer = fleet.distribute(model, sgd(model), strategy)
+    called: Any = torch.compile(model, backend="eager") if how == "wrapped after" else model
+    if how == "in place after":
+        model.compile(backend="eager")
     for step in range(STEPS):
         x, y = rows_of(rank, step)
-        optimizer.minimize(F.cross_entropy(model(x.to(bare[0].weight.dtype)), y))
+        optimizer.minimize(F.cross_entropy(called(x.to(bare[0].weight.dtype)), y))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(state)
-    model.load_state_dict({f"_orig_mod.{name}": tensor for name, tensor in state.items()})
+    if how == "wrapped before":
+        model.load_state_dict({f"_orig_mod.{name}": tensor for name, tensor in state.items()})
     return weights(model), list(state) == list(bare.state_dict())
 
 
@@ -76,9 +80,10 @@ def _uncompiled_amp(rank: int) -> Tensor:
     return weights(model)
 
 
+@pytest.mark.parametrize("how", ["wrapped before", "wrapped after", "in place after"])
 @pytest.mark.parametrize("amp", [False, True])
-def test_a_model_compiled_before_distribute_trains_as_uncompiled(amp: bool) -> None:
-    ranks = run_ranks(_compiled, 2, amp)
+def test_a_model_compiled_before_or_after_distribute_trains_as_uncompiled(amp: bool, how: str) -> None:
+    ranks = run_ranks(_compiled, 2, amp, how)
     assert all(keys_are_plain for _, keys_are_plain in ranks)
     assert_trained_alike([trained for trained, _ in ranks], run_ranks(_uncompiled_amp, 2)[0] if amp else plain_loop())
 

@@ -239,20 +239,6 @@ def test_a_gradient_missing_on_one_rank_is_an_error_on_every_rank(at_step: int, 
 # --- models and optimizers ------------------------------------------------------------------------------------------
 
 
-def _compiled_after(rank: int, how: str) -> str:
-    model, optimizer = pair()
-    if how == "torch.compile":
-        compiled = torch.compile(model, backend="eager")
-        return raised(lambda: optimizer.minimize(loss_of(compiled, rank)))  # type: ignore[arg-type]
-    model.compile(backend="eager")
-    return raised(lambda: optimizer.minimize(loss_of(model, rank)))
-
-
-@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-def test_compiling_after_distribute_is_refused(how: str) -> None:
-    assert_refused(run_ranks(_compiled_after, 2, how), "compiled after fleet.distribute", "Compile first", "torch.compile(model)")
-
-
 def _wrapped(rank: int, how: str) -> str:
     model = mlp()
     if how == "DistributedDataParallel":  # around a part of it; around all of it: test_wrapped_models.py

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet20
-from fleetx.engine.patching import PatchedForward
+from fleetx.engine.patching import PatchedForward, patch_of
 from fleetx.errors import FleetWarning
 from tests.helpers.harness import run_ranks
 from tests.helpers.models import batch, flat_state
@@ -153,7 +153,7 @@ def step(model: nn.Module, optimizer: Any, index: int) -> Any:
 
 
 def has_patches(model: nn.Module) -> bool:
-    return any(isinstance(vars(module).get("forward"), PatchedForward) for module in model.modules())
+    return any(patch_of(module) is not None for module in model.modules())
 
 
 # --- what is in the file ----------------------------------------------------------------------------------------------

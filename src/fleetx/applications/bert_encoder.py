@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..engine.patching import PatchedForward
+from ..engine.patching import patch_of
 from ..errors import ConfigError
 from ..recompute.replay import result_is_unwanted
 from .bert_lean import LayerNorm, in_matmul_dtype, linear_of_gelu
@@ -100,8 +100,9 @@ def is_untouched(module: nn.Module) -> bool:
 
     A patch with `only_outermost` does nothing on a call from inside the model, such as this one.
     """
-    patch = vars(module).get("forward")
-    return (patch is None or getattr(patch, "only_outermost", False)) and not has_hooks(module)
+    patch = patch_of(module)
+    untouched = "forward" not in vars(module) if patch is None else patch.only_outermost
+    return untouched and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -224,8 +225,9 @@ class BertLayer(nn.Module):
     def can_leave_norm(self) -> bool:
         """Check whether the next layer may apply this layer's last norm: no hook or patch reads or converts the whole result,
         and the operations after the last product do not save it."""
-        patch = vars(self).get("forward")
-        if has_hooks(self) or not (patch is None or (isinstance(patch, PatchedForward) and not patch.is_of_the_whole)):
+        patch = patch_of(self)
+        is_of_the_whole = "forward" in vars(self) if patch is None else patch.is_of_the_whole
+        if has_hooks(self) or is_of_the_whole:
             return False
         dropout = self.output.dropout
         ours = type(self.output.LayerNorm) in (LayerNorm, nn.LayerNorm) and type(dropout) is nn.Dropout and is_untouched(dropout)

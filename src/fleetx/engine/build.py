@@ -95,7 +95,7 @@ def compile_strategy(
     may_skip = stages.backward.checks_finite or strategy.on_nan_inf == "skip"
     checks = Checks(
         unused=UnusedCheck(buckets, comm, allowed=allowed),
-        first_look=FirstLook(model, wrapper),
+        first_look=FirstLook(model, wrapper, parts),
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
         ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
         alarms=AlarmReader(buckets, may_miss=allowed),

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -31,7 +32,11 @@ def map_leaves(kind: type[Any], fn: Callable[[Any], Any], value: Any) -> Any:
     """The same for leaves of another kind."""
     if isinstance(value, kind):
         return fn(value)
+    if type(value) is dict:
+        return {key: map_leaves(kind, fn, item) for key, item in value.items()}
     if isinstance(value, MutableMapping):
+        if torch.compiler.is_compiling() and dataclasses.is_dataclass(type(value)):  # the compiler cannot trace copy.copy
+            return type(value)(**{key: map_leaves(kind, fn, item) for key, item in value.items()})
         changed = copy.copy(value)  # a Hugging Face ModelOutput is a mapping whose keys are attributes too
         for key, item in value.items():
             changed[key] = map_leaves(kind, fn, item)

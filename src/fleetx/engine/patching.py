@@ -5,32 +5,77 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, final
 
+import torch
 from torch import nn
 
-from .plain_copy import ABSENT, StandIn, keep_copies_plain
+from .plain_copy import ABSENT, STAND_IN, StandIn, keep_copies_plain
 
 # --- Which patches of a forward this thread is inside of: one that acts on the outermost call alone asks --------------
 
-_who: ContextVar[frozenset[int]] = ContextVar("who", default=frozenset())
+
+class Outermost:
+    """What acts on the outermost call of a forward alone, and so asks whether one is under way."""
+
+    def __init__(self) -> None:
+        self.is_entered = False
+        """For compiled code, since torch's compiler can read an attribute, and makes a new graph when it changes, but not a
+        ContextVar. It is of all threads: where one is inside while another calls compiled code from outside, that one is taken
+        for inside too."""
+        self._entered = 0
+
+    def is_under_way(self) -> bool:
+        """Return whether the caller is inside of such a call."""
+        return self.is_entered if torch.compiler.is_compiling() else self in _who.get()
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Mark the block as inside of such a call."""
+        if torch.compiler.is_compiling():
+            before, self.is_entered = self.is_entered, True
+            try:
+                yield
+            finally:
+                self.is_entered = before
+        else:
+            with as_inside(inside() | {self}):
+                yield
+
+    def count(self, by: int) -> None:
+        """Let compiled code know of one more or one less that is under way."""
+        with _counting:
+            self._entered += by
+            self.is_entered = self._entered > 0
 
 
-def inside() -> frozenset[int]:
-    """Return the ids of these patches. Code that runs a part of a forward later, or in another thread, takes them along."""
+_counting = threading.Lock()
+_who: ContextVar[frozenset[Outermost]] = ContextVar("who", default=frozenset())
+
+
+def inside() -> frozenset[Outermost]:
+    """Return those under way. Code that runs a part of a forward later, or in another thread, takes them along."""
     return _who.get()
 
 
 @contextlib.contextmanager
-def as_inside(who: frozenset[int]) -> Iterator[None]:
-    before = _who.set(who)
+def as_inside(who: frozenset[Outermost]) -> Iterator[None]:
+    token = _who.set(who)
+    before = token.old_value if isinstance(token.old_value, frozenset) else frozenset()
+    changes = [(one, 1) for one in who - before] + [(one, -1) for one in before - who]
+    for one, by in changes:
+        one.count(by)
     try:
         yield
     finally:
-        _who.reset(before)
+        for one, by in changes:
+            one.count(-by)
+        _who.reset(token)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,7 +85,10 @@ Forward = Callable[..., Any]
 
 @final
 class PatchedForward(StandIn):
-    """Stands in `module.__dict__["forward"]`. A copy of the module (deepcopy, pickle) has what stood there before."""
+    """What stands in for a module's forward. A copy of the module (deepcopy, pickle) has what stood there before.
+
+    In `module.__dict__["forward"]` lies a function that calls it: torch's compiler guards the graph of a module by the code of a
+    function in that place, so that equal blocks share one graph, but by the identity of anything else."""
 
     place = "forward"
 
@@ -48,15 +96,26 @@ class PatchedForward(StandIn):
         self, module: nn.Module, around: Callable[..., Any], *, only_outermost: bool, is_of_the_whole: bool = False
     ) -> None:
         self.module = module
-        self.inner: Forward = module.forward
         before = module.__dict__.get("forward", ABSENT)
-        self._replaced = before.replaced() if isinstance(before, PatchedForward) else before
+        outer = patch_in(before)
+        self.inner: Forward = module.forward if outer is None else outer
+        self._replaced = before if outer is None else outer.replaced()
         self.around = around
         self._only_outermost, self._is_of_the_whole = only_outermost, is_of_the_whole
         functools.update_wrapper(self, self.inner, updated=())  # the signature stays readable: Hugging Face asks for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.inner, *args, **kwargs)
+
+    def as_function(self) -> types.FunctionType:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        # Of each class its own code: the compiler limits how many graphs it makes of one.
+        function = types.FunctionType(_code_for(type(self.module), forward.__code__), globals(), closure=forward.__closure__)
+        functools.update_wrapper(function, self.inner, updated=())
+        setattr(function, STAND_IN, self)
+        return function
 
     @property
     def only_outermost(self) -> bool:
@@ -94,32 +153,53 @@ class PatchedForward(StandIn):
         return functools.partial, (original,)
 
 
+def patch_in(forward: Any) -> PatchedForward | None:
+    """Return the patch that a value of `module.__dict__["forward"]` calls; None where it is none of ours."""
+    found = getattr(forward, STAND_IN, None) if type(forward) is types.FunctionType else None
+    return found if isinstance(found, PatchedForward) else None
+
+
+def patch_of(module: nn.Module) -> PatchedForward | None:
+    """Return the outermost patch of the module's forward, if it has one."""
+    return patch_in(vars(module).get("forward"))
+
+
+_codes: weakref.WeakKeyDictionary[type, types.CodeType] = weakref.WeakKeyDictionary()
+
+
+def _code_for(kind: type, template: types.CodeType) -> types.CodeType:
+    if kind not in _codes:
+        _codes[kind] = template.replace(co_name="forward")
+    return _codes[kind]
+
+
 def restore_forwards(model: nn.Module) -> None:
     """Take back every patch: those of a pair that is gone would go on acting in the next one."""
     for module in model.modules():
-        patched = module.__dict__.get("forward")
-        if isinstance(patched, PatchedForward):
+        patch = patch_of(module)
+        if patch is not None:
             del module.__dict__["forward"]
-            if patched.replaced() is not ABSENT:
-                module.forward = patched.replaced()
+            if patch.replaced() is not ABSENT:
+                module.forward = patch.replaced()
 
 
 def patch_forward(
     module: nn.Module, around: Callable[..., Any], *, only_outermost: bool = False, is_of_the_whole: bool = False
 ) -> None:
     """Call `around(forward, *args, **kwargs)` wherever the module's forward was called."""
-    module.forward = PatchedForward(module, around, only_outermost=only_outermost, is_of_the_whole=is_of_the_whole)
+    patch = PatchedForward(module, around, only_outermost=only_outermost, is_of_the_whole=is_of_the_whole)
+    module.forward = patch.as_function()
     keep_copies_plain(module)
 
 
-def patch_innermost(module: nn.Module, around: Callable[..., Any]) -> None:
+def patch_innermost(module: nn.Module, around: Callable[..., Any], *, only_outermost: bool = False) -> None:
     """The same, inside of patches that are there already: for one that does what forward does in another way."""
-    outer = module.__dict__.get("forward")
-    if not isinstance(outer, PatchedForward):
-        return patch_forward(module, around)
+    outer = patch_of(module)
+    if outer is None:
+        return patch_forward(module, around, only_outermost=only_outermost)
     while isinstance(outer.inner, PatchedForward):
         outer = outer.inner
-    own = PatchedForward(module, around, only_outermost=False)
+    own = PatchedForward(module, around, only_outermost=only_outermost)
     own.inner, outer.inner = outer.inner, own
 
 

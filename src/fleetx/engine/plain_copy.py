@@ -11,6 +11,7 @@ is ours. The module itself is not touched: it may be in training, in another thr
 from __future__ import annotations
 
 import copyreg
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, final
@@ -32,6 +33,8 @@ SIDE_TABLES = {
 """Where a module keeps its hooks, and what it notes about them elsewhere, under the same keys."""
 DEPTH = 3
 """How far into the containers of a state that the user's own `__getstate__` has made."""
+STAND_IN = "_fleetx_stand_in"
+"""Attribute of a function that calls a StandIn, which copies have, or leave out, in the function's place."""
 _MARK = "_fleetx_left_out"
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -90,8 +93,11 @@ def _without_ours(state: Any, depth: int) -> Any:
         return state
     plain = _without_hooks(state)
     for name, value in state.items():
-        if isinstance(value, StandIn) and name == value.place:
-            plain[name] = value.replaced()
+        stand_in = getattr(value, STAND_IN, value) if type(value) is types.FunctionType else value
+        if isinstance(stand_in, StandIn) and name == stand_in.place:
+            plain[name] = stand_in.replaced()
+        elif stand_in is not value:
+            plain[name] = stand_in
         elif depth > 1:
             plain[name] = _without_ours(plain[name], depth - 1)
     kept = {name: value for name, value in plain.items() if value is not ABSENT}

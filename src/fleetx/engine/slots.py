@@ -302,6 +302,11 @@ class Part(abc.ABC):
         """Return sentences for `strategy.explain()`: what these settings cost and gain, with the numbers filled in."""
         return []
 
+    def cuts_graphs(self, *, by_user: bool) -> str | None:
+        """Return a sentence where compiled code cannot hold what this part does in a forward: the reason, and what it costs. It
+        is shown when a compiled model begins to train. `by_user`: the user has compiled it, and not `strategy.compile`."""
+        return None
+
     def no_effect(self) -> str | None:
         """Return a sentence, with the line to write, where these settings leave training as it is without the part; else None.
         It is shown by `strategy.explain()` and, when training begins, by worker 0."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError as MetadataMismatch
 from torch.utils.checkpoint import checkpoint
 
 from ..engine.nested_tensors import tensors_in
-from ..engine.patching import as_inside, inside
+from ..engine.patching import Outermost, as_inside, inside
 from ..engine.random_states import Source, States, held_sources, kept, set_back, torch_sources
 from ..errors import RecomputeError, first_line
 from .buffers import BufferSnapshot, Place
@@ -93,7 +93,7 @@ class Call:
     modules: list[nn.Module]
     module_states: list[ModuleState]
     buffers: BufferSnapshot
-    inside: frozenset[int]
+    inside: frozenset[Outermost]
     unchanging: list[Tensor]
     """Inputs, weights and uncopied buffers, which must not change before the second run; `versions` are their versions."""
     versions: list[int]
@@ -117,17 +117,25 @@ class Replay:
         joins: Replay | None = None,
         offload: Offload | None = None,
         offload_places: Collection[int] | None = None,
+        fits_a_graph: bool = False,
     ) -> None:
         """Join the segment of the unit before, if `joins` is given. `offload` is shared by all units of a model; `offload_places`
-        are the places of the inputs that this unit keeps in host memory, None for all."""
+        are the places of the inputs that this unit keeps in host memory, None for all. With `fits_a_graph` torch's compiler may
+        do the same in its own way; otherwise its graph breaks here, since plans are kept to the byte."""
         self._name, self._module, self._joins = name, module, joins
         self._offload, self._offload_places = offload, offload_places
         self._last: LastOutput | None = None
+        self._fits_a_graph = fits_a_graph
         self._shared_sources, self._drawn = torch_sources(device), set[Source]()
         self._written: set[Place] | None = None
         """Places of the buffers that its first call wrote; None before that call."""
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self._fits_a_graph:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            # Of this the compiler makes one graph, which computes again what it is told to; random numbers and buffers included.
+            return checkpoint(lambda: forward(*args, **kwargs), use_reentrant=False)
         if not torch.is_grad_enabled() or _thread.ask is not None:
             return forward(*args, **kwargs)  # nothing is saved, or a unit around this one is computed again anyway
         call, first = self._record(args, kwargs), [(args, kwargs)]

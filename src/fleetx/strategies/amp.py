@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ..config.kinds import boolean, choice, integer, key, names, number, optional
 from ..engine.nested_tensors import map_tensors
-from ..engine.patching import as_inside, inside, patch_forward
+from ..engine.patching import Outermost, patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError, did_you_mean, warn_user
+from ..recompute.units import is_called
 
 SMALLEST_SCALE = 1.0
 
@@ -68,20 +69,23 @@ class LossScaling:
 
 
 @final
-class Autocast:
-    """Fill FORWARD: autocast from the outermost module call to its end, then float32 outputs."""
+class Autocast(Outermost):
+    """Fill FORWARD: autocast from the outermost module call to its end, then float32 outputs.
+
+    torch's compiler traces it into the graph of what it compiles, like the model's own lines."""
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        super().__init__()
         self.device_type, self.dtype = device_type, dtype
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with as_inside(inside() | {id(self)}), torch.autocast(self.device_type, self.dtype):
+        with self.under_way(), torch.autocast(self.device_type, self.dtype):
             yield
 
     def is_inside(self) -> bool:
         # The flag, and not autocast's own state alone: a model may switch autocast off for a stretch on purpose.
-        return id(self) in inside() or torch.is_autocast_enabled(self.device_type)
+        return self.is_under_way() or torch.is_autocast_enabled(self.device_type)
 
     def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.is_inside():
@@ -92,7 +96,7 @@ class Autocast:
 
     def around_black(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(_to_float32, args), map_tensors(_to_float32, kwargs)
-        with as_inside(inside() | {id(self)}), torch.autocast(self.device_type, enabled=False):
+        with self.under_way(), torch.autocast(self.device_type, enabled=False):
             return forward(*args, **kwargs)
 
 
@@ -193,9 +197,7 @@ class Amp(Part):
 
 def outermost_candidates(model: nn.Module) -> list[nn.Module]:
     """List modules whose call may be the outermost: a loss method may call a child and never the model itself."""
-    if type(model).__name__ == "OptimizedModule":
-        return [model]  # the compiled graph is entered as a whole
-    return [module for module in model.modules() if type(module).forward is not nn.Module.forward]
+    return [module for module in model.modules() if is_called(module)]
 
 
 def _warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..config import log
 from ..config.kinds import boolean, key, names, optional, size
 from ..dist.agree import ranks_where
-from ..engine.checks.first_batch import is_compiled
+from ..engine.compiling import compiled_by
 from ..engine.dry_run import Rehearsal
 from ..engine.patching import patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
@@ -54,12 +54,21 @@ class Recompute(Part):
                 f"{given}. Write model, optimizer = fleet.distribute(model, optimizer, strategy, sample=batch), with "
                 "loss_fn=lambda model, batch: ... where the model has no method loss(batch)."
             )
-        if self.budget is not None and is_compiled(site.model):
+        if self.budget is not None and compiled_by(site.model) is not None:
             raise ConfigError(
                 'recompute_configs["budget"] is kept to by watching modules run; torch.compile(model) makes one piece of them. '
                 'Compile its blocks instead (for block in model.layers: block.compile()), or name modules in "checkpoints".'
             )
         chosen_units(site.model, self.checkpoints)
+
+    def cuts_graphs(self, *, by_user: bool) -> str | None:
+        if not by_user or (self.budget is None and not self.offload):
+            return None
+        what = 'recompute_configs["budget"]' if self.budget is not None else 'recompute_configs["offload"]'
+        return (
+            f"{what} decides around each unit what is kept, so compiled code ends before a unit and begins again after it. Name "
+            'the modules in "checkpoints" instead, without a budget and without offload, which one graph can hold.'
+        )
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         mover = mover_for(site.device) if self.offload else None
@@ -68,7 +77,7 @@ class Recompute(Part):
         if self.budget is None:
             offload = Offload(mover) if mover is not None else None
             for name, module in chosen_units(site.model, self.checkpoints).items():
-                patch_forward(module, Replay(name, module, site.device, offload=offload))
+                patch_forward(module, Replay(name, module, site.device, offload=offload, fits_a_graph=offload is None))
         return {}
 
     def rehearse(self, rehearsal: Rehearsal) -> None:

@@ -145,6 +145,12 @@ class SyncBatchNorm(Part):
     def claims(self) -> frozenset[Slot]:
         return frozenset()  # it changes norm layers alone, and shares no slot with recompute
 
+    def cuts_graphs(self, *, by_user: bool) -> str | None:
+        return (
+            "sync_batch_norm asks the other ranks in the forward of each norm, which no graph can hold, so compiled code ends "
+            "before each and begins again after it: nothing is fused across a norm, and each piece is launched from Python."
+        )
+
     def build(self, site: Site) -> Mapping[Slot, Any]:
         if site.comm.size > 1:
             for name, module in site.model.named_modules():

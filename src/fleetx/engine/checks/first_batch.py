@@ -1,16 +1,14 @@
-"""A look at the first forward: has each rank its own data, and was the model compiled or put into DDP behind our back?"""
+"""A look at the first forward: has each rank its own data, and was the model put into DDP behind our back?"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from types import FrameType
 from typing import Any, final
 
 import numpy as np
@@ -22,13 +20,10 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 from ...dist.comm import Comm
 from ...errors import ConfigError, warn_user
 from .. import dry_steps
+from ..compiling import compiled_by
 from ..ddp import refuse_other_wrapper
 from ..plain_copy import keep_copies_plain, left_out
-
-COMPILE_FIRST = (
-    "the model was compiled after fleet.distribute(...). Compile first: "
-    "model = torch.compile(model); model, optimizer = fleet.distribute(model, optimizer, strategy)"
-)
+from ..slots import Part
 
 
 def digest(value: Any) -> str | None:
@@ -58,13 +53,11 @@ def _feed(hasher: Any, value: Any) -> bool:
 class FirstLook:
     """Hooks the model's first training forward. Says nothing, and costs nothing, afterwards."""
 
-    def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None) -> None:
-        """`wrapper`: of the model, where it reduces."""
-        self._model, self._wrapper = model, wrapper
-        self._compiled_before = is_compiled(model)
+    def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None, parts: Sequence[Part] = ()) -> None:
+        """`wrapper`: of the model, where it reduces. `parts`: of its strategy."""
+        self._model, self._wrapper, self._parts = model, wrapper, parts
+        self._was_called = False
         self._digest: str | None = None
-        if "torch._dynamo" in sys.modules:  # a model that is compiled has loaded it; to load it here would take seconds
-            _hide_from_compiler()
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
         keep_copies_plain(model)
 
@@ -73,10 +66,10 @@ class FirstLook:
 
     @left_out
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not self._model or dry_steps.is_on():  # in a copy of the model it is another one
+        # In a copy of the model it is another one. Compiled code is traced without this: `finish` compares losses then.
+        if torch.compiler.is_compiling() or module is not self._model or dry_steps.is_on():
             return
-        if not self._compiled_before and _called_from_compiled(module):
-            raise ConfigError(COMPILE_FIRST)
+        self._was_called = True
         refuse_other_wrapper(module, self._wrapper)
         if module.training and self._digest is None and torch.is_grad_enabled():
             with contextlib.suppress(RuntimeError):  # tensors without data (torch.func, fake tensors) tell nothing
@@ -88,8 +81,8 @@ class FirstLook:
     def finish(self, comm: Comm, *, loss: Tensor | None, weighted: bool) -> None:
         """Compare the ranks once, at the first update. Every rank is here: it is about to reduce."""
         self._handle.remove()
-        if not self._compiled_before and is_compiled(self._model):
-            raise ConfigError(COMPILE_FIRST)
+        if comm.rank == 0:
+            self._tell_of_compiling()
         if comm.size == 1:
             return
         seen = self._digest or (None if loss is None else float(loss.detach()).hex())
@@ -111,33 +104,24 @@ class FirstLook:
         if advice is not None:
             warn_user(advice)
 
-
-@functools.cache
-def _hide_from_compiler() -> None:
-    """The whole hook, or a compiled model would break in two at it."""
-    FirstLook._on_forward = torch.compiler.disable(FirstLook._on_forward)  # type: ignore[method-assign]
+    def _tell_of_compiling(self) -> None:
+        """Say what of a compiled model is not one graph, or not compiled at all."""
+        how = {found for module in self._model.modules() if (found := compiled_by(module)) is not None}
+        if how and type(self._model).__name__ == "OptimizedModule" and not self._was_called:
+            warn_user(
+                "torch.compile(model) compiles the call model(x) alone, and the loss came from a method of the module inside, "
+                "which runs uncompiled. Write model.compile() in its place, which compiles every call of the model."
+            )
+        cuts = [part.cuts_graphs(by_user="user" in how) for part in self._parts] if how else []
+        for cut in cuts:
+            if cut is not None:
+                warn_user(f"the model is compiled, and not into one graph: {cut}")
 
 
 def _look_at_nothing() -> FirstLook:
     look = object.__new__(FirstLook)
     look._model = nn.Module()
     return look
-
-
-def is_compiled(model: nn.Module) -> bool:
-    return type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
-
-
-def _called_from_compiled(model: nn.Module) -> bool:
-    """Whether a torch.compile wrapper of this very model is on the call stack."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    frame: FrameType | None = sys._getframe(1) if dynamo is not None else None
-    while dynamo is not None and frame is not None:
-        # Only of torch's own frame: reading a user's f_locals would keep all they hold alive.
-        if frame.f_code is dynamo.OptimizedModule.__call__.__code__:
-            return frame.f_locals["self"]._orig_mod is model
-        frame = frame.f_back
-    return False
 
 
 # Does every rank draw from all of the data? Looks for DataLoaders under way that shuffle, and have no sampler that shares out.
