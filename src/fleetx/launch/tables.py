@@ -43,6 +43,7 @@ def configuration_table(plan: Plan) -> str:
         "job_id": plan.job_id,
         "job_secret": _secret(plan),
         "log_dir": plan.log_dir,
+        "log_max_mb": plan.log_max_mb or "no limit",
         "log_overwrite": plan.log_overwrite,
         "master": _master(plan),
         "max_restart": plan.max_restart,
