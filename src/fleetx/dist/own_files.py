@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -43,20 +44,24 @@ def open_to_append(path: Path) -> IO[bytes]:
     return file
 
 
-def replace_file(path: Path, data: bytes, *, mode: int = PRIVATE_MODE) -> None:
-    """Write a file under a random name beside its own and rename it, so that a reader never sees half of it."""
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = PRIVATE_MODE) -> Iterator[IO[bytes]]:
+    """Open a file under a random name beside its own, and rename it at the end: a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
-        with open(handle, "wb", buffering=0) as file:
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
+        with open(handle, "wb") as file:
+            yield file
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
+
+
+def replace_file(path: Path, data: bytes, *, mode: int = PRIVATE_MODE) -> None:
+    with replacing(path, mode=mode) as file:
+        file.write(data)
 
 
 def check_own_folder(folder: Path) -> None:
