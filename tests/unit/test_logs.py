@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -189,6 +190,26 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_starts(tmp_path
     (tmp_path / "a" / "workerlog.0").mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):
         start_fresh(tmp_path / "a", range(1), world_size=1)
+
+
+def test_a_folder_of_another_user_is_refused_but_not_to_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    os.chown(folder, 4242, 4242)
+    check_folder(folder)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="it belongs to another user.* Name a folder of your own"):
+        check_folder(folder)
+    check_folder(tmp_path / "mine")
+
+
+def test_a_log_that_is_not_there_yet_is_shown_once_it_is_made(tmp_path: Path, shown: Shown, follower: Follower) -> None:
+    follower.start([(tmp_path / "log" / "workerlog.0", Bare())])
+    (tmp_path / "log").mkdir()
+    append(tmp_path / "log" / "workerlog.0", b"late\n")
+    shown.wait_for(b"late\n")
 
 
 def test_the_last_lines_of_a_long_log_are_harmless_text(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import shutil
+import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,14 @@ import torch
 from torch import nn
 
 from fleetx import fleet
+from fleetx.config.secret_texts import command_without_secrets, without_secrets
 from fleetx.dist import heartbeat
 from fleetx.dist.heartbeat import Phase
 from fleetx.engine import registry
 from fleetx.errors import ConfigError, FleetWarning
+from fleetx.monitor import lasting_files
 from fleetx.monitor import monitor as monitors
-from fleetx.monitor.folder import Folder, command_of, last_record
+from fleetx.monitor.folder import Folder, last_record
 from fleetx.monitor.split import MOST_EVENTS, PARTS, DeviceStopwatch
 from tests.helpers.models import batch, mlp
 from tests.helpers.monitor_runs import environment, pair, records, summary, train
@@ -282,15 +287,114 @@ def test_tensorboard_holds_the_losses(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("values/acc")] == [0, 1, 2]
 
 
-def test_a_disk_that_fails_later_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
+def fill(file: Path) -> None:
+    """Use up all the room there is."""
+    with file.open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    where = tmp_path / "disk"
+    where.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(where)], capture_output=True)
+    if made.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+@pytest.fixture
+def always_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_files, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(lasting_files, "LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("always_looks")
+def test_a_full_disk_is_told_once_and_every_update_is_written_once_there_is_room(small_disk: Path) -> None:
+    model, optimizer = pair()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with quiet(small_disk / "run") as watch:
+            watch.log(optimizer.minimize(loss_of(model)))
+            watch.log(optimizer.minimize(loss_of(model)))
+            fill(small_disk / "ballast")
+            for index in range(40):
+                watch.log(optimizer.minimize(loss_of(model, index)))
+            assert len(records(small_disk / "run")) < 40, "whole lines, and not all"
+            (small_disk / "ballast").unlink()
+            watch.log(optimizer.minimize(loss_of(model)))
+    assert [line["step"] for line in records(small_disk / "run")] == list(range(1, 44))
+    assert summary(small_disk / "run")["steps"] == 43
+    (told,) = [str(one.message) for one in caught if "cannot be written now" in str(one.message)]
+    assert "No space left on device" in told
+
+
+@pytest.mark.usefixtures("always_looks")
+def test_a_run_may_end_on_a_full_disk(small_disk: Path) -> None:
+    model, optimizer = pair()
+    with pytest.warns(FleetWarning, match="cannot be written now"), quiet(small_disk / "run") as watch:
+        fill(small_disk / "ballast")
+        for index in range(40):
+            watch.log(optimizer.minimize(loss_of(model, index)))
+
+
+@pytest.mark.usefixtures("always_looks")
+def test_a_run_folder_that_is_deleted_is_made_again_with_all_that_is_known(tmp_path: Path) -> None:
     model, optimizer = pair()
     with quiet(tmp_path / "run") as watch:
-        watch.log(optimizer.minimize(loss_of(model)))
-        watch._folder._metrics.close()  # type: ignore[union-attr]
-        watch._folder._metrics = open("/dev/full", "wb", buffering=0)  # type: ignore[union-attr]
-        with pytest.warns(UserWarning, match="cannot be written any more.*No space left"):
-            watch.log(optimizer.minimize(loss_of(model)))
-        watch.log(optimizer.minimize(loss_of(model)))
+        for index in range(3):
+            watch.log(optimizer.minimize(loss_of(model, index)))
+        shutil.rmtree(tmp_path / "run")
+        for index in range(3):
+            watch.log(optimizer.minimize(loss_of(model, index)))
+    assert [line["step"] for line in records(tmp_path / "run")] == [3, 4, 5, 6]
+    assert (tmp_path / "run" / "strategy.yaml").exists() and len(environment(tmp_path / "run")["starts"]) == 1
+
+
+def test_lines_that_wait_are_bounded_and_the_loss_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lasting_files, "MOST_LINES", 10)
+    files = lasting_files.LastingFiles(tmp_path / ".", "lines")
+    fails = [True]
+
+    def write(file: Any, line: bytes) -> None:
+        if fails[0]:
+            raise OSError(28, "No space left on device")
+        file.write(line)
+
+    monkeypatch.setattr(lasting_files, "_write_whole", write)
+    with pytest.warns(FleetWarning, match="cannot be written now"):
+        for number in range(25):
+            files.add_line(b"%d\n" % number)
+    fails[0] = False
+    files.close()
+    assert (tmp_path / "lines").read_text().split() == [str(number) for number in range(15, 25)]
+    assert "is written again; 15 lines were lost." in capsys.readouterr().out
+
+
+def test_links_in_the_run_folder_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "victim").write_text("precious")
+    names = ["environment.json", "strategy.yaml", "summary.json", "memory.json"]
+    for name in [*names, *(f".{name}.part" for name in names), "workerlog.0", ".workerlog.0.part"]:
+        (tmp_path / "run" / name).symlink_to(tmp_path / "victim")
+    train(str(tmp_path / "run"), 5)
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert all(not (tmp_path / "run" / name).is_symlink() for name in names[:3])
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "victim")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        quiet(tmp_path / "run")
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_other_users_cannot_read_what_is_recorded(tmp_path: Path) -> None:
+    train(str(tmp_path), 3)
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o007 == 0, path.name
 
 
 def test_plain_lines_go_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,9 +451,57 @@ def test_what_cannot_be_logged_is_refused_and_the_run_goes_on(tmp_path: Path) ->
 def test_values_that_sound_like_secrets_are_not_written_down() -> None:
     given = ["train.py", "--api-key", "abc", "--hub_token=xyz", "+wandb.api_key=S", "HF_TOKEN=S", "--data", "https://me:S@host/x"]
     shown = ["train.py", "--api-key", "(hidden)", "--hub_token=(hidden)", "+wandb.api_key=(hidden)", "HF_TOKEN=(hidden)"]
-    assert command_of(given) == [*shown, "--data", "https://me:(hidden)@host/x"]
+    assert command_without_secrets(given) == [*shown, "--data", "https://me:(hidden)@host/x"]
     plain = ["--lr", "0.1", "--tokenizer", "bert", "--max-tokens=512", "--password"]
-    assert command_of(plain) == plain
+    assert command_without_secrets(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("hf_AbCdEfGhIjKlMnOpQrStUvWx", "(hidden)"),
+        ("--login=hf_AbCdEfGhIjKlMnOpQrStUvWx", "--login=(hidden)"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer (hidden)"),
+        ("'authorization': 'Basic dXNlcjpwYXNz'", "'authorization': 'Basic (hidden)'"),
+        ("sent bearer abc.def.ghi", "sent bearer (hidden)"),
+        ("https://s3/x?X-Amz-Date=1&X-Amz-Signature=0f0f&y=2", "https://s3/x?X-Amz-Date=1&X-Amz-Signature=(hidden)&y=2"),
+        ("https://blob/x?sv=1&sig=ab%2Fcd", "https://blob/x?sv=1&sig=(hidden)"),
+        ("https://x/y?access_token=abc#top", "https://x/y?access_token=(hidden)#top"),
+        ("ghp_0123456789abcdefABCD", "(hidden)"),
+        ("AKIAIOSFODNN7EXAMPLE", "(hidden)"),
+        ("sk-proj-0123456789abcdef", "(hidden)"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln", "(hidden)"),
+    ],
+)
+def test_secrets_are_known_by_their_form(given: str, shown: str) -> None:
+    assert without_secrets(given) == shown
+    assert command_without_secrets(["train.py", given])[1] in (shown, shown.removesuffix("#top"))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        "bert-base-uncased",
+        "hf_hub",
+        "sk-learn",
+        "basics",
+        "--basic",
+        "runs/key=3",
+        "a.b.c",
+        "task-0123456789abcdefgh",
+        "?step=3&k=4",
+    ],
+)
+def test_what_is_no_secret_is_shown(plain: str) -> None:
+    assert without_secrets(plain) == plain
+
+
+def test_an_error_in_the_summary_shows_no_secret(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    with pytest.raises(ValueError, match="hf_"), quiet(tmp_path) as watch:
+        watch.log(optimizer.minimize(loss_of(model)))
+        raise ValueError("401 for hf_AbCdEfGhIjKlMnOpQrStUvWx at https://me:S@host/x")
+    assert summary(tmp_path)["error"] == "ValueError: 401 for (hidden) at https://me:(hidden)@host/x"
 
 
 def test_the_worker_log_is_linked_while_it_grows_and_kept_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

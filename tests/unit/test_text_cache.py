@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fleetx.data.text import token_cache
 from fleetx.data.text.token_cache import ArrayWriter, Cached, cache_folder, cache_key, cached
 from fleetx.errors import ConfigError, DataError, FleetWarning
 
@@ -78,6 +79,63 @@ def test_a_damaged_cache_is_built_again_with_a_warning(tmp_path: Path, name: str
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([KEY, f"{KEY}.lock"])
 
 
+def _large(writer: ArrayWriter) -> dict[str, Any]:
+    for start in range(0, 3_000_000, 500_000):
+        writer.append("tokens", np.arange(start, start + 500_000, dtype=np.int32))
+    return {}
+
+
+def test_a_bit_in_the_middle_of_a_large_file_counts(tmp_path: Path) -> None:
+    home = cached(tmp_path, KEY, _large, what="arrays").folder
+    with open(home / "tokens.bin", "r+b") as file:
+        file.seek(6_000_000)
+        file.write(b"\xff")
+    with pytest.warns(FleetWarning, match="tokens.bin has changed since it was written.* built again"):
+        found = cached(tmp_path, KEY, _large, what="arrays")
+    np.testing.assert_array_equal(found.arrays["tokens"], np.arange(3_000_000))
+
+
+def test_a_change_that_sets_its_times_back_counts_too(tmp_path: Path) -> None:
+    home = cached(tmp_path, KEY, _large, what="arrays").folder
+    before = (home / "tokens.bin").stat()
+    with open(home / "tokens.bin", "r+b") as file:
+        file.seek(6_000_000)
+        file.write(b"\xff")
+    os.utime(home / "tokens.bin", ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.warns(FleetWarning, match="has changed since"):
+        cached(tmp_path, KEY, _large, what="arrays")
+
+
+def test_all_bytes_are_read_once_on_a_node_and_again_after_a_start_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = token_cache._verify
+
+    def verify(path: Path, sha256: str) -> None:
+        read.append(path.name)
+        original(path, sha256)
+
+    monkeypatch.setattr(token_cache, "_verify", verify)
+    cached(tmp_path, KEY, build, what="arrays")
+    assert sorted(read) == ["empty.bin", "ends.bin", "tokens.bin"]
+    check(cached(tmp_path, KEY, refuse, what="arrays"))
+    assert len(read) == 3
+    monkeypatch.setattr(token_cache, "boot_name", lambda: "another start")
+    check(cached(tmp_path, KEY, refuse, what="arrays"))
+    assert len(read) == 6
+
+
+@pytest.mark.parametrize("mark", ["", "[]", "[" * 100_000, '{"start": 1}'])
+def test_a_mark_that_means_nothing_is_no_mark(tmp_path: Path, mark: str) -> None:
+    home = cached(tmp_path, KEY, build, what="arrays").folder
+    (path,) = home.glob("checked-*")
+    path.write_text(mark)
+    _flip(home / "ends.bin")
+    with pytest.warns(FleetWarning, match="ends.bin has changed"):
+        check(cached(tmp_path, KEY, build, what="arrays"))
+
+
 @pytest.mark.parametrize("header", ["", "[]", "{}", '{"body": 3, "sha256": "x"}', '{"body": {"arrays": {"../x": {}}}}'])
 def test_a_header_that_means_nothing_is_damage_too(tmp_path: Path, header: str) -> None:
     home = cached(tmp_path, KEY, build, what="arrays").folder
@@ -98,6 +156,7 @@ RACER = """
 import sys, time
 from pathlib import Path
 import numpy as np
+from fleetx.data.text import token_cache
 from fleetx.data.text.token_cache import cached
 
 folder, key = Path(sys.argv[1]), sys.argv[2]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, final
 
 from ..config.kinds import integer
 from ..config.text import MIB, aligned
+from ..dist.own_files import replace_file
 from ..errors import ConfigError
 from ..strategy import DistributedStrategy
 from .fixed_parts import Fixed
@@ -84,12 +84,11 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan; a file that was there before, of another plan, is kept beside it as `.previous`."""
-        file = Path(path)
-        text, new = to_json(self), file.with_name(file.name + ".new")
-        new.write_text(text, encoding="utf-8")
-        if file.exists() and file.read_bytes() != text.encode():
-            shutil.copyfile(file, file.with_name(file.name + ".previous"))
-        new.replace(file)  # a reader finds the old plan or the new one, never half of it
+        file, text = Path(path), to_json(self).encode()
+        before = file.read_bytes() if file.exists() else text
+        if before != text:
+            replace_file(file.with_name(file.name + ".previous"), before, mode=0o666)
+        replace_file(file, text, mode=0o666)
 
 
 # --- in words -----------------------------------------------------------------------------------------------------------

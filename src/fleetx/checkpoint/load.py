@@ -23,6 +23,7 @@ from ..config.text import listed
 from ..data.sampler import FleetSampler
 from ..dist.agree import Failures, run_and_share, run_on_all, sentence
 from ..dist.comm import Comm
+from ..dist.machine import boot_name
 from ..engine.optimizer import FleetOptimizer
 from ..engine.strategy_record import differences, told
 from ..errors import CheckpointError, warn_user
@@ -33,7 +34,6 @@ from .manifest import Damaged, Manifest, check_size, is_common, read_manifest, v
 from .objects import TRAINING, VALUE, check_all, put_all
 from .save import share_name
 from .snapshot import RANDOM, check_random_states, restore_random_states, seed_added_rank
-from .writer import node_name
 
 NOT_SEEN = "(not seen)"
 LOOKS = 10
@@ -95,7 +95,7 @@ def _too_fast(directory: Path) -> str:
 
 def _mates(comm: Comm) -> tuple[int, int]:
     """Return this rank's place among the ranks of its node, and their number: they share what they have all to verify."""
-    nodes = comm.gather_json(f"{node_name()}/{os.environ.get('GROUP_RANK', '')}")
+    nodes = comm.gather_json(f"{boot_name()}/{os.environ.get('GROUP_RANK', '')}")
     mine = [rank for rank, node in enumerate(nodes) if node == nodes[comm.rank]]
     return mine.index(comm.rank), len(mine)
 

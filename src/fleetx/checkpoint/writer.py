@@ -32,6 +32,7 @@ from typing import Any, final
 from ..config import log
 from ..dist import world
 from ..dist.file_lock import NO_LOCKS
+from ..dist.machine import boot_name
 from ..errors import CheckpointError
 from ..launch.guardian import RUN_ID
 
@@ -60,20 +61,13 @@ class Writer:
         return f"run {self.run[:12]} (process {self.pid} on {self.host}, since {self.since})"
 
 
-def node_name() -> str:
-    """Return an identifier of this start of the machine's kernel: host names repeat."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return socket.gethostname()
-
-
 _this_run = secrets.token_hex(16)
 """Identifier of this process's run where no launcher gives one."""
 
 
 def this_writer() -> Writer:
     run = os.environ.get(RUN_ID) or _this_run
-    return Writer(run, socket.gethostname(), node_name(), os.getpid(), datetime.now().isoformat(sep=" ", timespec="seconds"))
+    return Writer(run, socket.gethostname(), boot_name(), os.getpid(), datetime.now().isoformat(sep=" ", timespec="seconds"))
 
 
 def _read(handle: int) -> Writer | None:
@@ -174,7 +168,7 @@ def _lock(handle: int) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         other = _read(handle)
-        return other is None or other.machine != node_name() or other.pid == os.getpid() or not _is_running(other.pid)
+        return other is None or other.machine != boot_name() or other.pid == os.getpid() or not _is_running(other.pid)
     return True
 
 

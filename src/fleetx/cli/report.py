@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
+from ..dist.own_files import replace_file
 from ..errors import ConfigError
 from .flags import arg_type, file
 
@@ -38,14 +38,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def write(path: Path, text: str) -> None:
     """Write the page and rename it into place: a browser that reloads it must not see half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(partial, path)
+        replace_file(path, text.encode("utf-8", errors="replace"), mode=0o666)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another place with --out.") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def run(options: argparse.Namespace) -> int:

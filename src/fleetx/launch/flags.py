@@ -17,7 +17,8 @@ Tee = Literal["all"] | frozenset[int]
 FLAGS = (
     *("--gpus", "--devices", "--selected_gpus", "--nproc_per_node", "--module", "--env", "--dry_run", "--run_mode", "--help"),
     *("--ips", "--nnodes", "--master", "--rank", "--host", "--start_port", "--job_id", "--max_restart", "--max_restarts"),
-    *("--hang_timeout", "--log_dir", "--log_overwrite", "--tee", "--job_secret_file", "--node_grace", "--restart_window"),
+    *("--hang_timeout", "--log_dir", "--log_overwrite", "--log_max_mb", "--tee", "--job_secret_file", "--node_grace"),
+    "--restart_window",
 )
 PARAMETER_SERVER = (
     *("--servers", "--server_num", "--server_endpoints", "--workers", "--worker_num", "--worker_endpoints", "--trainers"),
@@ -155,6 +156,8 @@ def _add_endings(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--log_dir", default="log", metavar="DIR", help="folder of workerlog.N (default: log)")
     _add(parser, "--log_overwrite", action="store_true", help="a restart empties the logs (default: it appends to them)")
+    size_help = "a log larger than this becomes workerlog.N.1, and a new one begins (default: 1024; 0: no limit)"
+    _add(parser, "--log_max_mb", type=_whole_number(0), default=1024, metavar="MIB", help=size_help)
     tee_help = "ranks shown in full: all, none, or 0,3 (default: 0); others show warnings and tracebacks only"
     _add(parser, "--tee", type=_tee, default=frozenset({0}), metavar="RANKS", help=tee_help)
 

@@ -78,6 +78,7 @@ def make_plan(options: argparse.Namespace, *, visible_gpus: int, cores: int, whe
         restart_window_seconds=options.restart_window,
         secret=secret.take_secret(options.job_secret_file, os.environ),
         log_overwrite=options.log_overwrite,
+        log_max_mb=options.log_max_mb,
         job_id=options.job_id,
         variables=flags.split_env(options.env)[0],
         tee=options.tee,

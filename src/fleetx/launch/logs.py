@@ -1,18 +1,20 @@
-"""The ranks' log files: truncate them at the start, copy them to the console, read the last lines of a failure."""
+"""The ranks' log files: begin them, mark attempts in them, copy them to the console, read the last lines of a failure."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import IO
 
+from ..dist.own_files import check_own_folder, create_own, open_own, open_to_append
 from ..errors import ConfigError
 from .console import Bare, View, escape
-from .topology import log_path, stale_logs
+from .topology import log_path, older_log, stale_logs
 
 FOLLOW_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
@@ -26,23 +28,43 @@ def check_folder(log_dir: Path) -> None:
     """Create the folder and test that it can be written: one error now is better than one from every rank."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=log_dir):
-            pass
+        check_own_folder(log_dir)
     except OSError as error:
-        raise ConfigError(f"--log_dir {log_dir} cannot be written: {error}.") from error
+        raise _unusable(log_dir, error) from error
 
 
 def start_fresh(log_dir: Path, ranks: range, *, world_size: int) -> None:
-    """Truncate the logs of these ranks, and delete those of an earlier, larger run; other nodes' logs may be in use already."""
+    """Begin the logs of these ranks, and delete those of an earlier, larger run; other nodes' logs may be in use already."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         for rank in ranks:
-            log_path(log_dir, rank).write_bytes(b"")
+            create_own(log_path(log_dir, rank))
+            older_log(log_path(log_dir, rank)).unlink(missing_ok=True)
         if 0 in ranks:
             for path in stale_logs(log_dir.glob("workerlog.*"), world_size=world_size):
                 path.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--log_dir {log_dir} cannot be written: {error}.") from error
+        raise _unusable(log_dir, error) from error
+
+
+def _unusable(log_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--log_dir {log_dir} cannot be written: {error}. Name a folder of your own.")
+
+
+def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) -> None:
+    """Write a line into a rank's log where an attempt begins; or empty the log. A full disk, or a folder that was deleted, costs
+    this line and no restart."""
+    count = f"{attempt + 1} of {max_restart + 1}" if attempt <= max_restart else f"{attempt + 1}"
+    marker = f"--- attempt {count}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n"
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open_to_append(log) as file:
+            if overwrite:
+                file.truncate(0)
+            else:
+                file.seek(max(0, file.tell() - 1))
+                is_amid_line = file.read() not in (b"", b"\n")  # a killed rank may leave an incomplete line
+                file.write(b"\n" * is_amid_line + marker.encode())
 
 
 class ConsoleGone(Exception):
@@ -61,32 +83,51 @@ def write_all(data: bytes, descriptor: int = 1) -> None:
 
 
 class _Tail:
-    """One log and the position read so far. A restart may truncate or replace it."""
+    """One log and the position read so far. It may be emptied, replaced, or deleted and made again."""
 
     def __init__(self, path: Path, view: View) -> None:
         self.view = view
         self._path = path
-        self._file = path.open("rb", buffering=0)
+        self._file = self._opened()
+
+    def _opened(self) -> IO[bytes] | None:
+        try:
+            return open(open_own(self._path, os.O_RDONLY), "rb", buffering=0)
+        except OSError:
+            return None
 
     def read(self) -> tuple[bytes, bool]:
-        """Return the next piece, and whether the file was truncated or replaced before it."""
+        """Return the next piece, and whether the file was emptied or replaced before it."""
+        if self._file is None:
+            self._file = self._opened()
+            return (self._file.read(CHUNK_BYTES) or b"" if self._file is not None else b""), False
         if data := self._file.read(CHUNK_BYTES):
             return data, False
         try:
-            now = self._path.stat()
-        except OSError:  # removed by hand: the open file still grows
+            now = self._path.stat(follow_symlinks=False)
+        except OSError:  # deleted: the open file still grows
             return b"", False
         if now.st_ino != os.fstat(self._file.fileno()).st_ino:
-            self._file.close()
-            self._file = self._path.open("rb", buffering=0)
-        elif now.st_size < self._file.tell():
-            self._file.seek(0)
-        else:
+            return self._next_file()
+        if now.st_size >= self._file.tell():
             return b"", False
+        self._file.seek(0)
         return self._file.read(CHUNK_BYTES) or b"", True
 
-    def close(self) -> None:
+    def _next_file(self) -> tuple[bytes, bool]:
+        assert self._file is not None
+        if data := self._file.read(CHUNK_BYTES):  # written just before the file was replaced
+            return data, False
+        opened = self._opened()
+        if opened is None:
+            return b"", False
         self._file.close()
+        self._file = opened
+        return opened.read(CHUNK_BYTES) or b"", True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 class _Screen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -26,9 +27,10 @@ class Records:
         self._folder = folder / str(attempt)
 
     def prepare(self, local_rank: int) -> dict[str, str]:
-        """Make the rank's files and return the variables that name them."""
-        self._folder.mkdir(exist_ok=True)
-        heartbeat.make_file(self._progress_file(local_rank))
+        """Make the rank's files and return the variables that name them. On a full disk the attempt begins without them."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(exist_ok=True)
+            heartbeat.make_file(self._progress_file(local_rank))
         return {
             heartbeat.PROGRESS_FILE: str(self._progress_file(local_rank)),
             FAILURE_FILE: str(self._failure_file(local_rank)),

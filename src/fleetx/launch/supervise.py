@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from .elastic import (
     without_handlers,
 )
 from .guardian import RUN_ID, kill_run
+from .logs import mark_attempt
 from .member import Member
 from .outcome import Failure, Outcome
 from .processes import Guardian, Workers, guarded
@@ -65,19 +65,6 @@ KILL_SECONDS, CAUSE_SECONDS = 2.0, 1.0
 
 def count_gpus() -> int:
     return torch.cuda.device_count()
-
-
-def mark_attempt(log: Path, attempt: int, max_restart: int, *, overwrite: bool) -> None:
-    """Write a line into a rank's log where an attempt begins; or truncate the log."""
-    count = f"{attempt + 1} of {max_restart + 1}" if attempt <= max_restart else f"{attempt + 1}"
-    marker = f"--- attempt {count}, {datetime.now():%Y-%m-%d %H:%M:%S} ---\n"
-    with log.open("ab+") as file:
-        if overwrite:
-            file.truncate(0)
-        else:
-            file.seek(max(0, file.tell() - 1))
-            is_amid_line = file.read() not in (b"", b"\n")  # a killed rank may leave an incomplete line
-            file.write(b"\n" * is_amid_line + marker.encode())
 
 
 @dataclass

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ..config.secret_texts import command_without_secrets, without_secrets
 from ..config.text import framed
 from .console import escape
 from .outcome import join_ranks
@@ -19,7 +20,7 @@ SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", flags=re.IGNORECASE
 
 
 def hide_secret(name: str, value: str) -> str:
-    return "***" if SECRET.search(name) else value
+    return "***" if SECRET.search(name) else without_secrets(value)
 
 
 def _master(plan: Plan) -> str:
@@ -43,6 +44,7 @@ def configuration_table(plan: Plan) -> str:
         "job_id": plan.job_id,
         "job_secret": _secret(plan),
         "log_dir": plan.log_dir,
+        "log_max_mb": plan.log_max_mb or "no limit",
         "log_overwrite": plan.log_overwrite,
         "master": _master(plan),
         "max_restart": plan.max_restart,
@@ -50,7 +52,7 @@ def configuration_table(plan: Plan) -> str:
         "node_grace": f"{plan.node_grace_seconds:g} s",
         "nproc_per_node": plan.process_count,
         "rank": "in order of arrival" if nodes.rank is None else nodes.rank,
-        "module" if plan.is_module else "script": shlex.join((plan.target, *plan.arguments)),
+        "module" if plan.is_module else "script": shlex.join(command_without_secrets((plan.target, *plan.arguments))),
         "restart_window": f"{plan.restart_window_seconds:g} s",
         "tee": ranks,
     }

@@ -41,6 +41,7 @@ class Plan:
     restart_window_seconds: float = 3600.0  # progress for so long gives all restarts back
     secret: str = field(default="", repr=False)  # of the job, the same on all nodes; empty: none was given
     log_overwrite: bool = False  # a restart empties the logs; otherwise it appends after a marker line
+    log_max_mb: int = 1024  # size of a log, in MiB, beyond which a new one is begun; 0: no limit
     job_id: str = "default"
     variables: Mapping[str, str] = field(default_factory=dict)  # set for every worker
     tee: Literal["all"] | frozenset[int] = frozenset({0})  # the global ranks whose output is shown in full
@@ -109,9 +110,14 @@ def log_path(log_dir: Path, rank: int) -> Path:
     return log_dir / f"workerlog.{rank}"
 
 
+def older_log(log: Path) -> Path:
+    """Return where a log goes that has reached its greatest size: its rank then begins a new one (worker.py)."""
+    return log.with_name(f"{log.name}.1")
+
+
 def stale_logs(present: Iterable[Path], *, world_size: int) -> list[Path]:
     """Return logs of an earlier, larger run, which would look like part of this run."""
-    numbers = {path: path.name.removeprefix("workerlog.") for path in present}
+    numbers = {path: path.name.removeprefix("workerlog.").removesuffix(".1") for path in present}
     return [path for path, number in numbers.items() if number.isascii() and number.isdigit() and int(number) >= world_size]
 
 
@@ -149,6 +155,7 @@ def worker_environment(
         "PADDLE_TRAINERS_NUM": assigned["WORLD_SIZE"],
         "PYTHONUNBUFFERED": "1",
         "FLEETX_WORKER_LOG": str(log_path(plan.log_dir, rank).absolute()),
+        "FLEETX_WORKER_LOG_MB": str(plan.log_max_mb),
     }
     if "OMP_NUM_THREADS" not in inherited:
         added["OMP_NUM_THREADS"] = str(max(1, cores // plan.process_count))

@@ -3,6 +3,9 @@
 Elastic would open stdout and stderr as two files with separate offsets, which loses the order of lines. Here both are one file,
 opened with O_APPEND. This file is started by its path and imports only the standard library: the log is open and Ctrl-C is
 handled before torch is imported, which takes seconds.
+
+Logging never ends the run: on a full disk lines are dropped and counted, a log that was deleted is made again within a second of
+the next line, with its folder, and one that is too long makes room for a new one.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import importlib.util
@@ -21,13 +25,18 @@ import re
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from types import ModuleType, TracebackType
+from typing import Any
 
 FAILURE_FILE = "FLEETX_FAILURE_FILE"
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 LAUNCHER_GONE = 1
+LOG_MODE = 0o640
+LOOK_SECONDS = 1.0
+STORAGE_FAILS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE))
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 NOT_RETRYABLE, PEER_ERROR = "fleetx.errors.ConfigError", "fleetx.errors.PeerError"
 BROKEN = re.compile(
@@ -47,16 +56,120 @@ def die_with_launcher() -> None:
         os._exit(LAUNCHER_GONE)
 
 
-def redirect_streams(path: str) -> None:
+class RankLog:
+    """This rank's log, behind descriptors 1 and 2."""
+
+    def __init__(self, path: str, most_bytes: int) -> None:
+        """Open the log. `most_bytes`: size beyond which a new one is begun; 0: no limit."""
+        self._path, self._most_bytes = path, most_bytes
+        self._lost_bytes, self._lost_because = 0, ""
+        self._next_look_seconds = 0.0
+        self._guard = threading.Lock()
+        log = self._open()
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        """Write all of it, or drop what the disk does not take. A descriptor that the script has redirected is left alone."""
+        if time.monotonic() >= self._next_look_seconds and self._guard.acquire(blocking=False):
+            try:
+                self._next_look_seconds = time.monotonic() + LOOK_SECONDS
+                self._look()
+            finally:
+                self._guard.release()
+        if self._lost_bytes and not self._write(descriptor, memoryview(self._loss())):
+            self._lost_bytes = 0
+        self._lost_bytes += self._write(descriptor, data)
+
+    def _write(self, descriptor: int, data: memoryview) -> int:
+        """Return how many bytes were not written."""
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError as error:
+            if error.errno not in STORAGE_FAILS:
+                raise
+            self._lost_because = error.strerror or str(error)
+        return len(data)
+
+    def _loss(self) -> bytes:
+        return f"\n[fleetrun: here {self._lost_bytes:,} bytes of output were lost: {self._lost_because}]\n".encode()
+
+    def _look(self) -> None:
+        """Make the log again where it was deleted or moved away; begin a new one where it is too long."""
+        with contextlib.suppress(OSError):
+            try:
+                now = os.stat(self._path, follow_symlinks=False)
+                is_same = (now.st_dev, now.st_ino) == self._opened
+            except OSError:
+                is_same = False
+            if is_same and not 0 < self._most_bytes < now.st_size:
+                return
+            if is_same:
+                os.replace(self._path, f"{self._path}.1")
+            self._move()
+
+    def _move(self) -> None:
+        """Open the log and put it behind the descriptors that lead to the former one."""
+        former, log = self._opened, self._open()
+        for stream in (1, 2):
+            if _identity(stream) == former:
+                os.dup2(log, stream)
+        os.close(log)
+
+    def _open(self) -> int:
+        """Open the log, with its folder; nothing behind it where that fails, or where a link is in its place."""
+        try:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            log = os.open(self._path, flags, LOG_MODE)
+        except OSError:
+            log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        self._opened = _identity(log)
+        return log
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+class LogStream(io.FileIO):
+    """What Python writes on one of the descriptors."""
+
+    def __init__(self, descriptor: int, log: RankLog, name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.name = name
+        self._log = log
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._log.write(self.fileno(), view)
+        return len(view)
+
+
+def redirect_streams(path: str, most_bytes: int) -> None:
     """Redirect output to this rank's log. Only rank 0 keeps stdin: several ranks would each read a part of it."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
+    log = RankLog(path, most_bytes)
+    sys.stdout = sys.__stdout__ = _through(log, sys.stdout, 1)  # type: ignore[misc]  # Python's own copies as well
+    sys.stderr = sys.__stderr__ = _through(log, sys.stderr, 2)  # type: ignore[misc]
     if os.environ.get("RANK") != "0":
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
+
+
+def _through(log: RankLog, stream: Any, descriptor: int) -> io.TextIOWrapper:
+    """Return a stream like this one that writes through the log."""
+    raw, is_direct = LogStream(descriptor, log, stream.name), stream.write_through
+    return io.TextIOWrapper(
+        raw if is_direct else io.BufferedWriter(raw),  # the first as Python itself makes it under PYTHONUNBUFFERED
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=is_direct,
+    )
 
 
 def run_target(kind: str, target: str, arguments: list[str]) -> None:
@@ -169,7 +282,7 @@ def main(kind: str, target: str, *arguments: str) -> int:
     atexit.register(leave_quickly, os.getpid())  # registered first, so called last
     try:
         die_with_launcher()
-        redirect_streams(os.environ["FLEETX_WORKER_LOG"])
+        redirect_streams(os.environ["FLEETX_WORKER_LOG"], int(os.environ.get("FLEETX_WORKER_LOG_MB", "0")) << 20)
         faulthandler.register(signal.SIGQUIT, file=2)  # writes all threads' stacks, even while blocked in a collective
         run_target(kind, target, list(arguments))
     except KeyboardInterrupt as error:  # no traceback: the launcher prints one line that says where rank 0 was

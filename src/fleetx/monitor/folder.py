@@ -15,35 +15,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import platform
-import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 import torch
 
 from .. import __version__
+from ..config.secret_texts import command_without_secrets
+from ..dist.own_files import check_own_folder, replacing
 from ..dist.world import World
 from ..engine.registry import Pair
-from ..errors import ConfigError, warn_user
+from ..errors import ConfigError
 from ..strategy import DistributedStrategy
+from .lasting_files import LastingFiles
 
+METRICS = "metrics.jsonl"
 WORKER_LOG = "FLEETX_WORKER_LOG"
 TAIL_BYTES = 1 << 16
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file and rename it into place, so that a reader never sees half of it."""
-    partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def read_json(path: Path, default: Any) -> Any:
@@ -76,14 +71,14 @@ def strategy_file(number: int) -> str:
 
 @final
 class Folder:
-    """The run folder that worker 0 writes. If the disk fails later, it warns once and training continues without records."""
+    """The run folder that worker 0 writes. While the disk fails, what is recorded waits in memory and training continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_broken = False
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._metrics: IO[bytes] = _opened(path / "metrics.jsonl")
+            check_own_folder(path)
+            self._files = LastingFiles(path, METRICS)
         except OSError as error:
             raise ConfigError(
                 f"the run folder {path} cannot be written: {error}. Name another one in fleet.Monitor(...)."
@@ -100,60 +95,31 @@ class Folder:
     def _seconds_before(self) -> float:
         if not self._starts:
             return 0.0
-        last, record = self._starts[-1], last_record(self.path / "metrics.jsonl") or {}
+        last, record = self._starts[-1], last_record(self.path / METRICS) or {}
         seconds = record.get("seconds", 0.0) if record.get("start") == last.get("start") else 0.0
         return float(last.get("seconds_before", 0.0)) + float(seconds)
 
     def start_over(self) -> None:
         """Begin a new run: this start begins at step 1, so that earlier records in the folder belong to another run."""
         self._starts, self.seconds_before = [], 0.0
-        self._metrics.close()
-        self._try(lambda: os.replace(self.path / "metrics.jsonl", self.path / "metrics.jsonl.previous"))
-        self._try(self._reopen)
-
-    def _reopen(self) -> None:
-        self._metrics = _opened(self.path / "metrics.jsonl")
+        self._files.move_lines(f"{METRICS}.previous")
 
     def begin(self, start: Mapping[str, Any]) -> None:
-        for old in self.path.glob("strategy*.yaml"):  # left by an earlier start that had more pairs
-            if old.name not in {strategy_file(place) for place in range(1, len(start.get("pairs", ())) + 1)}:
-                self._try(functools.partial(old.unlink, missing_ok=True))
-        starts = [*self._starts, {**start, "seconds_before": self.seconds_before}]
-        self.put_json("environment.json", {"starts": starts})
+        places = range(1, len(start.get("pairs", ())) + 1)
+        self._files.keep_only({strategy_file(place) for place in places}, "strategy*.yaml")  # an earlier start may have had more
+        self.put_json("environment.json", {"starts": [*self._starts, {**start, "seconds_before": self.seconds_before}]})
 
     def put_strategy(self, place: int, strategy: DistributedStrategy) -> None:
-        self._try(lambda: strategy.save(self.path / strategy_file(place)))
+        self._files.put(strategy_file(place), strategy.to_yaml().encode())
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        self._try(lambda: self._metrics.write(line))
+        self._files.add_line(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def put_json(self, name: str, value: Any) -> None:
-        self._try(lambda: write_json(self.path / name, value))
+        self._files.put(name, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._metrics.close()
-
-    def _try(self, write: Callable[[], object]) -> None:
-        if self._is_broken:
-            return
-        try:
-            write()
-        except OSError as error:
-            self._is_broken = True
-            warn_user(
-                f"the run folder {self.path} cannot be written any more ({error}); training goes on without it.",
-            )
-
-
-def _opened(path: Path) -> IO[bytes]:
-    """Open for unbuffered appending. Terminate a last line that a kill truncated, so that new records start on a new one."""
-    file = path.open("a+b", buffering=0)
-    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-    if file.read() not in (b"", b"\n"):
-        file.write(b"\n")
-    return file
+        self._files.close()
 
 
 def _known_starts(path: Path) -> list[dict[str, Any]]:
@@ -188,34 +154,11 @@ class OwnLog:
         """Replace the link by a copy: the next run truncates the log in fleetrun's folder."""
         if self._log is None or self._lies_in_folder():
             return
-        with contextlib.suppress(OSError):
-            partial = self._place.with_name(f".{self._place.name}.part")
-            shutil.copyfile(self._log, partial)
-            os.replace(partial, self._place)
+        with contextlib.suppress(OSError), self._log.open("rb") as log, replacing(self._place) as copy:
+            shutil.copyfileobj(log, copy)
 
 
 # --- environment.json: versions, devices, ranks, the command. No environment variable is recorded. ----------------------
-
-SECRET_WORDS = frozenset(
-    "token password passwd pwd pass passphrase secret secrets key apikey auth authorization access credential credentials".split()
-)
-HIDDEN = "(hidden)"
-
-
-def command_of(arguments: Sequence[str]) -> list[str]:
-    """Return the command line without values that look secret: `--api-key X`, `hub.token=X`, `https://user:X@host`."""
-    shown, hides_next = [], False
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        is_secret = bool(SECRET_WORDS & set(re.split(r"[-_.+/]", name.lower())))
-        shown.append(HIDDEN if hides_next else f"{name}={HIDDEN}" if is_secret and equals else without_password(argument))
-        hides_next = is_secret and not equals and name.startswith("-")
-    return shown
-
-
-def without_password(text: str) -> str:
-    """Hide the password in URLs of the form scheme://user:password@host."""
-    return re.sub(r"(://[^/@:\s]*):[^/@\s]+@", rf"\1:{HIDDEN}@", text)
 
 
 def device_name(device: torch.device) -> str:
@@ -235,7 +178,7 @@ def start_of_run(number: int, world: World, pairs: Sequence[Pair], *, total_step
         "ranks": world.comm.size,
         "nodes": world.node_num,
         "hosts": list(dict.fromkeys(endpoint.rpartition(":")[0] for endpoint in world.endpoints)),
-        "command": command_of(sys.argv),
+        "command": command_without_secrets(sys.argv),
         "total_steps": total_steps,
         "pairs": [describe_pair(pair) for pair in pairs],
     }

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..config import log
+from ..config.secret_texts import without_secrets
 from ..dist import heartbeat, stop_signal, world
 from ..dist.heartbeat import Phase
 from ..engine import registry
@@ -283,7 +284,7 @@ class Monitor:
         whole_seconds, tally = folder.seconds_before + seconds, total_of(self._tallies.values())
         summary = {
             "state": state,
-            "error": error,
+            "error": None if error is None else without_secrets(error),
             "start": folder.start,
             "steps": known.step,
             "skipped": self._skipped,

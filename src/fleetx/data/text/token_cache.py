@@ -1,11 +1,13 @@
 """Cache arrays on disk: computed once per node, and mapped into memory by every process that uses them.
 
-    CACHE/KEY/header.json      types and fingerprints of the arrays, facts about them, and the header's own hash
+    CACHE/KEY/header.json      types and hashes of the arrays, facts about them, and the header's own hash
     CACHE/KEY/tokens.bin       one file per array
+    CACHE/KEY/checked-4f1c...  of one node: the state of the files (size, times, inode) when all their bytes were hashed
     CACHE/KEY.lock             held by the process that builds; the others wait and then map what it wrote
 
 A folder is written under another name, synced and renamed, so that it is complete or absent. One whose header or files have
-changed is built again. Only such damaged folders are ever deleted; the cache may be emptied at any time.
+changed is built again. Every byte is hashed by one process of a node, once for each start of the machine; the others see that the
+files are still those. Only damaged folders are ever deleted; the cache may be emptied at any time.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +33,8 @@ import numpy.typing as npt
 
 from ...config import log
 from ...dist.file_lock import LocksMissingError, lock_aloud
+from ...dist.machine import boot_name
+from ...dist.own_files import replace_file
 from ...errors import ConfigError, DataError, warn_user
 
 # --- The lock: one process of a node at a time; the kernel releases it when its holder dies -----------------------------
@@ -67,7 +72,9 @@ def _acquire(handle: int, path: Path, waiting_for: str) -> None:
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_EDGE_BYTES = 2**20  # hashed at each end of a file: covers a small file, and stays fast for one of many gigabytes
+_FORMAT = 2
+_READ_BYTES = 2**20
+_SETTLE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +93,17 @@ class ArrayWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._dtypes: dict[str, np.dtype[Any]] = {}
+        self._hashers: dict[str, Any] = {}
         self._files = contextlib.ExitStack()
         self._handles: dict[str, Any] = {}
 
     def append(self, name: str, values: Array) -> None:
         if name not in self._handles:
             self._handles[name] = self._files.enter_context(open(self.folder / _file(name), "xb"))
-            self._dtypes[name] = values.dtype
-        self._handles[name].write(np.ascontiguousarray(values, dtype=self._dtypes[name]).data)
+            self._dtypes[name], self._hashers[name] = values.dtype, hashlib.sha256()
+        data = np.ascontiguousarray(values, dtype=self._dtypes[name]).data
+        self._handles[name].write(data)
+        self._hashers[name].update(data)
 
     def close(self) -> dict[str, Any]:
         """Sync the files; return the description of every array, for the header."""
@@ -101,9 +111,7 @@ class ArrayWriter:
             handle.flush()
             os.fsync(handle.fileno())
         self._files.close()
-        return {
-            name: {"dtype": dtype.str, "mark": _fingerprint(self.folder / _file(name))} for name, dtype in self._dtypes.items()
-        }
+        return {name: {"dtype": dtype.str, "sha256": self._hashers[name].hexdigest()} for name, dtype in self._dtypes.items()}
 
     def abandon(self) -> None:
         """Close the files without syncing them."""
@@ -116,7 +124,7 @@ Build: TypeAlias = Callable[[ArrayWriter], dict[str, Any]]
 
 def cache_key(**parts: Any) -> str:
     """Hash everything that a build depends on into one name."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps({"format": _FORMAT, **parts}, sort_keys=True).encode()).hexdigest()
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
@@ -147,19 +155,19 @@ def cached(folder: Path, key: str, build: Build, *, what: str) -> Cached:
     if (found := _open(home)) is not None:
         return found
     with node_lock(folder / f"{key}.lock", waiting_for=what):
-        if (found := _open(home, complain=True)) is not None:
+        if (found := _open(home, reads_all=True, complain=True)) is not None:
             return found
         try:
             _write(home, build)
         except OSError as error:
-            if (found := _open(home)) is not None:
+            if (found := _open(home, reads_all=True)) is not None:
                 return found  # on a file system without locks another process was faster
             raise DataError(
                 f"{what} cannot be written to {folder}: {error.strerror or error}. Pass another cache_dir=FOLDER."
             ) from error
-    if (found := _open(home)) is None:
-        raise DataError(f"{home} was written and cannot be read back: check that disk, or pass another cache_dir=FOLDER.")
-    return found
+        if (found := _open(home, reads_all=True)) is None:
+            raise DataError(f"{home} was written and cannot be read back: check that disk, or pass another cache_dir=FOLDER.")
+        return found
 
 
 def _write(home: Path, build: Build) -> None:
@@ -189,8 +197,9 @@ def _write(home: Path, build: Build) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _open(home: Path, *, complain: bool = False) -> Cached | None:
-    """Map the arrays if every file is unchanged; None where anything is missing or damaged."""
+def _open(home: Path, *, reads_all: bool = False, complain: bool = False) -> Cached | None:
+    """Map the arrays; None where anything is missing or damaged. Without `reads_all` also None unless this node has hashed
+    every byte since it was started, and the files are those that it has read."""
     if not home.is_dir():
         return None
     try:
@@ -200,7 +209,15 @@ def _open(home: Path, *, complain: bool = False) -> Cached | None:
         body = header["body"]
         if header["sha256"] != _hash_of(body):
             raise ValueError("its header has changed since it was written")
-        arrays = {name: _map(home / _file(name), **described) for name, described in body["arrays"].items()}
+        state = _state_of(home, body["arrays"])
+        if _read_mark(home) != state:
+            if not reads_all:
+                return None
+            _let_settle(state)
+            for name, described in body["arrays"].items():
+                _verify(home / _file(name), described["sha256"])
+            _write_mark(home, state)
+        arrays = {name: _map(home / _file(name), described["dtype"]) for name, described in body["arrays"].items()}
         return Cached(home, arrays, body["facts"], header["sha256"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if complain:
@@ -212,22 +229,53 @@ def _file(name: str) -> str:
     return name if "." in name else f"{name}.bin"
 
 
-def _map(path: Path, *, dtype: str, mark: str) -> Array:
-    if _fingerprint(path) != mark or np.dtype(dtype).kind not in "uib":
-        raise ValueError(f"{path.name} has changed since it was written")
+def _map(path: Path, dtype: str) -> Array:
+    if np.dtype(dtype).kind not in "uib":
+        raise ValueError(f"{path.name} holds no whole numbers")
     if path.stat().st_size == 0:
         return np.zeros(0, dtype=np.dtype(dtype))  # an empty file cannot be mapped
     return np.memmap(path, dtype=np.dtype(dtype), mode="r")
 
 
-def _fingerprint(path: Path) -> str:
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+def _verify(path: Path, sha256: str) -> None:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        digest.update(file.read(_EDGE_BYTES))
-        file.seek(max(file.tell(), size - _EDGE_BYTES))
-        digest.update(file.read(_EDGE_BYTES))
-    return digest.hexdigest()
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    if digest.hexdigest() != sha256:
+        raise ValueError(f"{path.name} has changed since it was written")
+
+
+# --- which files this node has read in full -----------------------------------------------------------------------------
+
+
+def _state_of(home: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Return what changes with every write to the files: the kernel sets the last number, and no program can set it back."""
+    stats = {name: (home / _file(name)).stat() for name in sorted(names)}
+    files = {name: [s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
+    return {"start": boot_name(), "files": files}
+
+
+def _let_settle(state: Mapping[str, Any]) -> None:
+    """Wait until a later change would have another time: the kernel dates files by a clock that ticks every few milliseconds."""
+    youngest_s = max((times[-1] / 1e9 for times in state["files"].values()), default=0.0)
+    time.sleep(min(max(youngest_s + _SETTLE_S - time.time(), 0.0), _SETTLE_S))
+
+
+def _mark(home: Path) -> Path:
+    return home / f"checked-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:16]}"
+
+
+def _read_mark(home: Path) -> Any:
+    try:
+        return json.loads(_mark(home).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _write_mark(home: Path, state: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the next process reads all again
+        replace_file(_mark(home), json.dumps(state).encode(), mode=0o666)
 
 
 def _hash_of(body: Any) -> str:
