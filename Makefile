@@ -1,9 +1,11 @@
-# `make demo`, `make test`, and `make test-all` for the long campaigns too. Each makes its own virtual environment in .venv.
+# `make demo`, `make test`, and `make test-all` for the long campaigns too. Each makes its own virtual environment in .venv;
+# `make test-newest` makes one with the newest torch that the registry has, in .venv-newest.
 # Tests run in as many processes at once as there are cores: `make test WORKERS=0` runs them one after the other, and
 # `make test ORDER=random` in another order each time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := .venv-newest
 STAMP := $(VENV)/installed
 DEMO := $(VENV)/installed-for-demo
 WORKERS ?= logical
@@ -47,10 +49,16 @@ docs: $(STAMP)
 types: $(STAMP)
 	$(BIN)/python -m tests.helpers.stubs
 
+test-newest:
+	@echo "Installing the newest torch into $(NEWEST): several GB, as the registry's build brings CUDA."
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade torch -e ".[dev]"
+	$(NEWEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
 campaigns: $(STAMP)
 	$(PYTEST) --campaigns tests
 
 test-all: test campaigns
 
 clean:
-	rm -rf $(VENV) log demo-run
+	rm -rf $(VENV) $(NEWEST) log demo-run

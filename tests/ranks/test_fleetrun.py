@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import fleetx
 from fleetx.launch.fleetrun import main
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -115,12 +116,18 @@ def test_two_ranks_reduce_and_each_log_holds_its_stdout_and_stderr_in_order(fold
     assert "out of rank 0" in ended.stdout and "err of rank 0" in ended.stdout
     assert "of rank 1" not in ended.stdout + ended.stderr
     assert ended.stderr == ""
-    for told in ("Configuration Arguments", "nproc_per_node: 2", "Distributed Envs", "MASTER_PORT", "log/workerlog.N"):
-        assert told in ended.stdout
+    assert ended.stdout.splitlines()[0].startswith("Local start of 2 process(es). Rank N writes to log/workerlog.N;")
+    assert "Distributed Envs" not in ended.stdout
 
 
-def test_verbose_0_leaves_the_tables_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_is_one_line_2_shows_the_tables_and_0_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder / "train.py", "print('out of the script')")
+    ended = fleetrun("--nproc_per_node", "1", "train.py")
+    assert (ended.returncode, len(ended.stdout.splitlines())) == (0, 2)
+    monkeypatch.setenv("FLEETX_VERBOSE", "2")
+    ended = fleetrun("--nproc_per_node", "1", "train.py")
+    for told in ("Configuration Arguments", "nproc_per_node: 1", "Distributed Envs", "MASTER_PORT", "log/workerlog.N"):
+        assert told in ended.stdout
     monkeypatch.setenv("FLEETX_VERBOSE", "0")
     ended = fleetrun("--nproc_per_node", "1", "train.py")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "out of the script\n", "")
@@ -275,6 +282,84 @@ def test_classes_of_the_script_can_be_pickled_after_its_last_line(folder: Path) 
         ended = fleetrun("--nproc_per_node", "1", *how)
         assert (ended.returncode, ended.stderr) == (0, "")
         assert (folder / "log" / "workerlog.0").read_text() == "by a thread\nat exit\n"
+
+
+def test_libraries_have_no_say_after_the_end_of_a_script(folder: Path) -> None:
+    """Some report at Python's end what is still alive. Here the process would be aborted there."""
+    script = """
+import ctypes, os
+class Last:
+    def __del__(self): print("the script's own objects end as usual")
+last = Last()
+if "RANK" in os.environ: ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)
+raise SystemExit(int(os.environ.get("CODE", "0")))
+"""
+    write(folder / "train.py", script)
+    ended = fleetrun("--nproc_per_node", "1", "train.py")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (folder / "log" / "workerlog.0").read_text() == "the script's own objects end as usual\n"
+    assert fleetrun("--nproc_per_node", "1", "--env", "CODE=7", "train.py").returncode == 7
+
+
+FAIL_IN_TORCH = """
+import os, torch
+def train():
+    torch.nn.Linear(4, 2)(torch.ones(3, 5))
+train()
+"""
+
+
+def test_an_error_that_all_ranks_share_is_shown_once_without_lines_of_torch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "train.py", FAIL_IN_TORCH)
+    ended = fleetrun("--nproc_per_node", "3", "train.py")
+    assert ended.stdout.count("Traceback (most recent call last):") == 1
+    assert "line 4, in train\n" in ended.stdout and "_call_impl" not in ended.stdout
+    assert "in forward\n" in ended.stdout, "where it was raised"
+    assert "lines of libraries are left out; FLEETX_VERBOSE=2 shows all)" in ended.stdout
+    assert "shapes cannot be multiplied" in "".join(path.read_text() for path in (folder / "log").iterdir())
+    monkeypatch.setenv("FLEETX_VERBOSE", "2")
+    assert "in _call_impl\n" in fleetrun("--nproc_per_node", "1", "train.py").stdout
+
+
+MISSPELT = "DistributedStrategy has no setting `gradient_marge`. Did you mean `gradient_merge`?"
+FAIL_ON_SETTINGS = """
+from fleetx import fleet
+def make():
+    return fleet.DistributedStrategy(gradient_marge=True)
+make()
+"""
+
+
+def test_an_error_of_settings_shows_the_line_of_the_script_alone(folder: Path) -> None:
+    write(folder / "train.py", FAIL_ON_SETTINGS)
+    ended = fleetrun("--nproc_per_node", "2", "train.py")
+    shown = ended.stdout[ended.stdout.index("Traceback") :].splitlines()
+    assert [line.strip(" ^") for line in shown if line.strip(" ^")] == [
+        "Traceback (most recent call last):",
+        f'File "{folder / "train.py"}", line 4, in make',
+        "return fleet.DistributedStrategy(gradient_marge=True)",
+        f"fleetx.strategy.UnknownSettingError: {MISSPELT}",
+    ]
+
+
+def test_all_conflicts_are_in_the_box(folder: Path) -> None:
+    script = "import torch\nfrom fleetx import fleet\nm = torch.nn.Linear(4, 2)\no = torch.optim.SGD(m.parameters(), 0.1, 0.9)\n"
+    asked = "fleet.DistributedStrategy(dgc=True, lars=True, clip_norm=True, powersgd=True)"
+    write(folder / "train.py", f"{script}fleet.distribute(m, o, {asked})\n")
+    told = " ".join(box(fleetrun("--nproc_per_node", "1", "train.py").stderr))
+    for pair in (
+        "dgc and powersgd both claim `reduce`",
+        "clip_norm and dgc both claim `clip`",
+        "dgc and lars both claim `momentum`",
+    ):
+        assert pair in told
+
+
+def test_version_is_one_line(folder: Path) -> None:
+    ended = fleetrun("--version")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"fleetx {fleetx.__version__}\n", "")
 
 
 def test_what_a_script_leaves_in_open_files_is_written_also_from_a_cycle_and_after_its_own_exit_handlers(folder: Path) -> None:

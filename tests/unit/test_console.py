@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fleetx.launch.console import CUT, LINE_BYTES, Bare, Excerpt, Prefixed, escape, make_view
+from fleetx.launch import console
+from fleetx.launch.console import CUT, LINE_BYTES, Bare, Excerpt, Prefixed, Tracebacks, escape, make_view
 from fleetx.launch.topology import Nodes, Plan
 
 PLAIN = ["epoch 1 loss 0.5", "    indented but harmless", "", "error rate 0.1, no warning given", "Warnings off"]
@@ -168,3 +169,40 @@ def test_tee_chooses_whose_output_is_shown_in_full(tee: object, rank: int, expec
 def test_a_single_rank_of_several_nodes_is_prefixed_by_node_and_global_rank() -> None:
     several = plan(tee="all", process_count=1, nodes=Nodes(2, 1, "10.0.0.2", "10.0.0.1", 6070))
     assert make_view(5, 1, several).feed(b"hello\n") == "n1·r5| hello\n".encode()
+
+
+def views(count: int) -> list[console.View]:
+    tracebacks = Tracebacks()
+    return [make_view(rank, 0, plan(process_count=count), tracebacks) for rank in range(count)]
+
+
+def log_of(rank: int, *lines: str) -> bytes:
+    return "".join(f"[rank{rank}]: {line}\n" if line else "\n" for line in lines).encode()
+
+
+def test_a_traceback_that_all_ranks_have_is_shown_once_whichever_comes_first() -> None:
+    lines = printed(raised(ValueError("plain, at 0x7f00")))
+    for order in ((0, 1, 2), (2, 1, 0)):
+        shown = views(3)
+        fed = b"".join(shown[rank].feed(log_of(rank, *lines).replace(b"0x7f00", b"0x7f%02d" % rank)) for rank in order)
+        ended = b"".join(view.end() for view in shown)
+        assert fed.count(b"ValueError") == 1 and fed.startswith(b"[rank0]: Traceback") and ended == b""
+
+
+def test_without_rank_0_the_first_one_is_shown_and_one_of_its_own_is_too() -> None:
+    lines, other = printed(raised(ValueError("shared"))), printed(raised(ValueError("own")))
+    shown = views(4)[1:]
+    for rank, said in ((1, lines), (2, lines), (3, other)):
+        assert shown[rank - 1].feed(log_of(rank, *said)) == b""
+    ended = b"".join(view.end() for view in shown).decode()
+    assert ended.splitlines() == [f"n0·r{rank}| [rank{rank}]: {line}" for rank, said in ((1, lines), (3, other)) for line in said]
+
+
+def test_a_traceback_is_shown_when_more_follows_and_when_nothing_does_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(raised(ValueError("plain")))
+    _, second, third = views(3)
+    assert second.feed(log_of(1, *lines)) == b"" and b"ValueError" in second.feed(b"step 8\n")
+    third = views(3)[2]
+    assert third.feed(log_of(2, *lines)) == b"" and third.wait() == b""
+    monkeypatch.setattr(console, "HOLD_SECONDS", -1.0)
+    assert b"ValueError" in third.wait() and third.wait() == third.end() == b""

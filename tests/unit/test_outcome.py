@@ -140,7 +140,7 @@ def test_a_message_of_several_lines_is_cut_sensibly() -> None:
     assert box(three)[1:4] == ["RuntimeError: size mismatch:", "missing key a", "missing key b"]
     many = dataclasses.replace(RAISED, error="\n".join(f"line {number} " + "word " * 30 for number in range(50)))
     lines = box(many)
-    assert lines[1].startswith("line 0 word") and lines[4] == "..." and lines[5] == "at train.py:7, in train"
+    assert lines[1].startswith("line 0 word") and lines[8] == "..." and lines[9] == "at train.py:7, in train"
 
 
 def test_a_failure_elsewhere_is_the_cause_and_ranks_here_are_its_victims() -> None:

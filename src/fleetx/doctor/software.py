@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from .facts import Facts, Package
 from .finding import Finding, note, ok, problem
 
+TESTED_TORCH = ("2.10", "2.15")
+"""First and last version of torch that the tests have run with; `make test-newest` runs them with the newest."""
 _REQUIREMENT = re.compile(
     r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*(?:\(?\s*>=\s*([0-9][0-9.]*)[^;]*)?(?:;.*?extra\s*==\s*['\"]([^'\"]+)['\"].*)?"
 )
@@ -46,8 +48,22 @@ def check(facts: Facts) -> Iterable[Finding]:
         elif package.wanted and is_older(package.version, package.wanted):
             yield problem(topic, f"{package.name} {package.version} is too old", f'pip install "{wanted}"')
     yield from _own(facts)
+    yield from _torch(hard)
     there = ", ".join(f"{package.name} {package.version}" for package in hard if package.version is not None)
     yield ok(topic, f"fleetx {software.fleetx}, Python {software.python}" + (f", {there}" if there else ""))
+
+
+def _torch(packages: Iterable[Package]) -> Iterable[Finding]:
+    """Say which versions of torch are tested; a newer one may well work."""
+    first, last = TESTED_TORCH
+    installed = next((one.version for one in packages if one.name == "torch"), None)
+    if installed is None or is_older(installed, first):
+        return
+    if numbers(installed)[:2] > numbers(last):
+        what = f"torch {installed} is newer than what fleetx was tested with: {first} to {last}"
+        yield note("versions", what, f'if something fails: pip install "torch=={last}.*"')
+    else:
+        yield ok("versions", f"torch {installed} is in the tested range, {first} to {last}")
 
 
 def _own(facts: Facts) -> Iterable[Finding]:

@@ -1,25 +1,28 @@
 """Select what the console shows of the ranks: one in full, of the others warnings and tracebacks. Pure: bytes in, bytes out.
 
 Bare      rank 0 alone, byte for byte, so that its progress bar moves
-Prefixed  any other rank, line by line: "n0·r1| text", with control characters escaped and lines selected by `keep`
-Excerpt   the `keep` that selects warnings, errors and whole tracebacks
+Prefixed  any other rank, line by line: "n0·r1| text", with control characters escaped
+Excerpts  any other rank: warnings, errors and whole tracebacks; a traceback that another rank has shown is not shown again
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
 from enum import Enum, auto
 from typing import Protocol
 
 from .topology import Plan
 
 LINE_BYTES = 8 << 10
+HOLD_SECONDS = 2.0
+"""Time for which a traceback at the end of a log is held back: other ranks may raise the same error, or the run may end."""
 CUT = " [... cut]"
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _LINE_END = re.compile(rb"\r*\n|\r+(?=[^\r\n])")  # a \r at the very end may be half of \r\n
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _WARNING = re.compile(r"\w*Warning:|\bWARNING\b")
 _ALARM = re.compile(
@@ -58,6 +61,11 @@ class Excerpt:
         self._state = _State.QUIET
         self._held: list[str] = []  # a blank line, shown only if an exception chain continues after it
 
+    @property
+    def is_in_traceback(self) -> bool:
+        """Whether the last line was part of a traceback, which may go on."""
+        return self._state in (_State.FRAMES, _State.GROUP, _State.NAMED, _State.CHAINED)
+
     def __call__(self, line: str) -> list[str]:
         plain = _TORCH_PREFIX.sub("", _COLOUR.sub("", line)).rstrip()
         if self._state in (_State.NAMED, _State.GROUP, _State.CHAINED) and not (plain or self._held):
@@ -92,41 +100,116 @@ def _is_indented(line: str) -> bool:
     return line[:1] in (" ", "\t") and not line.isspace()
 
 
+class Tracebacks:
+    """The tracebacks that the console has shown, of all ranks of this node."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def is_new(self, lines: list[str]) -> bool:
+        """Return whether no rank has shown this traceback yet, and remember it."""
+        plain = "\n".join(_ADDRESS.sub("0x", _TORCH_PREFIX.sub("", _COLOUR.sub("", line))).rstrip() for line in lines)
+        is_new = plain not in self._shown
+        self._shown.add(plain)
+        return is_new
+
+
 class View(Protocol):
     """Formats one rank's log for the console."""
 
     def feed(self, data: bytes) -> bytes: ...
 
+    def wait(self) -> bytes:
+        """Return what was held back for long enough; called while nothing is written."""
+
     def end(self) -> bytes:
         """Return what is left at the end of the log."""
 
 
-class Bare:
-    def feed(self, data: bytes) -> bytes:
-        return data
+class Lines:
+    """Splits a log into lines of readable length, wherever its pieces were cut."""
 
-    def end(self) -> bytes:
-        return b""
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        *lines, rest = _LINE_END.split(self._rest + data if self._rest else data.lstrip(b"\r"))
+        self._rest = rest[: LINE_BYTES + 1]  # keep no more of an endless line than is shown
+        return [_text(line) for line in lines]
+
+    def end(self) -> list[str]:
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return [_text(rest)] if rest else []
+
+
+def _text(line: bytes) -> str:
+    return line[:LINE_BYTES].decode("utf-8", errors="replace") + (CUT if len(line) > LINE_BYTES else "")
 
 
 class Prefixed:
-    def __init__(self, prefix: str, keep: Callable[[str], list[str]] = lambda line: [line]) -> None:
-        self._prefix = prefix
-        self._keep = keep
-        self._rest = b""
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._lines = prefix, Lines()
 
     def feed(self, data: bytes) -> bytes:
-        *lines, rest = _LINE_END.split(self._rest + data if self._rest else data.lstrip(b"\r"))
-        self._rest = rest[: LINE_BYTES + 1]  # keep no more of an endless line than is shown
-        return b"".join(self._show(line) for line in lines)
+        return self._show(self._lines.feed(data))
+
+    def wait(self) -> bytes:
+        return b""
 
     def end(self) -> bytes:
-        rest, self._rest = self._rest.rstrip(b"\r"), b""
-        return self._show(rest) if rest else b""
+        return self._show(self._lines.end())
 
-    def _show(self, line: bytes) -> bytes:
-        text = line[:LINE_BYTES].decode("utf-8", errors="replace") + (CUT if len(line) > LINE_BYTES else "")
-        return "".join(f"{self._prefix}{escape(shown)}\n" for shown in self._keep(text)).encode("utf-8", errors="replace")
+    def _show(self, lines: list[str]) -> bytes:
+        return "".join(f"{self._prefix}{escape(line)}\n" for line in lines).encode("utf-8", errors="replace")
+
+
+class Excerpts(Prefixed):
+    def __init__(self, prefix: str, tracebacks: Tracebacks) -> None:
+        super().__init__(prefix)
+        self._keep, self._tracebacks = Excerpt(), tracebacks
+        self._held: list[str] = []
+        self._held_since = 0.0
+
+    def wait(self) -> bytes:
+        is_due = bool(self._held) and time.monotonic() > self._held_since + HOLD_SECONDS
+        return super()._show(self._release()) if is_due else b""
+
+    def end(self) -> bytes:
+        return super().end() + super()._show(self._release())
+
+    def _show(self, lines: list[str]) -> bytes:
+        shown: list[str] = []
+        for line in lines:
+            kept = self._keep(line)
+            if self._keep.is_in_traceback:
+                self._held_since = self._held_since if self._held else time.monotonic()
+                self._held += kept
+            else:
+                shown += [*self._release(), *kept]
+        return super()._show(shown)
+
+    def _release(self) -> list[str]:
+        held, self._held = self._held, []
+        return held if held and self._tracebacks.is_new(held) else []
+
+
+class Bare:
+    """Shows everything, and remembers the tracebacks in it."""
+
+    def __init__(self, tracebacks: Tracebacks | None = None) -> None:
+        self._seen = Excerpts("", tracebacks or Tracebacks())
+
+    def feed(self, data: bytes) -> bytes:
+        self._seen.feed(data)
+        return data
+
+    def wait(self) -> bytes:
+        self._seen.wait()
+        return b""
+
+    def end(self) -> bytes:
+        self._seen.end()
+        return b""
 
 
 def shows_rank_0_bare(plan: Plan) -> bool:
@@ -134,9 +217,11 @@ def shows_rank_0_bare(plan: Plan) -> bool:
     return plan.tee == frozenset({0}) or (plan.tee == "all" and is_alone)
 
 
-def make_view(rank: int, node: int, plan: Plan) -> View:
+def make_view(rank: int, node: int, plan: Plan, tracebacks: Tracebacks | None = None) -> View:
+    """Make the view of a rank. `tracebacks`: those that the views of this node's ranks share."""
+    shared = tracebacks or Tracebacks()
     if rank == 0 and shows_rank_0_bare(plan):
-        return Bare()
+        return Bare(shared)
     prefix = f"n{node}·r{rank}| "
     is_whole = plan.tee == "all" or rank in plan.tee
-    return Prefixed(prefix) if is_whole else Prefixed(prefix, Excerpt())
+    return Prefixed(prefix) if is_whole else Excerpts(prefix, shared)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NoReturn, get_args
 
+from .. import __version__
 from ..errors import ConfigError, did_you_mean
 from .nodes import PORTS, Source
 
@@ -15,7 +16,8 @@ ProcessCount = int | Literal["auto", "gpu", "cpu"]
 Tee = Literal["all"] | frozenset[int]
 
 FLAGS = (
-    *("--gpus", "--devices", "--selected_gpus", "--nproc_per_node", "--module", "--env", "--dry_run", "--run_mode", "--help"),
+    *("--gpus", "--devices", "--selected_gpus", "--nproc_per_node", "--module", "--env", "--dry_run", "--run_mode"),
+    *("--version", "--help"),
     *("--ips", "--nnodes", "--master", "--rank", "--host", "--start_port", "--job_id", "--max_restart", "--max_restarts"),
     *("--hang_timeout", "--log_dir", "--log_overwrite", "--log_max_mb", "--tee", "--job_secret_file", "--node_grace"),
     "--restart_window",
@@ -110,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module, as in `python -m`")
+    parser.add_argument("--version", action="version", version=f"fleetx {__version__}")
     _add(parser, "--dry_run", action="store_true", help="print what would be started, and start nothing")
     _add_ranks(parser)
     _add_nodes(parser)

@@ -118,11 +118,13 @@ class Console:
         ranks = range(self.first_rank, self.first_rank + self._plan.process_count)
         if environment.get("FLEETX_ATTEMPT", "0") == "0":  # a node that joins a later attempt keeps the logs of those before
             logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
-        if shows_tables():
+        if shows(logging.DEBUG):
             print_text(tables.environment_table(environment))
+        if shows(logging.INFO):
             print_text(tables.start_line(self._plan, ranks, self.node))
-        views = [(topology.log_path(self._plan.log_dir, rank), console.make_view(rank, self.node, self._plan)) for rank in ranks]
-        self._follower.start(views)
+        tracebacks = console.Tracebacks()
+        views = {rank: console.make_view(rank, self.node, self._plan, tracebacks) for rank in ranks}
+        self._follower.start([(topology.log_path(self._plan.log_dir, rank), view) for rank, view in views.items()])
 
     def close(self, *, limit_seconds: float | None = None) -> None:
         self._follower.stop(limit_seconds)
@@ -166,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
         print_text(tables.dry_run_text(plan, executable=sys.executable, shim=shim, inherited=os.environ, cores=cores))
         return 0
     logs.check_folder(plan.log_dir)
-    if shows_tables():
+    if shows(logging.DEBUG):
         print_text(tables.configuration_table(plan))
     return supervised(plan)
 
@@ -219,9 +221,9 @@ def print_text(text: str, stream: TextIO | None = None) -> None:
         os.close(nowhere)
 
 
-def shows_tables() -> bool:
-    """FLEETX_VERBOSE=0 leaves what the ranks say, warnings and errors."""
-    return log.terminal_level() <= logging.INFO
+def shows(level: int) -> bool:
+    """Return whether FLEETX_VERBOSE asks for messages of this level; 0 leaves what the ranks say, warnings and errors."""
+    return log.terminal_level() <= level
 
 
 def print_error(text: str) -> None:

@@ -160,6 +160,8 @@ def follow(tails: Sequence[_Tail], finished: threading.Event, write: Callable[[b
                 if is_new:
                     screen.show(tail.view.end(), tail.view)
                 screen.show(tail.view.feed(data), tail.view)
+                if not data:
+                    screen.show(tail.view.wait(), tail.view)
                 has_more |= bool(data)
             if is_last_pass and not has_more:
                 break

@@ -62,7 +62,7 @@ HINTS = {
     signal.SIGBUS: "Often a full /dev/shm: data loader workers pass their batches through it.",
 }
 BOX_LINES, BOX_COLUMNS = 15, 100
-ERROR_LINES = 4
+ERROR_LINES, HEAD_LINES = 8, 3
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,6 @@ def join_ranks(ranks: Iterable[int]) -> str:
 
 def failure_box(outcome: Outcome, context: FailureContext) -> str:
     """Format the message about a failure: at most 15 lines of at most 100 columns, the cause first, the log last."""
-    cause = _elsewhere(outcome.elsewhere) if outcome.elsewhere is not None else _first_failure(outcome, context)
     ending = []
     if outcome.ended_before:
         ending += _wrap(f"ended before, with exit code 0: {join_ranks(outcome.ended_before)}", most_lines=1)
@@ -173,7 +172,10 @@ def failure_box(outcome: Outcome, context: FailureContext) -> str:
     if context.max_restart:
         ending.append(f"restarts made: {outcome.restarts} of {context.max_restart}")
     ending += _wrap(f"log: {context.log}", most_lines=2)
-    space = BOX_LINES - 2 - len(cause) - len(ending) - 1
+    space = BOX_LINES - 2 - len(ending)
+    told = min(ERROR_LINES, space - HEAD_LINES)
+    cause = _elsewhere(outcome.elsewhere) if outcome.elsewhere is not None else _first_failure(outcome, context, error_lines=told)
+    space -= len(cause) + 1
     return _frame([*cause, *_excerpt(context, most_lines=space), *ending])
 
 
@@ -191,14 +193,14 @@ def _elsewhere(sentence: str) -> list[str]:
     return _wrap(f"fleetrun: {sentence}", most_lines=ERROR_LINES)
 
 
-def _first_failure(outcome: Outcome, context: FailureContext) -> list[str]:
+def _first_failure(outcome: Outcome, context: FailureContext, *, error_lines: int) -> list[str]:
     first = outcome.failures[0]
     how = f"hung: {first.hung} (killed, exit code {_shell_code(first.exit_code)})"
     if first.hung is None:
         how = f"failed{' first' * (len(outcome.failures) > 1)}: {describe_exit(first.exit_code)}"
     lines = _wrap(f"fleetrun: rank {first.rank} (node {context.node}, {context.device}) {how}", most_lines=2)
     if first.error is not None:
-        lines += _fit([_wrap(line, most_lines=ERROR_LINES) for line in first.error.splitlines() if line.strip()])
+        lines += _fit([_wrap(line, most_lines=error_lines) for line in first.error.splitlines() if line.strip()], error_lines)
     elif first.hung is None:
         hint = explain_signal(first.exit_code, oom_kills_before=context.oom_kills_before, oom_kills_after=context.oom_kills_after)
         lines += _wrap(hint, most_lines=2) if hint else []
@@ -207,10 +209,12 @@ def _first_failure(outcome: Outcome, context: FailureContext) -> list[str]:
     return lines + (_wrap(", ".join(place), most_lines=1) if place else [])
 
 
-def _fit(paragraphs: Sequence[list[str]]) -> list[str]:
-    """Return the first lines of a long message."""
+def _fit(paragraphs: Sequence[list[str]], most_lines: int) -> list[str]:
+    """Return a long message in few lines: of each of its lines the beginning, and of those no more than fit."""
     lines = [line for paragraph in paragraphs for line in paragraph]
-    return lines if len(lines) <= ERROR_LINES else [*lines[: ERROR_LINES - 1], "..."]
+    if len(lines) > most_lines and len(paragraphs) > 1:
+        lines = [paragraph[0] if len(paragraph) == 1 else _cut(" ".join(paragraph)) for paragraph in paragraphs]
+    return lines if len(lines) <= most_lines else [*lines[: most_lines - 1], "..."]
 
 
 def _wrap(text: str, *, most_lines: int) -> list[str]:

@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -38,12 +39,17 @@ LOG_MODE = 0o640
 LOOK_SECONDS = 1.0
 STORAGE_FAILS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE))
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-NOT_RETRYABLE, PEER_ERROR = "fleetx.errors.ConfigError", "fleetx.errors.PeerError"
+CONFIG_ERROR, PEER_ERROR = "fleetx.errors.ConfigError", "fleetx.errors.PeerError"
 BROKEN = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited or there was a network error"
 )
 """What gloo and NCCL say when another rank has ended."""
-MESSAGE_LINES, LINE_LETTERS = 4, 400
+MESSAGE_LINES, LINE_LETTERS = 8, 400
+VERBOSE, WHOLE = "FLEETX_VERBOSE", "2"
+PROFILERS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+"""Variables of profilers that write their results when a process ends."""
+_exit_code: int | None = None
+"""Code with which the script has ended; None while it runs."""
 
 
 def die_with_launcher() -> None:
@@ -204,21 +210,92 @@ def user_traceback(error: BaseException) -> TracebackType | None:
     return frames
 
 
-def innermost_user_frame(error: BaseException) -> str | None:
-    """Return the deepest frame outside Python's, pip's and FleetX's folders, as "train.py:12, in main"."""
+def is_installed(path: str) -> bool:
+    """Return whether a source file lies in Python's, pip's or FleetX's folders: it is not the user's."""
     import sysconfig
 
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # outside pip's folders if installed with `-e`
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), ours)
+    return path.startswith((*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), ours, "<frozen"))
+
+
+def is_torchs_or_ours(path: str) -> bool:
+    """Return whether a source file is one of torch, FleetX or Python, whose frames are left out of a traceback."""
+    torch = sys.modules.get("torch")
+    folder = os.path.dirname(torch.__file__) + os.sep if torch is not None and torch.__file__ else os.sep * 2
+    is_of_pip = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
+    return path.startswith(folder) or (is_installed(path) and not (is_of_pip and f"{os.sep}fleetx{os.sep}" not in path))
+
+
+def innermost_user_frame(error: BaseException) -> str | None:
+    """Return the deepest frame of the user's own files, as "train.py:12, in main"."""
     frames = traceback.extract_tb(user_traceback(error))
-    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<frozen"))] or frames
+    own = [frame for frame in frames if not is_installed(frame.filename)] or frames
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}" if own else None
 
 
+def kinds_of(error: BaseException) -> list[str]:
+    """Return the names of an error's classes. They are compared by name: FleetX may not be imported in this process."""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+
+
+def entries_of(frames: TracebackType | None) -> Iterator[TracebackType]:
+    while frames is not None:
+        yield frames
+        frames = frames.tb_next
+
+
+def keep_entries(error: BaseException, keeps: Callable[[list[str]], list[bool]]) -> int:
+    """Leave entries out of an error's traceback by their files; return how many."""
+    entries = list(entries_of(user_traceback(error)))
+    kept = [one for one, keep in zip(entries, keeps([one.tb_frame.f_code.co_filename for one in entries]), strict=True) if keep]
+    joined: TracebackType | None = None
+    for one in reversed(kept):
+        joined = TracebackType(joined, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    error.__traceback__ = joined
+    return len(entries) - len(kept)
+
+
+def users_line(files: list[str]) -> list[bool]:
+    """Keep the innermost line of the user's files alone; without one, the innermost line."""
+    own = [index for index, file in enumerate(files) if not is_installed(file)] or [len(files) - 1]
+    return [index == own[-1] for index in range(len(files))]
+
+
+def without_libraries(files: list[str]) -> list[bool]:
+    """Leave out lines of torch, FleetX and Python, but for the innermost, where the error was raised."""
+    return [index == len(files) - 1 or not is_torchs_or_ours(file) for index, file in enumerate(files)]
+
+
+def fold(error: BaseException) -> None:
+    """Shorten the traceback of an error and of its causes to what the user can act on. FLEETX_VERBOSE=2 leaves all in."""
+    if os.environ.get(VERBOSE) == WHOLE:
+        error.__traceback__ = user_traceback(error)
+        return
+    left_out, one, seen = 0, error, set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        is_of_settings = CONFIG_ERROR in kinds_of(one)
+        count = keep_entries(one, users_line if is_of_settings else without_libraries)
+        left_out += 0 if is_of_settings else count
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)  # type: ignore[assignment]
+    if left_out:
+        lines = "line of a library is" if left_out == 1 else "lines of libraries are"
+        error.add_note(f"  ({left_out} {lines} left out; {VERBOSE}={WHOLE} shows all)")
+
+
+def print_error(error: BaseException) -> None:
+    """Print the traceback, by the script's own excepthook if it has set one."""
+    hook = sys.excepthook
+    if hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.distributed"):
+        fold(error)
+    else:
+        error.__traceback__ = user_traceback(error)
+    hook(type(error), error, error.__traceback__)
+
+
 def is_retryable(error: BaseException) -> bool:
-    """Return whether a restart could succeed. ConfigError is compared by name: FleetX may not be imported in this process."""
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
-    return not isinstance(error, SyntaxError | ImportError) and NOT_RETRYABLE not in names
+    """Return whether a restart could succeed."""
+    return not isinstance(error, SyntaxError | ImportError) and CONFIG_ERROR not in kinds_of(error)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -230,8 +307,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def is_consequence(error: BaseException) -> bool:
     """Return whether a connection to another rank broke: the cause is then likely there."""
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
-    return PEER_ERROR in names or (isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None)
+    return PEER_ERROR in kinds_of(error) or (isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None)
 
 
 def record_request() -> None:
@@ -261,12 +337,8 @@ def _write_record(record: dict[str, object]) -> None:
         json.dump(record, file)
 
 
-def leave_quickly(pid: int) -> None:
-    """Skip the garbage collection at exit, which takes up to a second in everything that torch loaded. The last exit handler.
-
-    Files left open are flushed here; Python guarantees no more for objects alive at exit."""
-    if os.getpid() != pid:
-        return  # a forked child must not flush inherited files
+def flush_files() -> None:
+    """Flush what is open, of Python and of C: Python guarantees no more for objects alive at exit."""
     kinds: dict[type, bool] = {}
     for thing in gc.get_objects():
         kind = type(thing)
@@ -275,7 +347,32 @@ def leave_quickly(pid: int) -> None:
         if kinds[kind]:
             with contextlib.suppress(Exception):  # closed or broken: Python would not report it at exit either
                 thing.flush()
-    gc.freeze()
+    ctypes.CDLL(None).fflush(None)
+
+
+def leave_quickly(pid: int) -> None:
+    """End the process without the garbage collection at exit, which takes seconds in everything that torch loaded, and makes
+    libraries that bind C++ report all that is still alive. The last exit handler.
+
+    The script's own names are dropped, as Python would; a profiler that is waiting for the end of the process gets the usual
+    one."""
+    if os.getpid() != pid or _exit_code is None:
+        return  # a forked child must not flush inherited files
+    flush_files()
+    if any(name in os.environ for name in PROFILERS):
+        gc.freeze()
+        return
+    with contextlib.suppress(Exception):
+        vars(sys.modules["__main__"]).clear()
+    flush_files()
+    os._exit(_exit_code)
+
+
+def ending(code: int) -> int:
+    """Keep the exit code for `leave_quickly`, and return it."""
+    global _exit_code
+    _exit_code = code
+    return code
 
 
 def main(kind: str, target: str, *arguments: str) -> int:
@@ -287,19 +384,20 @@ def main(kind: str, target: str, *arguments: str) -> int:
         run_target(kind, target, list(arguments))
     except KeyboardInterrupt as error:  # no traceback: the launcher prints one line that says where rank 0 was
         record_failure(error)
-        return 130
+        return ending(130)
     except SystemExit as error:
         if error.code not in (None, 0):
             record_failure(error)
         else:
             record_request()
+        ending(exit_code_of(error))
         raise
     except BaseException as error:
         record_failure(error)
-        sys.excepthook(type(error), error.with_traceback(user_traceback(error)), error.__traceback__)
-        return 1
+        print_error(error)
+        return ending(1)
     record_request()
-    return 0
+    return ending(0)
 
 
 if __name__ == "__main__":
