@@ -16,7 +16,8 @@ from fleetx.launch.preflight import DoesNotCompile, NoInput, check_module, check
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "pack", raising=False)  # of another test: it is imported where it hides its modules
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pack"]:  # imported where it hides its modules
+        monkeypatch.delitem(sys.modules, name)
     return tmp_path
 
 
