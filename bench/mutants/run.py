@@ -48,7 +48,7 @@ AREAS = {
         (
             *(
                 f"engine/{name}.py"
-                for name in ("step", "window", "bucket", "buckets", "sidecar", "norms", "user_grad_scaler", "dense_reduce")
+                for name in ("step", "window", "bucket", "buckets", "sidecar", "user_grad_scaler", "dense_reduce")
             ),
             *(
                 f"engine/{name}.py"

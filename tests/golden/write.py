@@ -6,7 +6,7 @@
     python -m tests.golden.write help                    help/*.txt
 
 A checkpoint that is here was written by an earlier version of FleetX, and must go on loading: add new ones (`CASES` of
-golden_runs.py), and write one anew only where it was decided that old ones are no longer read. `checkpoints` needs nothing but a
+golden_runs.py), and write one again only where it was decided that old ones are no longer read. `checkpoints` needs nothing but a
 CPU; each comes from two gloo ranks, with what it has become after some more updates (expected.json, expected.safetensors).
 """
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.sidecar import deferring
+from fleetx.engine.sidecar import HostCopy, deferring
 from fleetx.errors import FleetWarning
 from tests.helpers.harness import run_ranks
 from tests.helpers.models import cnn, learnable_images
@@ -136,3 +136,63 @@ def test_a_run_with_bad_updates_is_the_same_to_the_bit(name: str) -> None:
         assert at_once[rank] == late[rank]
         require_same(state, other)
     assert at_once[1]["skipped"] == 3
+
+
+BARE_CASES = ("sgd", "adamw_fused", "rmsprop", "merge_clip", "lars", "lamb", "dgc", "localsgd")
+
+
+def _run_bare(rank: int, name: str, deferred: bool, edit: str = "") -> dict[str, Any]:
+    """The same updates by `loss.backward()` and `optimizer.step()`; and in which steps the host has read what is on the device."""
+    optimizer, settings = CASES[name]
+    merge = settings.get("gradient_merge_configs", {}).get("k_steps", 1)
+    reads, answers = [], []
+    numbers = HostCopy.numbers
+
+    def counted(copy: HostCopy) -> list[float]:
+        reads.append(copy._read is None)
+        return numbers(copy)
+
+    with deferring(deferred), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore", FleetWarning)
+        patch.setattr(HostCopy, "numbers", counted)
+        model, ours = trained_pair(optimizer, settings)
+        waited = []
+        for micro in range(UPDATES * merge):
+            update = micro // merge + 1
+            bad = float("inf") if rank == 1 and update in (3, 6, UPDATES) and micro % merge == 0 else None
+            loss_of(model, micro, rank, bad=bad).backward()
+            if edit == "repair" and update == 6:
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.nan_to_num_(0.0, 0.0, 0.0)
+            if edit == "clip":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            reads.clear()
+            report = ours.step()
+            waited += [update] * any(reads)
+            answers.append(report)
+            ours.zero_grad()
+        told = [(r.due, r.updated, r.skipped, r.step, r.grad_norm) for r in answers]
+        return {"answers": repr(told), "skipped": ours.skipped, "state": everything_of(model, ours), "waited": waited}
+
+
+@pytest.mark.parametrize("name", BARE_CASES)
+def test_step_of_a_bare_loop_does_not_wait_and_gives_the_same_bits(name: str) -> None:
+    at_once = run_ranks(_run_bare, 2, name, False)
+    late = run_ranks(_run_bare, 2, name, True)
+    for rank in range(2):
+        require_same(at_once[rank]["state"], late[rank]["state"])
+        assert at_once[rank]["answers"] == late[rank]["answers"]
+        assert late[rank]["waited"] == ([2, 5, 8] if name == "localsgd" else [])  # ranks that average must know how they are
+    assert at_once[1]["skipped"] == late[1]["skipped"] == 3
+
+
+@pytest.mark.parametrize(("edit", "waited"), [("repair", [6]), ("clip", [2, 3, 4, 5, 6, 7, 8])])
+def test_gradients_edited_before_step_are_judged_again(edit: str, waited: list[int]) -> None:
+    at_once = run_ranks(_run_bare, 2, "sgd", False, edit)
+    late = run_ranks(_run_bare, 2, "sgd", True, edit)
+    for rank in range(2):
+        require_same(at_once[rank]["state"], late[rank]["state"])
+        assert at_once[rank]["answers"] == late[rank]["answers"]
+        assert late[rank]["waited"] == waited
+    assert at_once[1]["skipped"] == late[1]["skipped"] == (2 if edit == "repair" else 3)

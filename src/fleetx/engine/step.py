@@ -418,6 +418,8 @@ class Pipeline:
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, verdict=self._verdict)
         self.buckets.expose(used)
+        if bare:
+            self.buckets.note_reduced()
         if self._is_unapplied and not self.buckets.alone and self.compares_ranks:
             self.checks.ranks.after_unapplied(self.checks.place)
         self._is_unapplied = True
@@ -459,9 +461,11 @@ class Pipeline:
         return self._end_update(scale, recycle=recycle)
 
     def _can_stay_on_device(self) -> bool:
-        """Whether the update can be made before the host knows if it should be. The user may have edited what a bare backward has
-        reduced: that is looked at again, and agreed on."""
-        return not self._verdict.is_known and not self.window.bare and self._conditional.can_be_made()
+        """Whether the update can be made before the host knows if it should be. What the user has edited after a bare backward is
+        looked at again, and agreed on."""
+        if self._verdict.is_known or (self.window.bare and self.buckets.were_edited()):
+            return False
+        return self._conditional.can_be_made()
 
     def _update_decided(self, *, recycle: bool, by_scaler: bool, closure: Callable[[], Any] | None) -> None:
         finite = self._verdict.is_finite()
