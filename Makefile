@@ -1,14 +1,14 @@
 # `make demo`, `make test`, and `make test-all` for the long campaigns too. Each makes its own virtual environment in .venv;
 # `make test-newest` makes one with the newest torch that the registry has, in .venv-newest.
-# Tests run in as many processes at once as there are cores: `make test WORKERS=0` runs them one after the other, and
-# `make test ORDER=random` in another order each time.
+# Tests run in two processes more than there are cores, since many wait for ranks: `make test WORKERS=0` runs them one after
+# the other, and `make test ORDER=random` in another order each time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
 STAMP := $(VENV)/installed
 DEMO := $(VENV)/installed-for-demo
-WORKERS ?= logical
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 ORDER ?= usual
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(if $(filter random,$(ORDER)),-p randomly)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt

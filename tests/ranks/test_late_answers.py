@@ -142,7 +142,7 @@ BARE_CASES = ("sgd", "adamw_fused", "rmsprop", "merge_clip", "lars", "lamb", "dg
 
 
 def _run_bare(rank: int, name: str, deferred: bool, edit: str = "") -> dict[str, Any]:
-    """The same updates by `loss.backward()` and `optimizer.step()`; and in which steps the host has read what is on the device."""
+    """The same updates by `loss.backward()` and `optimizer.step()`; and in which steps the host has waited for the device."""
     optimizer, settings = CASES[name]
     merge = settings.get("gradient_merge_configs", {}).get("k_steps", 1)
     reads, answers = [], []

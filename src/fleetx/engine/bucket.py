@@ -291,7 +291,7 @@ class Bucket:
         return int(self.flat._version) + sum(view._version for view in self.views)
 
     def shown(self) -> tuple[int, list[bool]]:
-        """What changes when somebody writes to a gradient, replaces it or takes it away."""
+        """What changes when the script writes to a gradient, replaces it or takes it away."""
         return self.version(), [param.grad is view for param, view in zip(self.params, self.views, strict=True)]
 
     def gradients(self) -> dict[str, Tensor]:
