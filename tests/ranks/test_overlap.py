@@ -89,12 +89,18 @@ ORDERS = {
 }
 
 
-def _ordered(rank: int, orders: list[list[int]]) -> tuple[list[Event], list[Tensor], int]:
+def _ordered(rank: int, orders: list[list[int]], spelling: str = "optimizer.backward") -> tuple[list[Event], list[Tensor], int]:
     model = Layers()
     optimizer = bucketed(model)
-    optimizer.minimize(model(rows_of(rank, 0), orders[rank]).square().sum())  # the first step also compares batches
     events = record(model, optimizer)
-    optimizer.backward(model(rows_of(rank, 1), orders[rank]).square().sum())
+    optimizer.minimize(model(rows_of(rank, 0), orders[rank]).square().sum())  # the first step also compares batches
+    events.clear()  # and moves our hooks behind those that were registered since
+    loss = model(rows_of(rank, 1), orders[rank]).square().sum()
+    if spelling == "loss.backward":
+        optimizer.zero_grad()
+        loss.backward()
+    else:
+        optimizer.backward(loss)
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return events, gradients, len(optimizer.pipeline.buckets)
 
@@ -124,8 +130,10 @@ def test_buckets_are_reduced_in_index_order_however_gradients_arrive(name: str) 
     torch.testing.assert_close(ranks[0][1], ranks[1][1], rtol=0, atol=0)
 
 
-def test_reducing_starts_while_gradients_are_still_to_come() -> None:
-    for events, _, _ in run_ranks(_ordered, 2, ORDERS["as registered"]):
+@pytest.mark.parametrize("spelling", ["optimizer.backward", "loss.backward"])
+def test_reducing_starts_while_gradients_are_still_to_come(spelling: str) -> None:
+    for events, gradients, _ in run_ranks(_ordered, 2, ORDERS["as registered"], spelling):
+        torch.testing.assert_close(gradients, _reference_gradients(ORDERS["as registered"]), rtol=TOLERANCE, atol=TOLERANCE)
         # Bucket i holds layer 5-i alone: it starts when that layer is done, before the gradients of the layer below.
         kinds = [("reduce", of) if kind == "reduce" else ("layer", int(of.split(".")[1])) for kind, of in events if of != "other"]
         for index in range(LAYERS - 1):

@@ -162,10 +162,10 @@ def test_two_workers_fine_tune_on_a_data_set_of_the_hub(place: Path) -> None:
     pytest.importorskip("datasets", reason="needs the library `datasets`: pip install datasets")
     code, told = fleetrun("pretrain_text.py", *PRETRAIN, "--run", "base")
     assert code == 0, told
-    (place / "csv").mkdir()
+    (place / "reviews").mkdir()  # not "csv", which is a format to `datasets`
     for split in ("train", "test"):
         files = sorted((place / "texts" / ("train" if split == "train" else "val")).rglob("*.txt"))
         rows = [f'"{file.read_text().replace(chr(10), " ")}",{int(file.parent.name == "good")}\n' for file in files]
-        (place / "csv" / f"{split}.csv").write_text("text,label\n" + "".join(rows))
-    code, told = fleetrun("finetune_text.py", "csv", *FINETUNE[1:], "--model", "base/model", "--epochs", "8")
+        (place / "reviews" / f"{split}.csv").write_text("text,label\n" + "".join(rows))
+    code, told = fleetrun("finetune_text.py", "reviews", *FINETUNE[1:], "--model", "base/model", "--epochs", "8")
     assert code == 0 and "100.00% of the texts are sorted right" in told, told
