@@ -213,10 +213,18 @@ def test_a_stop_on_one_node_stops_all(fleetruns: Launchers, tmp_path: Path, port
 def test_a_stop_while_waiting_for_the_other_nodes_ends_at_once(fleetruns: Launchers, tmp_path: Path, port: int) -> None:
     for node, signum, code in ((0, signal.SIGINT, 130), (1, signal.SIGTERM, 143)):
         run = start_node(fleetruns, tmp_path, node, port, PLAIN)
-        wait_until(lambda run=run: "waiting for node" in run.told)  # type: ignore[misc]
+        wait_until(lambda run=run: "waiting up to 600 s for node" in run.told)  # type: ignore[misc]
         run.send(signum)
         assert run.wait(2.0) == code
         assert run.left_behind() == []
+
+
+def test_a_node_that_does_not_come_is_named_with_its_address(fleetruns: Launchers, tmp_path: Path, port: int) -> None:
+    where = ["--ips=127.0.0.1,127.0.0.2", "--host=127.0.0.1", f"--start_port={port}", "--nproc_per_node=1"]
+    run = fleetruns.start(tmp_path / "node0", PLAIN, *where)
+    wait_until(lambda: "waiting up to 600 s for node 1 (127.0.0.2) of 2" in run.told)
+    run.send(signal.SIGINT)
+    assert run.wait(2.0) == 130
 
 
 def test_a_node_that_is_done_waits_for_the_others(fleetruns: Launchers, tmp_path: Path, port: int) -> None:

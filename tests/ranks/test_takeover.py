@@ -56,8 +56,15 @@ def is_small(name: str) -> bool:
 
 
 REFUSALS: dict[str, tuple[str, Callable[[Net], Optimizer], str]] = {
-    "adam for lars": ("lars", lambda m: Adam(m.parameters()), f"place of torch.optim.SGD; the one given is Adam. {WRITE_SGD}"),
-    "sgd for lamb": ("lamb", lambda m: sgd(m), "the place of torch.optim.Adam or torch.optim.AdamW"),
+    "adam for lars": (
+        "lars", lambda m: Adam(m.parameters()),
+        "place of torch.optim.SGD; the one given is Adam. Write strategy.lamb = True, .*; or torch.optim.SGD",
+    ),
+    "sgd for lamb": (
+        "lamb", lambda m: sgd(m),
+        "the place of torch.optim.Adam or torch.optim.AdamW; .* SGD. Write strategy.lars = True, .*; or torch.optim.Adam",
+    ),
+    "adam for dgc": ("dgc", lambda m: Adam(m.parameters()), f"place of torch.optim.SGD; the one given is Adam. {WRITE_SGD}"),
     "a subclass": ("lars", lambda m: sgd(m, kind=MySGD), "MySGD, a class of your own whose step would be lost"),
     "lars itself": ("lars", lambda m: Lars(m.parameters(), lr=0.1), "Lars. Write .*; or leave strategy.lars out: Lars is a rule"),
     "no momentum": ("lars", lambda m: SGD(m.parameters(), lr=0.1), "needs momentum, .* momentum 0 in a group. Write moment"),

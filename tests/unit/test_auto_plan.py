@@ -327,7 +327,7 @@ def test_what_the_risk_forbids_is_told_with_what_it_would_send() -> None:
 def test_recompute_is_told_with_what_it_would_save() -> None:
     assert sentences(FAST)["recompute"] == (
         "not needed: the step takes 953.67 MiB, and no limit was given; 5 units computed again would make it "
-        "476.84 MiB for 9.0 ms."
+        "476.84 MiB, and 9.0 ms longer."
     )
     assert "and there are 1.86 GiB" in sentences(FAST, memory=2000 * MB)["recompute"]
     assert "recompute" not in sentences(FAST, memory=900 * MB)  # it was taken

@@ -61,14 +61,18 @@ def test_one_node_listens_on_loopback_and_asks_nobody(asked: NodeFlags) -> None:
     assert find_nodes(asked, {}, unasked()) == Nodes(1, 0, "127.0.0.1", "127.0.0.1", None)
 
 
+NODE_0 = ("10.0.0.1", 6070)
+BOTH = ("10.0.0.1", "10.0.0.2")
+
+
 @pytest.mark.parametrize(("own", "rank"), [("10.0.0.1", 0), ("10.0.0.2", 1)])
 def test_each_node_finds_itself_in_ips(own: str, rank: int) -> None:
-    assert find_nodes(NodeFlags(ips="node0, 10.0.0.2"), {}, machine(own)) == Nodes(2, rank, own, "10.0.0.1", 6070)
+    assert find_nodes(NodeFlags(ips="node0, 10.0.0.2"), {}, machine(own)) == Nodes(2, rank, own, *NODE_0, BOTH)
 
 
 def test_ips_beat_the_variables_of_slurm() -> None:
     found = find_nodes(NodeFlags(ips="10.0.0.2,10.0.0.1", start_port=7000), slurm(tasks=8), machine("10.0.0.1"))
-    assert found == Nodes(2, 1, "10.0.0.1", "10.0.0.2", 7000)
+    assert found == Nodes(2, 1, "10.0.0.1", "10.0.0.2", 7000, ("10.0.0.2", "10.0.0.1"))
 
 
 def test_ips_of_one_machine_are_a_local_run() -> None:
@@ -77,7 +81,7 @@ def test_ips_of_one_machine_are_a_local_run() -> None:
 
 def test_host_says_which_entry_is_ours_when_none_or_several_match() -> None:
     loopback = NodeFlags(ips="127.0.0.1,127.0.0.2", host="127.0.0.2")
-    assert find_nodes(loopback, {}, machine()) == Nodes(2, 1, "127.0.0.2", "127.0.0.1", 6070)
+    assert find_nodes(loopback, {}, machine()) == Nodes(2, 1, "127.0.0.2", "127.0.0.1", 6070, ("127.0.0.1", "127.0.0.2"))
     both = machine("10.0.0.1", "10.0.0.2")
     with pytest.raises(ConfigError, match=r"several addresses of this machine: 10.0.0.1, 10.0.0.2; .* --host"):
         find_nodes(NodeFlags(ips="10.0.0.1,10.0.0.2"), {}, both)
@@ -146,7 +150,7 @@ def test_node_0_behind_another_address_listens_on_its_own() -> None:
 
 def test_a_name_that_means_loopback_on_its_own_machine_becomes_an_address_others_reach() -> None:
     debian = machine("10.0.0.1", names={"node0": "127.0.1.1"})
-    assert find_nodes(NodeFlags(ips="node0,node1"), {}, debian) == Nodes(2, 0, "10.0.0.1", "10.0.0.1", 6070)
+    assert find_nodes(NodeFlags(ips="node0,node1"), {}, debian) == Nodes(2, 0, "10.0.0.1", *NODE_0, BOTH)
     assert find_nodes(NodeFlags(nnodes=2, master="node0"), {}, debian).master == "10.0.0.1"
 
 

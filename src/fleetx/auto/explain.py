@@ -105,9 +105,9 @@ def _recompute(measured: Measured, chosen: Forecast, memory: int | None) -> str:
     one = measured.pass_of(chosen.candidate.precision, chosen.candidate.batch)
     rungs = [rung for rung in one.ladder if rung.units] if one is not None else []
     least = min(rungs, key=lambda rung: rung.peak_bytes, default=None)
-    could = (
-        f"; {least.units} units computed again would make it {binary(least.peak_bytes)} for {_ms(least.again_s)}" if least else ""
-    )
+    could = ""
+    if least:
+        could = f"; {least.units} units computed again would make it {binary(least.peak_bytes)}, and {_ms(least.again_s)} longer"
     room = "and no limit was given" if memory is None else f"and there are {binary(memory)}"
     return f"not needed: the step takes {binary(chosen.peak_bytes)}, {room}{could}."
 

@@ -48,6 +48,7 @@ class Terms:
     is_secret: bool = False  # without a secret, anyone who knows the job's name can make the key
     grace_seconds: float = GRACE_SECONDS
     limits: Limits = field(default_factory=lambda: Limits(0))
+    addresses: tuple[str, ...] = ()  # of all nodes; empty: only node 0's is known
 
 
 class Coordinator:
@@ -116,12 +117,14 @@ class Coordinator:
         if self._job.process_counts or now_seconds < HINT_SECONDS:
             return
         count = self._own.node_count
-        missing = ", ".join(str(rank) for rank in range(count) if rank not in self._seats)
+        addresses = dict(enumerate(self._terms.addresses))
+        where = {rank: f"{rank} ({addresses[rank]})" if rank in addresses else str(rank) for rank in range(count)}
+        missing = ", ".join(named for rank, named in where.items() if rank not in self._seats)
         if missing and now_seconds > JOIN_SECONDS:
             self._job = fail(self._job, 0, f"node {missing} of {count} did not join within {JOIN_SECONDS:.0f} s.")
         if missing and not self._has_hinted:
             self._has_hinted = True
-            self._notices.append(f"waiting for node {missing} of {count}")
+            self._notices.append(f"waiting up to {JOIN_SECONDS:.0f} s for node {missing} of {count}")
 
     # --- nodes that are away --------------------------------------------------------------------------------------------
 

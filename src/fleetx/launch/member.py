@@ -182,7 +182,7 @@ class Member:
             if joined:
                 self._notice(f"node 0 ({self._master}) does not answer; it has {patience:g} s to come back")
             else:
-                self._notice(f"waiting for node 0 at {self._master}:{self._port}")
+                self._notice(f"waiting up to {patience:.0f} s for node 0 at {self._master}:{self._port}")
 
     def _end(self, sentence: str) -> None:
         with self._lock:

@@ -115,7 +115,7 @@ def _from_ips(flags: NodeFlags, ips: str, machine: Machine) -> Nodes:
     rank = _own_entry(flags, addresses, machine)
     if len(addresses) == 1:
         return Nodes()
-    return Nodes(len(addresses), rank, addresses[rank], addresses[0], flags.start_port or DEFAULT_PORT)
+    return Nodes(len(addresses), rank, addresses[rank], addresses[0], flags.start_port or DEFAULT_PORT, tuple(addresses))
 
 
 def _own_entry(flags: NodeFlags, addresses: list[str], machine: Machine) -> int:

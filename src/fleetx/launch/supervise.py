@@ -369,7 +369,7 @@ def join_job(run: Run, rendezvous: FreshRendezvous) -> Coordinator | Member:
     plan, nodes = run.plan, run.plan.nodes
     hello = Hello(nodes.count, plan.max_restart, plan.process_count, nodes.address, nodes.rank)
     limits = Limits(plan.max_restart, plan.restart_window_seconds)
-    terms = Terms(job_key(run.secret, plan.job_id), bool(run.secret), plan.node_grace_seconds, limits)
+    terms = Terms(job_key(run.secret, plan.job_id), bool(run.secret), plan.node_grace_seconds, limits, nodes.addresses)
     if nodes.count == 1:
         return Coordinator(hello, run.run_id, rendezvous.open_store, run.say, terms=terms)
     if nodes.rank == 0:

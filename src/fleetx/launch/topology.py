@@ -21,6 +21,7 @@ class Nodes:
     address: str = "127.0.0.1"  # this node's own, on which its store and its ranks listen
     master: str = "127.0.0.1"  # node 0's
     port: int | None = None  # of node 0's control socket; None: there is only one node
+    addresses: tuple[str, ...] = ()  # of all nodes, where --ips names them
 
 
 @dataclass(frozen=True)

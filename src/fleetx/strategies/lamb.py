@@ -52,7 +52,10 @@ class Lamb(Part):
         return frozenset({Slot.UPDATE, Slot.MOMENTUM})
 
     def check(self, site: Site) -> None:
-        require_inner(self, site.optimizer, write="torch.optim.Adam(model.parameters(), lr=...)")
+        write = "torch.optim.Adam(model.parameters(), lr=...)"
+        if type(site.optimizer) is torch.optim.SGD:
+            write = f"strategy.lars = True, the same idea for SGD, in place of strategy.lamb; or {write}"
+        require_inner(self, site.optimizer, write=write)
         require_neutral(self, site.optimizer)
         require_no_decay(self, site, key="lamb_weight_decay", excluded=self.exclude_from_weight_decay)
         # Adam's moments mean the same here. But Adam keeps no float32 copy of 16-bit parameters, and its step sizes were others:

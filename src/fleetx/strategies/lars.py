@@ -55,7 +55,10 @@ class Lars(Part):
         return frozenset({Slot.UPDATE, Slot.MOMENTUM})
 
     def check(self, site: Site) -> None:
-        require_inner(self, site.optimizer, write="torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)")
+        write = "torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)"
+        if type(site.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            write = f"strategy.lamb = True, the same idea for Adam, in place of strategy.lars; or {write}"
+        require_inner(self, site.optimizer, write=write)
         require_neutral(self, site.optimizer)
         if not all(group["momentum"] for group in site.optimizer.param_groups):
             raise ConfigError("strategy.lars needs momentum, and the SGD given has momentum 0 in a group. Write momentum=0.9.")
