@@ -301,16 +301,22 @@ raise SystemExit(int(os.environ.get("CODE", "0")))
     assert fleetrun("--nproc_per_node", "1", "--env", "CODE=7", "train.py").returncode == 7
 
 
-FAIL_IN_TORCH = """
+FAIL_TOGETHER = """
 import os, pathlib, time, torch
-ranks = int(os.environ["WORLD_SIZE"])
+from fleetx import fleet
 pathlib.Path("ready." + os.environ["RANK"]).touch()
-while len(list(pathlib.Path().glob("ready.*"))) < ranks:  # all ranks fail at the same time, however long each took to start
+while len(list(pathlib.Path().glob("ready.*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
+"""
+"""Ranks fail at the same time, however long each took to start."""
+FAIL_IN_TORCH = (
+    FAIL_TOGETHER
+    + """
 def train():
     torch.nn.Linear(4, 2)(torch.ones(3, 5))
 train()
 """
+)
 
 
 def test_an_error_that_all_ranks_share_is_shown_once_without_lines_of_torch(
@@ -319,7 +325,7 @@ def test_an_error_that_all_ranks_share_is_shown_once_without_lines_of_torch(
     write(folder / "train.py", FAIL_IN_TORCH)
     ended = fleetrun("--nproc_per_node", "3", "train.py")
     assert ended.stdout.count("Traceback (most recent call last):") == 1
-    assert "line 8, in train\n" in ended.stdout and "_call_impl" not in ended.stdout
+    assert "line 9, in train\n" in ended.stdout and "_call_impl" not in ended.stdout
     assert "in forward\n" in ended.stdout, "where it was raised"
     assert "lines of libraries are left out; FLEETX_VERBOSE=2 shows all)" in ended.stdout
     assert "shapes cannot be multiplied" in "".join(path.read_text() for path in (folder / "log").iterdir())
@@ -328,21 +334,25 @@ def test_an_error_that_all_ranks_share_is_shown_once_without_lines_of_torch(
 
 
 MISSPELT = "DistributedStrategy has no setting `gradient_marge`. Did you mean `gradient_merge`?"
-FAIL_ON_SETTINGS = """
-from fleetx import fleet
+FAIL_ON_SETTINGS = (
+    FAIL_TOGETHER
+    + """
 def make():
     return fleet.DistributedStrategy(gradient_marge=True)
 make()
 """
+)
 
 
 def test_an_error_of_settings_shows_the_line_of_the_script_alone(folder: Path) -> None:
     write(folder / "train.py", FAIL_ON_SETTINGS)
-    ended = fleetrun("--nproc_per_node", "1", "train.py")
-    shown = ended.stdout[ended.stdout.index("Traceback") :].splitlines()
+    ended = fleetrun("--nproc_per_node", "2", "train.py")
+    assert ended.stdout.count("Traceback (most recent call last):") == 1
+    # Rank 0's, unless it was ended before it could show it: then rank 1's, with a prefix.
+    shown = ended.stdout[ended.stdout.index("Traceback") :].replace("n0·r1| ", "").splitlines()
     assert [line.strip(" ^") for line in shown if line.strip(" ^")] == [
         "Traceback (most recent call last):",
-        f'File "{folder / "train.py"}", line 4, in make',
+        f'File "{folder / "train.py"}", line 9, in make',
         "return fleet.DistributedStrategy(gradient_marge=True)",
         f"fleetx.strategy.UnknownSettingError: {MISSPELT}",
     ]

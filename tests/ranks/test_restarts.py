@@ -21,9 +21,9 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
-attempt, kills = int(os.environ["FLEETX_ATTEMPT"]), int(os.environ["KILLS"])
+attempt = int(os.environ["FLEETX_ATTEMPT"])
 print("attempt", attempt, os.environ["TORCHELASTIC_RESTART_COUNT"], "sum", total.item(), flush=True)
-if attempt < kills and dist.get_rank() == attempt % 2:
+if attempt < 5 and dist.get_rank() == attempt % 2:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
 dist.destroy_process_group()
@@ -85,18 +85,16 @@ def read_pid(folder: Path, rank: int) -> int:
     return int(path.read_text())
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.campaign)])
-def test_kills_in_a_row_are_as_many_restarts_on_stores_of_their_own(fleetruns: Launchers, tmp_path: Path, kills: int) -> None:
-    run = fleetruns.start(tmp_path, REDUCE_AND_DIE, "--nproc_per_node=2", f"--max_restart={kills}", KILLS=str(kills))
+def test_five_kills_in_a_row_are_five_restarts_on_stores_of_their_own(fleetruns: Launchers, tmp_path: Path) -> None:
+    run = fleetruns.start(tmp_path, REDUCE_AND_DIE, "--nproc_per_node=2", "--max_restart=5")
     assert run.wait(120) == 0, run.told
-    for attempt in range(1, kills + 1):
+    for attempt in range(1, 6):
         rank = (attempt - 1) % 2
-        assert f"restarting ({attempt} of {kills}): rank {rank} was killed by SIGKILL" in run.told
+        assert f"restarting ({attempt} of 5): rank {rank} was killed by SIGKILL" in run.told
     for rank in (0, 1):
         lines = [line for line in run.log(rank).splitlines() if line.startswith(("attempt", "---"))]
-        assert [line for line in lines if line[0] == "a"] == [f"attempt {number} {number} sum 3.0" for number in range(kills + 1)]
-        again = [f"--- attempt {number} of {kills + 1}" for number in range(2, kills + 2)]
-        assert [line.split(",")[0] for line in lines if line[0] == "-"] == again
+        assert [line for line in lines if line[0] == "a"] == [f"attempt {number} {number} sum 3.0" for number in range(6)]
+        assert [line.split(",")[0] for line in lines if line[0] == "-"] == [f"--- attempt {n} of 6" for n in range(2, 7)]
     assert run.left_behind() == []
 
 
@@ -171,13 +169,15 @@ def test_an_endless_loop_is_named_with_its_step_and_restarted(fleetruns: Launche
     run = fleetruns.start(tmp_path, STEP_AND_HANG, "--nproc_per_node=2", "--hang_timeout=3", "--max_restart=1")
     assert run.wait() == 0, run.told
     named, restarted = (line for line in run.told.splitlines() if "rank 1" in line)
-    assert re.search(r"rank 1 hangs: silent for \d+ s in the user's code, at step 41; rank 0 waits for it", named)
-    assert re.search(r"restarting \(1 of 1\): rank 1 hung at step 41: silent for \d+ s in the user's code", restarted)
+    seconds = re.search(r"rank 1 hangs: silent for (\d+) s in the user's code, at step 41; rank 0 waits for it", named)
+    assert seconds and int(seconds[1]) >= 3  # more where the launcher had to wait for a core
+    assert f"restarting (1 of 1): rank 1 hung at step 41: silent for {seconds[1]} s in the user's code" in restarted
     assert "in spin" in run.log(1) and "most recent call first" in run.log(0)
 
 
 def test_a_hang_without_a_budget_ends_with_the_rank_that_hung(fleetruns: Launchers, tmp_path: Path) -> None:
     run = fleetruns.start(tmp_path, STEP_AND_HANG, "--nproc_per_node=2", "--hang_timeout=1")
     assert run.wait() == 137
-    assert re.search(r"rank 1 hangs: silent for \d+ s in the user's code", run.told)
+    seconds = re.search(r"rank 1 hangs: silent for (\d+) s in the user's code", run.told)
+    assert seconds and int(seconds[1]) >= 1
     assert run.left_behind() == []

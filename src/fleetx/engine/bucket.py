@@ -290,8 +290,8 @@ class Bucket:
         """How often the buffer was written to, as a whole or through `param.grad`: each counts for itself."""
         return int(self.flat._version) + sum(view._version for view in self.views)
 
-    def shown(self) -> tuple[int, list[bool]]:
-        """What changes when the script writes to a gradient, replaces it or takes it away."""
+    def edit_mark(self) -> tuple[int, list[bool]]:
+        """Return what changes when the script writes to a gradient, replaces it or takes it away."""
         return self.version(), [param.grad is view for param, view in zip(self.params, self.views, strict=True)]
 
     def gradients(self) -> dict[str, Tensor]:

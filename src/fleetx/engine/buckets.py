@@ -79,8 +79,8 @@ class Buckets:
         self._myself: Callable[[], Buckets | None] = weakref.ref(self)
         self._handles = [handle for bucket in self._buckets for handle in bucket.add_hooks(self._myself)]
         self._early_hooks: list[tuple[dict[int, Hook], int, Hook]] = []
-        self._reduced: list[tuple[int, list[bool]]] = []
-        """Of each bucket, what `shown()` said when the last window was reduced."""
+        self._marks: list[tuple[int, list[bool]]] = []
+        """The `edit_mark` of each bucket when a bare backward had reduced the window."""
         self._before_more: Callable[[], None] | None = None
 
     def __del__(self) -> None:
@@ -310,13 +310,13 @@ class Buckets:
             for param, view, filled in zip(bucket.params, bucket.views, bucket.filled, strict=True):
                 param.grad = view if next(wanted) and (filled or param.requires_grad) else None
 
-    def note_reduced(self) -> None:
-        """What `param.grad` shows now is what was reduced."""
-        self._reduced = [bucket.shown() for bucket in self._buckets]
+    def mark_reduced(self) -> None:
+        """Remember that `param.grad` shows what was reduced."""
+        self._marks = [bucket.edit_mark() for bucket in self._buckets]
 
     def were_edited(self) -> bool:
-        """Whether the user has written to gradients since they were reduced, or put others or None in their place."""
-        return [bucket.shown() for bucket in self._buckets] != self._reduced
+        """Return whether the user has written to gradients since `mark_reduced`, or put others or None in their place."""
+        return [bucket.edit_mark() for bucket in self._buckets] != self._marks
 
     def adopt_replaced(self) -> None:
         """The user put other tensors in place of reduced gradients: take their values, so that clipping sees them."""

@@ -418,8 +418,8 @@ class Pipeline:
         if measures and self._grad_norm is not None:
             self.meter.after_reduce(self._grad_norm, self.buckets, self.window, self.weighing, verdict=self._verdict)
         self.buckets.expose(used)
-        if bare:
-            self.buckets.note_reduced()
+        if bare and not self._verdict.is_known:
+            self.buckets.mark_reduced()
         if self._is_unapplied and not self.buckets.alone and self.compares_ranks:
             self.checks.ranks.after_unapplied(self.checks.place)
         self._is_unapplied = True

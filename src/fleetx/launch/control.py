@@ -117,9 +117,9 @@ class Coordinator:
         if self._job.process_counts or now_seconds < HINT_SECONDS:
             return
         count = self._own.node_count
-        addresses = dict(enumerate(self._terms.addresses))
-        where = {rank: f"{rank} ({addresses[rank]})" if rank in addresses else str(rank) for rank in range(count)}
-        missing = ", ".join(named for rank, named in where.items() if rank not in self._seats)
+        addresses = self._terms.addresses
+        named = (f"{rank} ({addresses[rank]})" if addresses else str(rank) for rank in range(count) if rank not in self._seats)
+        missing = ", ".join(named)
         if missing and now_seconds > JOIN_SECONDS:
             self._job = fail(self._job, 0, f"node {missing} of {count} did not join within {JOIN_SECONDS:.0f} s.")
         if missing and not self._has_hinted:
