@@ -20,8 +20,8 @@ from fleetx.auto import candidate as candidates
 from fleetx.auto.candidate import Candidate
 from fleetx.auto.clock import typical
 from fleetx.auto.cost import Reducer
-from fleetx.engine.bind import give_up, rehearsal_of
 from fleetx.engine.dry_run import Rehearsal
+from fleetx.engine.setup.bind import give_up, rehearsal_of
 from fleetx.errors import FleetWarning
 from fleetx.recompute.budget_solver import least_peak
 from fleetx.recompute.memory_probe import memory_probe_for

@@ -32,7 +32,7 @@ from fleetx import fleet
 from fleetx.auto.candidate import Candidate
 from fleetx.auto.measurements import Forecast, forecast
 from fleetx.auto.plan import Plan
-from fleetx.engine.bind import give_up
+from fleetx.engine.setup.bind import give_up
 from fleetx.errors import ConfigError, first_line
 from fleetx.recompute.batches import rows_in
 

@@ -48,11 +48,17 @@ AREAS = {
         (
             *(
                 f"engine/{name}.py"
-                for name in ("step", "window", "bucket", "buckets", "sidecar", "user_grad_scaler", "dense_reduce")
+                for name in ("step", "window", "bucket", "buckets", "sidecar", "dense_reduce", "user_loop/user_grad_scaler")
             ),
             *(
                 f"engine/{name}.py"
-                for name in ("checks/nonfinite", "checks/desync", "checks/checks", "bare_backward", "model_pairs")
+                for name in (
+                    "checks/nonfinite",
+                    "checks/desync",
+                    "checks/checks",
+                    "user_loop/bare_backward",
+                    "user_loop/model_pairs",
+                )
             ),
         ),
         (
@@ -92,7 +98,7 @@ AREAS = {
         ),
     ),
     "checkpoint": Area(
-        ("checkpoint", "engine/state.py", "engine/optimizer_state.py"),
+        ("checkpoint", "engine/state.py", "engine/setup/optimizer_state.py"),
         (
             *("tests/unit/test_encode.py", "tests/unit/test_random_states.py", "tests/unit/test_checkpoint_objects.py"),
             *("tests/unit/test_checkpoint_damage.py", "tests/ranks/test_checkpoint_ranks.py"),

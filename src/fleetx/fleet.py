@@ -26,15 +26,19 @@ from .config.kinds import integer
 from .config.kinds import size as size_in_bytes
 from .data.sampler import FleetSampler
 from .dist import heartbeat, stop_signal, util, world
-from .engine import current_autocast, model_pairs, registry
-from .engine.bind import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
-from .engine.build import check_parts, require_plain_optimizer
-from .engine.ddp import bare, refuse_steps_of_a_sample
+from .engine.modules import current_autocast
+from .engine.modules.random_states import NUMPY, PYTHON, torch_sources
 from .engine.optimizer import FleetOptimizer
-from .engine.overview import one_line, without_effect
-from .engine.placement import agree_on_model, named_trainable
-from .engine.random_states import NUMPY, PYTHON, torch_sources
+from .engine.setup import registry
+from .engine.setup.bind import LossFn, bind, give_up, rehearsal_of, rehearse, require_loss_fn, require_module
+from .engine.setup.build import require_plain_optimizer
+from .engine.setup.conflicts import check_parts
+from .engine.setup.placement import agree_on_model, named_trainable
+from .engine.setup.strategy_tables import one_line, without_effect
 from .engine.slots import Part
+from .engine.user_loop import model_pairs
+from .engine.user_loop.ddp import bare, refuse_steps_of_a_sample
+from .engine.user_loop.no_sync import leave_local
 from .errors import ConfigError, did_you_mean, first_line
 from .strategies.auto import Auto
 from .strategy import SCALARS, DistributedStrategy
@@ -295,7 +299,7 @@ def no_sync() -> AbstractContextManager[None]:
         ...     criterion(model(x), y).backward()
         >>> criterion(model(x), y).backward()  # reduces the gradients of both
     """
-    return model_pairs.no_sync()
+    return leave_local()
 
 
 def distribute(

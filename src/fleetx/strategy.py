@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from .config.kinds import Kind, boolean, choice, integer, names, number, once
-from .engine.overview import overview, slot_table
+from .engine.setup.strategy_tables import overview, slot_table
 from .engine.slots import Part
 from .errors import ConfigError, did_you_mean
 from .strategies import catalogue

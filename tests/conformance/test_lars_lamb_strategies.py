@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.optimizer_state import check_optimizer_state, optimizer_state
+from fleetx.engine.setup.optimizer_state import check_optimizer_state, optimizer_state
 from fleetx.errors import CheckpointError, FleetWarning
 from fleetx.optim import Lamb, Lars
 from tests.helpers.harness import run_ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.patching import patched
+from fleetx.engine.modules.patching import patched
 from fleetx.errors import ConfigError, FleetWarning, RecomputeError
 from fleetx.recompute.offload import Offload
 from fleetx.recompute.replay import Replay

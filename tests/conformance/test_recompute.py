@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet20
-from fleetx.engine.patching import patch_of
+from fleetx.engine.modules.patching import patch_of
 from tests.helpers.recompute_nets import NETS, Chain, Inner, Mixed, Net, Norm, call_three_times, in_float32
 from tests.helpers.recompute_runs import (
     Loop,

@@ -13,7 +13,7 @@ from fleetx.auto.candidate import offered, parts_in_order
 from fleetx.auto.cost import Reducer, settings_of
 from fleetx.auto.run_measurements import gradients_of
 from fleetx.dist.wire_cost import Cost, Link
-from fleetx.engine.build import check_parts
+from fleetx.engine.setup.conflicts import check_parts
 from fleetx.engine.slots import PlanContext, Slot
 from fleetx.strategies import catalogue
 from fleetx.strategy import DistributedStrategy

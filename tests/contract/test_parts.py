@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.build import check_parts
+from fleetx.engine.setup.conflicts import check_parts
 from fleetx.engine.slots import Slot
 from fleetx.errors import FleetWarning, StrategyConflict
 from fleetx.strategies import catalogue

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fleetx.engine.build import check_parts
+from fleetx.engine.setup.conflicts import check_parts
 from fleetx.engine.slots import Risk
 from fleetx.errors import StrategyConflict
 from fleetx.strategies import catalogue

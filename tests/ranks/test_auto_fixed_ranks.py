@@ -15,7 +15,7 @@ from torch import nn
 
 from fleetx import fleet
 from fleetx.auto.plan import Plan, from_json, to_json
-from fleetx.engine.build import check_parts
+from fleetx.engine.setup.conflicts import check_parts
 from fleetx.strategies import catalogue
 from tests.helpers.auto_runs import (
     batch,

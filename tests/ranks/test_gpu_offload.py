@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fleetx import fleet
-from fleetx.engine.patching import PatchedForward, patch_of, patched
+from fleetx.engine.modules.patching import PatchedForward, patch_of, patched
 from fleetx.errors import ConfigError
 from fleetx.recompute.host_memory import CudaMover, Pool
 from fleetx.recompute.offload import Offload

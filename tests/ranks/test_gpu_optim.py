@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.optimizer_hooks import refuse_before_step
+from fleetx.engine.user_loop.optimizer_hooks import refuse_before_step
 from fleetx.optim import Lamb, Lars
 from tests.helpers.gpu_steps import (
     CONVOLUTION,

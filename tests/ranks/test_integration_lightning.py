@@ -434,7 +434,7 @@ def test_a_module_is_fitted_again_by_another_trainer_and_validated(tmp_path: Pat
 
 def fit_and_let_go(rank: int, folder: str) -> dict[str, Any]:
     """What is left of a strategy in its module, in its optimizers and in memory when training is over."""
-    from fleetx.engine.patching import patch_of
+    from fleetx.engine.modules.patching import patch_of
 
     told: dict[str, Any] = {"kinds": []}
     module = make_module()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fleetx import fleet
 from fleetx.dist.comm import Pending
-from fleetx.engine.model_pairs import queue_callback
 from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.engine.sidecar import ALARMS
+from fleetx.engine.user_loop.model_pairs import queue_callback
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.models import batch
 

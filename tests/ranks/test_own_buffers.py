@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.buffer_kinds import LARGE_NUMEL
+from fleetx.engine.buffers.buffer_kinds import LARGE_NUMEL
 from fleetx.errors import FleetWarning
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.models import batch

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.applications import Bert_base, Resnet20
-from fleetx.engine.patching import PatchedForward, patch_of
+from fleetx.engine.modules.patching import PatchedForward, patch_of
 from fleetx.errors import FleetWarning
 from tests.helpers.harness import run_ranks
 from tests.helpers.models import batch, flat_state

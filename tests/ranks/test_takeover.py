@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fleetx import fleet
-from fleetx.engine.optimizer_hooks import may_change_gradients
+from fleetx.engine.user_loop.optimizer_hooks import may_change_gradients
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.optim import Lamb, Lars
 from fleetx.optim.refuse_decay import exclusion_words

@@ -53,5 +53,6 @@ def test_names_of_code_in_the_walks_exist() -> None:
     step = (SOURCE / "engine" / "step.py").read_text(encoding="utf-8")
     for name in re.findall(r"`Pipeline\.(\w+)`", PAGE):
         assert f"def {name}(" in step
-    assert "class Pipeline" in step and "def compile_strategy(" in (SOURCE / "engine" / "build.py").read_text(encoding="utf-8")
+    build = (SOURCE / "engine" / "setup" / "build.py").read_text(encoding="utf-8")
+    assert "class Pipeline" in step and "def compile_strategy(" in build
     assert "CHECKS" in (SOURCE / "doctor" / "examine.py").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from fleetx.auto.probe import ladder_of, on_line
 from fleetx.auto.request import least_share
 from fleetx.auto.run_measurements import gradients_of
 from fleetx.dist.wire_cost import Link, as_matrix, low_rank, sparse
-from fleetx.engine.build import check_parts
+from fleetx.engine.setup.conflicts import check_parts
 from fleetx.engine.slots import PlanContext, Risk
 from fleetx.errors import ConfigError
 from fleetx.recompute.profile import Element, Profile, Way

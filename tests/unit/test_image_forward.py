@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fleetx.applications.image_model import ImageModel
 from fleetx.applications.resnet import Resnet20, Resnet50
 from fleetx.applications.vgg import VGG16
-from fleetx.engine.patching import patch_forward
+from fleetx.engine.modules.patching import patch_forward
 from fleetx.errors import DataError
 
 Weights = dict[str, Tensor]

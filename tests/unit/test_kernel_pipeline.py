@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.engine.optimizer_hooks import refuse_before_step
+from fleetx.engine.user_loop.optimizer_hooks import refuse_before_step
 from tests.helpers import kernel_interpreter
 from tests.helpers.kernel_interpreter import by_kernels
 from tests.helpers.models import batch

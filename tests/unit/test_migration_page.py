@@ -9,8 +9,8 @@ import torch
 
 import fleetx
 from fleetx import fleet
-from fleetx.engine.build import check_parts
 from fleetx.engine.report import Report
+from fleetx.engine.setup.conflicts import check_parts
 from fleetx.errors import ConfigError, StrategyConflict
 from fleetx.launch.flags import parse
 from fleetx.optim import schedules

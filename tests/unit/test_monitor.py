@@ -21,7 +21,7 @@ from fleetx import fleet
 from fleetx.config.secret_texts import command_without_secrets, without_secrets
 from fleetx.dist import heartbeat
 from fleetx.dist.heartbeat import Phase
-from fleetx.engine import registry
+from fleetx.engine.setup import registry
 from fleetx.errors import ConfigError, FleetWarning
 from fleetx.monitor import lasting_files
 from fleetx.monitor import monitor as monitors

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fleetx.data.packing import ALIGNMENT, empty_to_send, pack, unpack
-from fleetx.engine.nested_tensors import map_tensors
+from fleetx.engine.modules.nested_tensors import map_tensors
 
 IMAGES = torch.from_numpy(np.arange(2 * 5 * 5 * 3, dtype=np.uint8).reshape(2, 5, 5, 3)).permute(0, 3, 1, 2)
 BATCHES = {

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fleetx.engine.nested_tensors import map_tensors
-from fleetx.engine.patching import patch_forward
+from fleetx.engine.modules.nested_tensors import map_tensors
+from fleetx.engine.modules.patching import patch_forward
 
 
 def _doubled(forward: Any, *args: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleetx.engine.random_states import NUMPY, PYTHON, TORCH, Source, States, _numpy_words, kept, set_back
+from fleetx.engine.modules.random_states import NUMPY, PYTHON, TORCH, Source, States, _numpy_words, kept, set_back
 
 DRAWS: dict[str, tuple[Callable[[], object], list[Source]]] = {
     "nothing": (lambda: None, []),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleetx.engine.buffer_kinds import LARGE_NUMEL, apply_change, average_of_change, sort_buffers
+from fleetx.engine.buffers.buffer_kinds import LARGE_NUMEL, apply_change, average_of_change, sort_buffers
 from fleetx.engine.sidecar import Alarms, Tail
 from fleetx.errors import ConfigError
 

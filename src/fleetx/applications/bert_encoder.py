@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..engine.patching import patch_of
+from ..engine.modules.patching import patch_of
 from ..errors import ConfigError
 from ..recompute.replay import result_is_unwanted
 from .bert_lean import LayerNorm, in_matmul_dtype, linear_of_gelu

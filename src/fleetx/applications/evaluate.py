@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import fleet
 from ..dist import world
 from ..dist.agree import run_and_share
-from ..engine.nested_tensors import map_tensors
+from ..engine.modules.nested_tensors import map_tensors
 from ..errors import ConfigError, DataError
 
 COUNTS = ("count", "pairs")

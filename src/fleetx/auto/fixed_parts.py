@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, final
 
-from ..engine.overview import described
+from ..engine.setup.strategy_tables import described
 from ..engine.slots import Part, Slot
 from ..strategies import catalogue
 from ..strategies.amp import Amp

@@ -13,8 +13,8 @@ import torch
 from .. import __version__
 from ..config import log
 from ..dist.agree import Failures, run_on_first
-from ..engine.nested_tensors import tensors_in
-from ..engine.placement import plain_name
+from ..engine.modules.nested_tensors import tensors_in
+from ..engine.setup.placement import plain_name
 from ..errors import ConfigError
 from ..strategies.auto import Auto
 from .plan import Plan, differences, from_json

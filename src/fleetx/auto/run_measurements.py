@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..engine import dry_steps
 from ..engine.dry_run import Rehearsal
+from ..engine.modules.patching import patched
 from ..engine.noise_scale import noise_scale_of
-from ..engine.patching import patched
 from ..engine.slots import PlanContext, Slot
 from ..errors import FleetError, first_line
 from ..recompute.memory_probe import memory_probe_for

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from ..config import log
 from ..dist.agree import Failures, run_on_all
 from ..dist.comm import Comm
-from ..engine import current_autocast
-from ..engine.bind import LossFn, bind, give_up, rehearsal_of
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, with_own_out_of_memory
+from ..engine.modules import current_autocast
 from ..engine.optimizer import FleetOptimizer
+from ..engine.setup.bind import LossFn, bind, give_up, rehearsal_of
 from ..errors import ConfigError, DataError, FleetError, FleetWarning, PeerError, first_line
 from ..recompute.batches import rows_in, rows_of
 from ..strategy import DistributedStrategy

@@ -16,8 +16,8 @@ from ..dist import heartbeat, world
 from ..dist.agree import ranks_where, run_on_all
 from ..dist.comm import Comm
 from ..dist.heartbeat import Phase
-from ..engine.model_pairs import owner_of
 from ..engine.optimizer import FleetOptimizer
+from ..engine.user_loop.model_pairs import owner_of
 from ..errors import CheckpointError, ConfigError, warn_user
 from .folder import newest_first, step_of
 from .load import LOOKS, Loaded, Vanished, find, load_into

@@ -25,7 +25,7 @@ from ..dist.agree import Failures, run_and_share, run_on_all, sentence
 from ..dist.comm import Comm
 from ..dist.machine import boot_name
 from ..engine.optimizer import FleetOptimizer
-from ..engine.strategy_record import differences, told
+from ..engine.setup.strategy_record import differences, told
 from ..errors import CheckpointError, warn_user
 from . import folder
 from .encode import Json, decode

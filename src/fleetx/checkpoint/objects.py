@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..config.text import listed
 from ..data.sampler import FleetSampler
 from ..engine.optimizer import FleetOptimizer
-from ..engine.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
+from ..engine.setup.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
 from ..engine.state import check_training_state, load_training_state, training_state
 from ..errors import CheckpointError, did_you_mean
 

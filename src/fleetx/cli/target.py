@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .. import applications
 from ..applications.bert import Bert
 from ..applications.image_model import LARGE_IMAGE, ImageModel
-from ..engine.bind import LossFn
+from ..engine.setup.bind import LossFn
 from ..errors import ConfigError, did_you_mean, first_line
 from .plan import APPLICATIONS
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.nested_tensors import map_tensors
+from ..engine.modules.nested_tensors import map_tensors
 from .packing import Packed, unpack
 
 

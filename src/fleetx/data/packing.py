@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ..config.text import binary
-from ..engine.nested_tensors import map_leaves, map_tensors
+from ..engine.modules.nested_tensors import map_leaves, map_tensors
 from ..errors import DataError
 
 ALIGNMENT = 64  # bytes: enough for any type, and for full-speed reads on a device

@@ -290,7 +290,7 @@ class FleetSampler(Sampler[int]):
 
 def _is_training() -> bool:
     """Guess whether this loop trains: gradients are on, and a distributed model is in training mode."""
-    from ..engine import registry  # imported late: it is needed in a training loop only
+    from ..engine.setup import registry  # imported late: it is needed in a training loop only
 
     models = (pair.model() for pair in registry.pairs())
     return torch.is_grad_enabled() and any(model is not None and model.training for model in models)

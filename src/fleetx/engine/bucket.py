@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, FleetError
-from .model_pairs import current_task
+from .user_loop.model_pairs import current_task
 
 LARGE_BYTES = 2**20
 """On a CPU a smaller gradient is added to zeros in place; a larger one is copied when it comes: half the memory traffic."""

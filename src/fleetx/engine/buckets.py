@@ -26,9 +26,9 @@ from ..dist.comm import Comm, Pending, is_initialized
 from ..errors import ConfigError, PeerError
 from .bucket import Bucket, Hook
 from .layout import bucket_runs
-from .model_pairs import owner_of
-from .optimizer_hooks import may_change_gradients
 from .sidecar import ALARMS, NO_ALARMS, Alarms, Tail
+from .user_loop.model_pairs import owner_of
+from .user_loop.optimizer_hooks import may_change_gradients
 
 Start = Callable[[Bucket], Pending]
 

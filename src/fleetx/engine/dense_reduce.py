@@ -1,7 +1,4 @@
-"""Dense all-reduce: the mean over ranks, in the gradients' own type or in 16 bits on the wire.
-
-The parts that put them in are strategies/fp16_allreduce.py and bf16_allreduce.py. Plain is the default.
-"""
+"""Dense all-reduce: the mean over ranks in the gradients' own type, where no part fills REDUCE."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import abc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch import Tensor
 
 from ..dist.comm import Comm, Pending
@@ -73,21 +69,3 @@ class DenseAllReduce(KeepsNothing):
 
     def start(self, bucket: Bucket, step: Step) -> Pending:
         return self.comm.all_reduce(bucket.wire)
-
-
-@final
-class NarrowAllReduce(KeepsNothing):
-    """Half the bytes: cast the pre-divided gradients, sum, cast back. Float64 gradients are narrowed too."""
-
-    carries_tail = False  # a running variance or a byte of a counter must not pass through 16 bits
-
-    def __init__(self, comm: Comm, wire_dtype: torch.dtype) -> None:
-        self.comm, self.wire_dtype = comm, wire_dtype
-
-    def start(self, bucket: Bucket, step: Step) -> Pending:
-        narrow = bucket.flat.to(self.wire_dtype)
-
-        def widen() -> None:
-            bucket.flat.copy_(narrow)
-
-        return self.comm.all_reduce(narrow).then(widen)

@@ -19,9 +19,9 @@ from ..dist.comm import Comm
 from ..errors import ConfigError, FleetError, RecomputeError, first_line
 from . import dry_steps
 from .dry_steps import rehearsing
-from .nested_tensors import map_tensors, tensors_in
+from .modules.nested_tensors import map_tensors, tensors_in
+from .modules.random_states import NUMPY, PYTHON, States, held_sources, torch_sources
 from .optimizer import FleetOptimizer
-from .random_states import NUMPY, PYTHON, States, held_sources, torch_sources
 from .state import load_training_state, training_state
 
 Found = TypeVar("Found")

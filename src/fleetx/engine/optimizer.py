@@ -14,14 +14,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError
-from . import dry_steps, other_steps
-from .keep_alive import KeptPairs
-from .optimizer_hooks import only_refuses, refuse_before_step, route
-from .optimizer_swap import STAND_IN, refuse_replaced
-from .own_optimizer import Update
+from . import dry_steps
 from .report import Report
+from .setup.keep_alive import KeptPairs
+from .setup.optimizer_swap import STAND_IN, refuse_replaced
+from .setup.own_optimizer import Update
 from .step import Pipeline
-from .user_grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
+from .user_loop import other_steps
+from .user_loop.optimizer_hooks import only_refuses, refuse_before_step, route
+from .user_loop.user_grad_scaler import GradScaling, refuse_unfit, scaling_of, unscaled_here
 
 if TYPE_CHECKING:
     from ..auto.plan import Plan

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..dist.comm import Comm
-from .buffer_kinds import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
-from .large_buffers import Tables
-from .unequal_buffers import UnequalBuffers, is_unequal, warn_of_unequal
+from .buffers.buffer_kinds import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
+from .buffers.large_buffers import Tables
+from .buffers.unequal_buffers import UnequalBuffers, is_unequal, warn_of_unequal
 
 if TYPE_CHECKING:
     from .buckets import Buckets

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..dist.comm import Comm, Pending
     from .bucket import Bucket
     from .buckets import Buckets
-    from .ddp import ReducedByDDP
     from .dry_run import Rehearsal
+    from .user_loop.ddp import ReducedByDDP
 
 
 class Slot(enum.Enum):

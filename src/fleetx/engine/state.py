@@ -21,8 +21,8 @@ from torch import Tensor
 from ..config.text import listed
 from ..errors import CheckpointError
 from .optimizer import FleetOptimizer
-from .optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
-from .placement import OUTSIDE, plain_name
+from .setup.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
+from .setup.placement import OUTSIDE, plain_name
 from .step import Pipeline
 from .window import Window
 

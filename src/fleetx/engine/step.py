@@ -21,20 +21,21 @@ from ..dist import heartbeat, stop_signal
 from ..dist.comm import Comm, Pending
 from ..dist.heartbeat import Phase
 from ..errors import ConfigError, FleetError
-from . import dry_steps, model_pairs
-from .bare_backward import BareBackward
+from . import dry_steps
 from .bucket import Bucket
 from .buckets import Buckets, GradientNorms
 from .checks.checks import Checks
-from .conditional_step import ConditionalStep
 from .noise_scale import NoiseScaleMeter
-from .other_steps import refuse_inside_backward
+from .on_device.conditional_step import ConditionalStep
+from .on_device.undecided import Outcomes, Undecided
 from .rank_status import Row
 from .report import Report, ReportBuilder, mean_loss
 from .sidecar import Verdict
 from .slots import News, Stages, Step
-from .undecided import Outcomes, Undecided
-from .user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
+from .user_loop import model_pairs, no_sync
+from .user_loop.bare_backward import BareBackward
+from .user_loop.other_steps import refuse_inside_backward
+from .user_loop.user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
 from .window import Weighing, Window, require_loss
 
 
@@ -128,7 +129,7 @@ class Pipeline:
                 self.arm()  # before backward in every case: its collectives must not change places with those of a part
             if not at_end:
                 self.buckets.expect(reduces=due)
-            with model_pairs.no_sync() if at_end else contextlib.nullcontext():
+            with no_sync.leave_local() if at_end else contextlib.nullcontext():
                 self.run_backward(loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
@@ -204,7 +205,7 @@ class Pipeline:
         """Every rank is here, as in step(): none has seen yet whether its gradients are finite."""
         if self.stages.ddp is not None or dry_steps.is_on():
             return
-        if model_pairs.local_depth and not self.is_own_optimizer(optimizer):
+        if no_sync.is_on() and not self.is_own_optimizer(optimizer):
             return  # its step leaves them local too (before_other_step)
         if self._has_local():
             refuse_unfit(self.stages)
@@ -282,7 +283,7 @@ class Pipeline:
 
     def before_other_step(self, optimizer: Optimizer) -> None:
         """Do what step() does before the update, which this optimizer makes. Every rank is here, as in step()."""
-        if self.is_own_step(optimizer) or model_pairs.local_depth or dry_steps.is_on():
+        if self.is_own_step(optimizer) or no_sync.is_on() or dry_steps.is_on():
             return
         if model_pairs.current_task() >= 0:
             return refuse_inside_backward(optimizer) if self.comm.size > 1 else None
@@ -635,7 +636,7 @@ class Pipeline:
     def _check_call(self, loss: Any, weight: float | None) -> None:
         require_loss(loss)
         self.refuse_inside_averaged()
-        if model_pairs.local_depth:
+        if no_sync.is_on():
             raise ConfigError(
                 "optimizer.backward(loss) or minimize(loss) inside fleet.no_sync(), which is for a bare loss.backward(). With "
                 "these calls write strategy.gradient_merge = True: it reduces once in k_steps micro-batches."

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .. import fleet
 from ..dist import world
-from ..engine.model_pairs import leaves
+from ..engine.user_loop.model_pairs import leaves
 from ..errors import CheckpointError, ConfigError
 from ..strategy import DistributedStrategy
 from . import require_seams

@@ -11,10 +11,10 @@ from torch import nn
 
 from .. import fleet
 from ..dist import world
-from ..engine.bind import give_up
 from ..engine.dry_steps import drop_gradients
 from ..engine.optimizer import FleetOptimizer
 from ..engine.report import Report
+from ..engine.setup.bind import give_up
 from ..errors import ConfigError, FleetError
 from ..strategy import DistributedStrategy
 from . import require_package

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from .. import fleet
 from ..dist import comm as c10d
 from ..dist import world
-from ..engine.bind import LossFn, give_up
-from ..engine.model_pairs import leaves
 from ..engine.optimizer import FleetOptimizer
-from ..engine.placement import broadcast_from_first
 from ..engine.report import Report
+from ..engine.setup.bind import LossFn, give_up
+from ..engine.setup.placement import broadcast_from_first
+from ..engine.user_loop.model_pairs import leaves
 from ..errors import ConfigError
 from ..strategy import DistributedStrategy
 from . import lightning_checkpoints as checkpoints

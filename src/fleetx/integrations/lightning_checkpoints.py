@@ -16,7 +16,7 @@ from torch import nn
 
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..engine.optimizer import FleetOptimizer
-from ..engine.optimizer_state import load_optimizer_state
+from ..engine.setup.optimizer_state import load_optimizer_state
 from ..engine.state import check_training_state, load_training_state, training_state
 from ..errors import CheckpointError, FleetError, warn_user
 

@@ -1,7 +1,7 @@
 """Average buffers in a round: floating ones (BatchNorm statistics) become the mean, integers (its counter) rank 0's values.
 
 Buffers are sent in full precision and never pass the outer optimizer: a statistic is not a weight. Large tables follow after the
-round, if a rank has changed one; buffers that belong to each rank are left out. The rules are those of engine/buffer_kinds.py.
+round, if a rank has changed one; buffers that belong to each rank are left out (engine/buffers/buffer_kinds.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..dist.comm import Comm, Pending
-from ..engine.buffer_kinds import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
-from ..engine.large_buffers import Tables
+from ..engine.buffers.buffer_kinds import apply_change, average_of_change, buffer_of, reshaped, sort_buffers
+from ..engine.buffers.large_buffers import Tables
+from ..engine.buffers.unequal_buffers import UnequalBuffers, is_unequal, warn_of_unequal
 from ..engine.rank_status import Row
-from ..engine.unequal_buffers import UnequalBuffers, is_unequal, warn_of_unequal
 
 
 @final

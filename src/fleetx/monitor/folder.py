@@ -31,7 +31,7 @@ from .. import __version__
 from ..config.secret_texts import command_without_secrets
 from ..dist.own_files import check_own_folder, replacing
 from ..dist.world import World
-from ..engine.registry import Pair
+from ..engine.setup.registry import Pair
 from ..errors import ConfigError
 from ..strategy import DistributedStrategy
 from .lasting_files import LastingFiles

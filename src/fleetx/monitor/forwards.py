@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..dist import heartbeat
 from ..dist.heartbeat import Phase
-from ..engine.plain_copy import keep_copies_plain, left_out
+from ..engine.modules.plain_copy import keep_copies_plain, left_out
 
 OUTSIDE = (Phase.SCRIPT, Phase.FORWARD, Phase.EVALUATE)
 """Phases in which a hook may change the phase. Recompute runs forwards inside BACKWARD, which are part of it."""

@@ -28,8 +28,8 @@ from ..config import log
 from ..config.secret_texts import without_secrets
 from ..dist import heartbeat, stop_signal, world
 from ..dist.heartbeat import Phase
-from ..engine import registry
 from ..engine.report import Report
+from ..engine.setup import registry
 from ..errors import ConfigError
 from . import checked, forwards
 from .async_values import AsyncValue

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.kinds import boolean, names, number
-from ..engine.own_optimizer import Update, load_in_place
+from ..engine.setup.own_optimizer import Update, load_in_place
 from ..errors import ConfigError
 from .options import (
     Default,

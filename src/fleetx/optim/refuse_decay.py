@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from ..engine.optimizer_swap import parameter_names
+from ..engine.setup.optimizer_swap import parameter_names
 from ..engine.slots import Part, Site
 from ..errors import ConfigError
 from .param_groups import DEFAULT_EXCLUSIONS, ParamInfo, exclusion, info_from_model

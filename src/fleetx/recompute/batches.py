@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..engine.dry_run import OutOfMemory, Sample
-from ..engine.nested_tensors import map_tensors, tensors_in
+from ..engine.modules.nested_tensors import map_tensors, tensors_in
 from ..errors import ConfigError
 from .planner import Planner
 from .profile import KINDS, Profile, Way

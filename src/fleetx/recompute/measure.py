@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..engine.patching import patched
+from ..engine.modules.patching import patched
 from ..errors import ConfigError
 from .memory_probe import MemoryProbe
 from .profile import Element, Profile, Way

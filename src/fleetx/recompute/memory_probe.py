@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..engine.nested_tensors import tensors_in
+from ..engine.modules.nested_tensors import tensors_in
 
 
 class MemoryProbe(Protocol):

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..engine.nested_tensors import map_leaves, tensors_in
+from ..engine.modules.nested_tensors import map_leaves, tensors_in
 from .host_memory import Mover, Pool
 from .memory_probe import storage_of
 from .segments import RecordedCall

@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from ..engine.dry_run import Rehearsal, Sample
-from ..engine.patching import patch_forward, patched
+from ..engine.modules.patching import patch_forward, patched
 from ..errors import ConfigError, RecomputeError
 from .budget_solver import Solution
 from .host_memory import Mover

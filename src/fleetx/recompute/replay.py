@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError as MetadataMismatch
 from torch.utils.checkpoint import checkpoint
 
-from ..engine.nested_tensors import tensors_in
-from ..engine.patching import Outermost, as_inside, inside
-from ..engine.random_states import Source, States, held_sources, kept, set_back, torch_sources
+from ..engine.modules.nested_tensors import tensors_in
+from ..engine.modules.patching import Outermost, as_inside, inside
+from ..engine.modules.random_states import Source, States, held_sources, kept, set_back, torch_sources
 from ..errors import RecomputeError, first_line
 from .buffers import BufferSnapshot, Place
 from .offload import CallOffload, Offload, restored

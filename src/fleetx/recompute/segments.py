@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..engine.nested_tensors import map_leaves, tensors_in
+from ..engine.modules.nested_tensors import map_leaves, tensors_in
 
 
 class RecordedCall(Protocol):

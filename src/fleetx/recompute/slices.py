@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
-from ..engine.patching import patch_innermost
+from ..engine.modules.patching import patch_innermost
 from .rows import PARTS_FREE, SPLIT_ABOVE, Weights, saved_storages, total, weights
 from .trace import Called, Trace
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor, nn
 
-from ..engine.nested_tensors import tensors_in
-from ..engine.patching import patched
+from ..engine.modules.nested_tensors import tensors_in
+from ..engine.modules.patching import patched
 from .memory_probe import storage_of
 from .offload import is_offloadable
 

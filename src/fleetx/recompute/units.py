@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..engine.placement import plain_name
+from ..engine.setup.placement import plain_name
 from ..errors import ConfigError, did_you_mean
 
 KEY = 'recompute_configs["checkpoints"]'

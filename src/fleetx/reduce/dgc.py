@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..engine.bucket import Bucket, wide_type
 from ..engine.buckets import joined, norms_of
-from ..engine.own_optimizer import Update, load_in_place
+from ..engine.on_device.triton_support import has_triton, runs_here
+from ..engine.setup.own_optimizer import Update, load_in_place
 from ..engine.slots import Site, Step
-from ..engine.triton_support import has_triton, runs_here
 from ..errors import ConfigError
 from .compressor import Compressor, Piece
 from .top_k import STRETCH, largest

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config.kinds import boolean, choice, integer, key, names, number, optional
-from ..engine.nested_tensors import map_tensors
-from ..engine.patching import Outermost, patch_forward
+from ..engine.modules.nested_tensors import map_tensors
+from ..engine.modules.patching import Outermost, patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError, did_you_mean, warn_user
 from ..recompute.units import is_called

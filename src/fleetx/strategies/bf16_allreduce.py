@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ..dist.wire_cost import Cost, Link, Shape, dense, numel
-from ..engine.dense_reduce import NarrowAllReduce
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
+from ..reduce.narrow import NarrowAllReduce
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..config.kinds import boolean, integer, key, number, numbers, optional
 from ..dist.wire_cost import ENTRY_BYTES, Cost, Link, Shape, break_even_ranks, numel, sparse, times_less
-from ..engine.optimizer_swap import require_inner, take_over
+from ..engine.setup.optimizer_swap import require_inner, take_over
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..errors import ConfigError
 from ..reduce.dgc import Ramp, SGDHandedOver, SparseReduce

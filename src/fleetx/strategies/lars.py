@@ -10,14 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..config.kinds import boolean, key, names, number
-from ..engine.optimizer_swap import (
-    named_groups,
-    require_inner,
-    require_neutral,
-    require_no_state,
-    take_over,
-    way_to_run,
-)
+from ..engine.setup.optimizer_swap import named_groups, require_inner, require_neutral, require_no_state, take_over, way_to_run
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
 from ..optim import Lars as LarsOptimizer

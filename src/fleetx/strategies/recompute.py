@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from ..config import log
 from ..config.kinds import boolean, key, names, optional, size
 from ..dist.agree import ranks_where
-from ..engine.compiling import compiled_by
 from ..engine.dry_run import Rehearsal
-from ..engine.patching import patch_forward
+from ..engine.modules.compiling import compiled_by
+from ..engine.modules.patching import patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
 from ..recompute.host_memory import mover_for, warn_of_no_offload

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..dist.comm import Comm
 from ..engine import dry_steps
-from ..engine.patching import patch_forward
+from ..engine.modules.patching import patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
 from ..recompute.replay import agreed

@@ -12,8 +12,8 @@ from ...config.text import listed
 from ...dist.comm import Comm
 from ...dist.fingerprint import fingerprint
 from ...errors import FleetError
-from .. import model_pairs
 from ..sidecar import Alarms, Tail
+from ..user_loop import model_pairs
 from .checks import EARLY_LOOKS, looks_after
 
 

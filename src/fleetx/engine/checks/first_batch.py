@@ -20,10 +20,10 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, W
 from ...dist.comm import Comm
 from ...errors import ConfigError, warn_user
 from .. import dry_steps
-from ..compiling import compiled_by
-from ..ddp import refuse_other_wrapper
-from ..plain_copy import keep_copies_plain, left_out
+from ..modules.compiling import compiled_by
+from ..modules.plain_copy import keep_copies_plain, left_out
 from ..slots import Part
+from ..user_loop.ddp import refuse_other_wrapper
 
 
 def digest(value: Any) -> str | None:

@@ -14,7 +14,7 @@ from ...config.text import listed
 from ...dist.comm import Comm
 from ...errors import FleetError, warn_user
 from ..buckets import Buckets
-from ..buffer_kinds import buffer_of, sort_buffers
+from ..buffers.buffer_kinds import buffer_of, sort_buffers
 
 NOT_MADE = "is not made, since its loss or gradients are not finite"
 """Of an update, in the word that a rank leaves."""

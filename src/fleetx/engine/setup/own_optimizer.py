@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 
 class Update(Optimizer):

@@ -12,11 +12,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..config.text import listed
-from ..dist.comm import Comm
-from ..errors import warn_user
+from ...config.text import listed
+from ...dist.comm import Comm
+from ...errors import warn_user
+from ..setup.placement import plain_name
 from .buffer_kinds import Mark, SortedBuffers, buffer_of, is_unchanged, mark_of
-from .placement import plain_name
 
 
 def is_unequal(now: Tensor, last: Tensor, common: Tensor, size: int) -> Tensor:

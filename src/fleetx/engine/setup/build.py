@@ -11,27 +11,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..dist.comm import Comm
-from ..errors import ConfigError, StrategyConflict
-from .buckets import Buckets
-from .checks.checks import Checks, DeferredErrors, UnusedCheck
-from .checks.desync import RankCheck
-from .checks.first_batch import FirstLook
-from .checks.flips import FlipWatch
-from .checks.half_sent import HalfSent
-from .checks.nonfinite import NonFiniteGuard
-from .ddp import ReducedByDDP, allows_unused, reduce_conflicts
-from .dense_reduce import DenseAllReduce
-from .noise_scale import NoiseScaleMeter, require_measurable
-from .optimizer import FleetOptimizer
-from .overview import conflict_lines
-from .sidecar import AlarmReader, Tail
-from .slots import Merge, Part, Site, Slot, Stages
-from .step import Pipeline
-from .window import PlainBackward
+from ...dist.comm import Comm
+from ...errors import ConfigError
+from ..buckets import Buckets
+from ..checks.checks import Checks, DeferredErrors, UnusedCheck
+from ..checks.desync import RankCheck
+from ..checks.first_batch import FirstLook
+from ..checks.flips import FlipWatch
+from ..checks.half_sent import HalfSent
+from ..checks.nonfinite import NonFiniteGuard
+from ..dense_reduce import DenseAllReduce
+from ..noise_scale import NoiseScaleMeter, require_measurable
+from ..optimizer import FleetOptimizer
+from ..sidecar import AlarmReader, Tail
+from ..slots import Merge, Part, Site, Slot, Stages
+from ..step import Pipeline
+from ..user_loop.ddp import ReducedByDDP, allows_unused
+from ..window import PlainBackward
 
 if TYPE_CHECKING:
-    from ..strategy import DistributedStrategy
+    from ...strategy import DistributedStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,6 @@ class Compiled:
     pipeline: Pipeline
     forward: Any | None
     """The FORWARD stage (autocast), if a part claims it."""
-
-
-def check_parts(parts: Sequence[Part], *, by_ddp: bool = False) -> None:
-    """Raise all conflicts at once: nothing asked for is ever dropped. `by_ddp`: `reduce` is claimed."""
-    lines = conflict_lines(parts) + (reduce_conflicts(parts) if by_ddp else [])
-    if lines:
-        raise StrategyConflict("\n".join(line.removeprefix("Conflict: ") for line in lines))
 
 
 def compile_strategy(

@@ -1,4 +1,4 @@
-"""Tables for people: what a strategy is set to, and which part fills which slot. Pure functions of plain data."""
+"""Show a strategy: its settings as a table or on one line, and which part fills which slot."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..config.text import aligned, framed
-from .slots import Part, Slot, conflicts
+from ...config.text import aligned, framed
+from ..slots import Part, Slot
+from .conflicts import conflict_lines
 
 # Fleet's own measures, so that logs look as its users know them.
 INDENT = " " * 4
@@ -80,24 +81,6 @@ def slot_table(parts: Sequence[Part]) -> str:
 def without_effect(parts: Sequence[Part]) -> list[str]:
     """One sentence for each part whose settings leave training as it is without it."""
     return [said for part in parts if (said := part.no_effect()) is not None]
-
-
-def conflict_lines(parts: Sequence[Part]) -> list[str]:
-    """One line per set of parts that claim the same slots, with each claimant's reason."""
-    why = {part.name: part.why for part in parts}
-    shared: dict[tuple[str, ...], list[Slot]] = {}
-    for slot, names in conflicts((part.name, part.claims()) for part in parts).items():
-        shared.setdefault(tuple(names), []).append(slot)
-    lines = []
-    for claimants, slots in shared.items():
-        claims = _listed([f"{'both' if len(claimants) == 2 else 'all'} claim `{slot.value}`" for slot in slots])
-        reasons = dict.fromkeys(why[name] for name in claimants if why[name])
-        lines.append(" ".join([f"Conflict: {_listed(claimants)} {claims}.", *reasons, "Keep one of them."]))
-    return lines
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def described(part: Part) -> str:

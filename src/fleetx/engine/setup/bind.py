@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..dist import world
-from ..errors import ConfigError, warn_user
-from . import model_pairs, user_grad_scaler
-from .buffer_kinds import refuse_unknown_buffers
-from .build import check_parts, compile_strategy
-from .ddp import bare, refuse_unfit, wrapper_of
-from .dry_run import Rehearsal, Sample, own_loss
+from ...dist import world
+from ...errors import ConfigError, warn_user
+from ..buffers.buffer_kinds import refuse_unknown_buffers
+from ..dry_run import Rehearsal, Sample, own_loss
+from ..modules.patching import restore_forwards
+from ..optimizer import FleetOptimizer, watch_steps
+from ..slots import Part, Site, Slot
+from ..state import common_buffers, counters, load_common_buffers, load_counters
+from ..step import Pipeline
+from ..user_loop import model_pairs, user_grad_scaler
+from ..user_loop.ddp import bare, refuse_unfit, wrapper_of
+from ..user_loop.optimizer_hooks import stop_routing
+from ..user_loop.other_steps import part_in_step, refuse_past, refuse_unreduced
+from .build import compile_strategy
+from .conflicts import check_parts
 from .keep_alive import keep_with, let_go
-from .optimizer import FleetOptimizer, watch_steps
-from .optimizer_hooks import stop_routing
 from .optimizer_swap import give_back, mark_state
-from .other_steps import part_in_step, refuse_past, refuse_unreduced
-from .patching import restore_forwards
 from .placement import (
     OUTSIDE,
     agree_on_model,
@@ -35,13 +39,10 @@ from .placement import (
     warn_of_other_modules,
     warn_of_unowned_gradients,
 )
-from .slots import Part, Site, Slot
-from .state import common_buffers, counters, load_common_buffers, load_counters
-from .step import Pipeline
 from .strategy_record import record
 
 if TYPE_CHECKING:
-    from ..strategy import DistributedStrategy
+    from ...strategy import DistributedStrategy
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 

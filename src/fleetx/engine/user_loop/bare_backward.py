@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from ..dist import heartbeat
-from ..dist.heartbeat import Phase
-from ..errors import ConfigError, FleetError
-from . import dry_steps, model_pairs
-from .bucket import Bucket
-from .window import Window
+from ...dist import heartbeat
+from ...dist.heartbeat import Phase
+from ...errors import ConfigError, FleetError
+from .. import dry_steps
+from ..bucket import Bucket
+from ..window import Window
+from . import model_pairs, no_sync
 
 if TYPE_CHECKING:
-    from .step import Pipeline
+    from ..step import Pipeline
 
 
 @final
@@ -54,7 +55,7 @@ class BareBackward:
     def on_gradient(self, bucket: Bucket, i: int) -> bool:
         """Handle a gradient that no backward of ours awaits. Whether its bucket counts gradients from now on."""
         pipeline = self._pipeline()
-        if pipeline is None or model_pairs.local_depth or dry_steps.is_on():
+        if pipeline is None or no_sync.is_on() or dry_steps.is_on():
             bucket.note_local(i)
             return False
         task = model_pairs.current_task()

@@ -15,10 +15,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..dist.comm import Comm
-from ..errors import warn_user
+from ...dist.comm import Comm
+from ...errors import warn_user
+from ..setup.placement import plain_name
 from .buffer_kinds import Mark, SortedBuffers, apply_change, average_of_change, buffer_of, is_unchanged, mark_of
-from .placement import plain_name
 
 
 @final

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from .plain_copy import ABSENT, StandIn, keep_copies_plain
+from ..modules.plain_copy import ABSENT, StandIn, keep_copies_plain
 
 if TYPE_CHECKING:
-    from .optimizer import FleetOptimizer
+    from ..optimizer import FleetOptimizer
 
 
 @final

@@ -18,15 +18,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config.text import listed
-from ..dist.comm import Comm, Pending
-from ..dist.fingerprint import fingerprint
-from ..errors import ConfigError, FleetError
-from .bucket import Bucket
-from .buckets import Buckets
-from .dense_reduce import KeepsNothing
-from .plain_copy import keep_copies_plain, left_out
-from .slots import Part, Slot, Step
+from ...config.text import listed
+from ...dist.comm import Comm, Pending
+from ...dist.fingerprint import fingerprint
+from ...errors import ConfigError, FleetError
+from ..bucket import Bucket
+from ..buckets import Buckets
+from ..dense_reduce import KeepsNothing
+from ..modules.plain_copy import keep_copies_plain, left_out
+from ..slots import Part, Slot, Step
 
 UNWRAPPED = (
     "Leave the model unwrapped: in a plain loop give fleet.distribute(...) the module instead of DDP(module); with Accelerate "

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from .bucket import view_like
+from ..bucket import view_like
+from ..setup.own_optimizer import Update
+from ..user_loop.optimizer_hooks import may_change_gradients
 from .device_copy import PutBack
-from .optimizer_hooks import may_change_gradients
-from .own_optimizer import Update
 
 PutBackOnHost = Callable[[], None]
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ..buckets import Buckets
+from ..slots import Slot, Stages
 from . import model_pairs
-from .buckets import Buckets
-from .slots import Slot, Stages
 
 JUDGE = "_unscale_grads_"
 """The method of torch's GradScaler that looks at gradients, of unscale_() and of step() alike."""

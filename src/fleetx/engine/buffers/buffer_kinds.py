@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, did_you_mean
-from .placement import plain_name
+from ...errors import ConfigError, did_you_mean
+from ..setup.placement import plain_name
 
 # Whether a tensor was written to or replaced since: asked of its version counter, at no cost for the device.
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ..setup.placement import plain_name
+from ..slots import Part, Slot
 from . import model_pairs
-from .placement import plain_name
-from .slots import Part, Slot
 
 IN_STEP = frozenset({Slot.BACKWARD, Slot.MERGE, Slot.CLIP, Slot.MOMENTUM, Slot.UPDATE, Slot.AVERAGE})
 """What a part claims that acts in the pair's own step()."""

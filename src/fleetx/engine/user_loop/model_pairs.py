@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
-from ..dist import world
-from ..errors import ConfigError
+from ...dist import world
+from ...errors import ConfigError
 
 # --- Backwards inside a backward, as re-entrant checkpointing runs them, and the number of the outermost ------------
 # torch.utils.checkpoint.checkpoint(..., use_reentrant=True) computes a segment again inside its own backward, and runs a backward
@@ -142,8 +141,6 @@ _numbers: weakref.WeakKeyDictionary[Pair, int] = weakref.WeakKeyDictionary()
 _count = 0
 _reached: dict[int, list[Pair]] = {}
 """Pairs that a bare backward has reached so far, by the backward's number."""
-local_depth = 0
-"""How many `no_sync()` are around the present backward: above 0 its gradients stay local."""
 
 
 def enlist(pair: Pair) -> None:
@@ -215,19 +212,6 @@ def drop_discarded() -> None:
 
 
 # --- a bare backward ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def no_sync() -> Iterator[None]:
-    """Leave the gradients of bare backwards local; the next one outside, or step(), reduces them with its own.
-
-    A depth of the process, and not of a thread: on a GPU hooks run in a thread of autograd's."""
-    global local_depth
-    local_depth += 1
-    try:
-        yield
-    finally:
-        local_depth -= 1
 
 
 def join_backward(pair: Pair, task: int) -> None:

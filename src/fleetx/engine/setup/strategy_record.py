@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..config.text import listed
-from .slots import Part, Risk
+from ...config.text import listed
+from ..slots import Part, Risk
 
 MOST_TOLD = 6
 

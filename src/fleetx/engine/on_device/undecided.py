@@ -20,11 +20,11 @@ from typing import final
 
 from torch import Tensor
 
-from ..config import log
-from ..dist import world
-from .checks.checks import Checks
-from .sidecar import Verdict
-from .slots import Backward
+from ...config import log
+from ...dist import world
+from ..checks.checks import Checks
+from ..sidecar import Verdict
+from ..slots import Backward
 
 
 @final

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..dist.agree import ranks_where
-from ..errors import ConfigError
+from ...dist.agree import ranks_where
+from ...errors import ConfigError
+from ..slots import Part, Site
 from .own_optimizer import Update
 from .placement import plain_name
-from .slots import Part, Site
 
 HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 STATE_OF = "_fleetx_state_of"

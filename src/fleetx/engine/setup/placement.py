@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ..dist.comm import Comm, sharding_of
-from ..errors import ConfigError, warn_user
-from .model_pairs import owner_of
+from ...dist.comm import Comm, sharding_of
+from ...errors import ConfigError, warn_user
+from ..modules.plain_copy import keep_copies_plain, left_out
+from ..user_loop.model_pairs import owner_of
 from .own_optimizer import load_in_place
-from .plain_copy import keep_copies_plain, left_out
 
 OUTSIDE = "(outside the model"
 """How the name of a trained parameter begins that no module has."""

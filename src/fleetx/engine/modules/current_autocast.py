@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from .optimizer import FleetOptimizer
+from ..optimizer import FleetOptimizer
 
 _face: weakref.ref[FleetOptimizer] | None = None
 """Weak: once the pair is gone, fleet.autocast() does nothing again."""

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config.text import listed
-from ..errors import CheckpointError
+from ...config.text import listed
+from ...errors import CheckpointError
 from .own_optimizer import Update, load_in_place
 
 CLASS, FLAGS = "class", "flags"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..dist import world
-from .ddp import bare
+from ...dist import world
+from ..user_loop.ddp import bare
 
 if TYPE_CHECKING:
-    from ..strategy import DistributedStrategy
-    from .optimizer import FleetOptimizer
+    from ...strategy import DistributedStrategy
+    from ..optimizer import FleetOptimizer
 
 
 @dataclass(frozen=True)
