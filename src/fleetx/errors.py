@@ -119,11 +119,23 @@ class FleetWarning(UserWarning):
 
 def warn_user(text: str) -> None:
     """Warn at the line of the user's script that led here: the nearest one outside of this library and of torch."""
-    frame: FrameType | None = sys._getframe(1)
+    frame, level = _user_frame()
+    warnings.warn(text, FleetWarning, stacklevel=level if frame is not None else 2)
+
+
+def user_line() -> str:
+    """Return file and line of the user's script that led here; empty where there is none."""
+    frame, _ = _user_frame()
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _user_frame() -> tuple[FrameType | None, int]:
+    """Return the nearest frame outside of this library and of torch, and its level as the caller counts for `warnings.warn`."""
+    frame: FrameType | None = sys._getframe(2)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(_libraries()):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, FleetWarning, stacklevel=level if frame is not None else 2)
+    return frame, level
 
 
 def _libraries() -> tuple[str, ...]:

@@ -236,7 +236,7 @@ def barrier_worker() -> None:
     Examples:
         >>> fleet.barrier_worker()
     """
-    world.current().comm.barrier()
+    util.barrier()
 
 
 def should_stop() -> bool:
@@ -249,7 +249,7 @@ def should_stop() -> bool:
         ...     fleet.save_checkpoint("checkpoints", step=0, model=model, optimizer=optimizer)
     """
     stop_signal.arm()
-    comm = world.current().comm
+    comm = world.for_call("fleet.should_stop")
     if comm.size == 1:
         return stop_signal.tell(stops=stop_signal.requested)
     agreed = stop_signal.was_agreed()

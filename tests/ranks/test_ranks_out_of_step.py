@@ -177,3 +177,40 @@ def test_a_rank_that_waits_for_a_backward_that_no_other_makes_says_where_and_is_
     assert waiting.startswith("PeerError: rank 0 has lost the other ranks in backward 1 of update 4"), waiting
     assert "fleet.sampler(data)" in waiting and "The transport said: " in waiting
     assert gone == "nothing raised"
+
+
+def _one_batch_more_before_a_call(rank: int, call: str) -> str:
+    comm.PIECE = timedelta(seconds=0.5)
+    model, optimizer = make_pair()
+    calls = {"all_reduce": lambda: fleet.util.all_reduce(1.0), "barrier": fleet.barrier_worker}
+
+    def train() -> None:
+        for step in range(3 + rank):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        calls[call]()
+
+    return raised(train)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "barrier"])
+def test_a_rank_in_backward_and_one_in_a_call_of_the_script_name_each_other_instead_of_mixing_their_bytes(call: str) -> None:
+    for message in run_ranks(_one_batch_more_before_a_call, 2, call):
+        assert message.startswith("PeerError: ranks wait for each other in different calls: rank 0 in fleet.util."), message
+        assert "test_ranks_out_of_step.py:" in message and "before update 4; rank 1 in backward 1 of update 4." in message
+
+
+def _slow_in_a_call(rank: int) -> float:
+    comm.PIECE = timedelta(seconds=0.05)
+    model, optimizer = make_pair()
+    loss_of(model, rank, 0).backward()
+    if rank == 1:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.wait(["fleetx/wait/0"])  # rank 0 has waited for so long that it has noted it
+    optimizer.step()
+    return fleet.util.all_reduce(1.0)
+
+
+def test_a_rank_that_is_late_is_waited_for() -> None:
+    assert run_ranks(_slow_in_a_call, 2) == [2.0, 2.0]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +26,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DataError, PeerError, first_line, warn_user
-from . import gloo_threads, heartbeat
+from ..errors import ConfigError, DataError, PeerError, first_line, user_line, warn_user
+from . import deadlock, gloo_threads, heartbeat
+from .deadlock import Wait
 from .heartbeat import Phase
 from .notes import NoteBook
 
@@ -38,26 +41,47 @@ OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.
 class Pending:
     """A collective in flight. `wait` returns once its result may be used (on CUDA: by the current stream)."""
 
-    __slots__ = ("_finish", "_work")
+    __slots__ = ("_finish", "_stall", "_work")
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, work: dist.Work | None, finish: Callable[[], None] | None = None, *, stall: Callable[[], Stall] | None = None
+    ) -> None:
         self._work = work
         self._finish = finish
+        self._stall = stall
+        """Makes what compares this wait with those of other ranks when it lasts; None where the host cannot wait in pieces."""
 
     def wait(self) -> None:
         if self._work is not None:
             with _explain_lost_connection():
                 if heartbeat.record.is_read:
                     with heartbeat.during(Phase.WAIT):
-                        self._work.wait()
+                        self._wait(self._work)
                 else:
-                    self._work.wait()
+                    self._wait(self._work)
         if self._finish is not None:
             self._finish()
 
+    def _wait(self, work: dist.Work) -> None:
+        if self._stall is None:
+            work.wait()
+            return
+        stall: Stall | None = None
+        while True:
+            if deadlock.found and not work.is_completed():
+                raise PeerError(deadlock.found)
+            with contextlib.suppress(RuntimeError):
+                work.wait(PIECE)
+                return
+            if work.is_completed():  # with an error of its own, or just after the piece
+                work.wait()
+                return
+            stall = stall or self._stall()
+            stall.look()
+
     def then(self, finish: Callable[[], None]) -> Pending:
         """Return a Pending whose `wait` also runs `finish`, in the waiting thread: a backend's threads keep no order."""
-        return Pending(self._work, finish)
+        return Pending(self._work, finish, stall=self._stall)
 
 
 class Comm(abc.ABC):
@@ -69,6 +93,8 @@ class Comm(abc.ABC):
     bytes_sent: float = 0.0
     backend: str | None = None
     """Name of the transport (gloo, nccl, or both); None for a single rank."""
+    call: str = ""
+    """The call of the script that uses this group now, for errors; empty in the group of training."""
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
@@ -133,6 +159,13 @@ class Comm(abc.ABC):
         A collective: every rank calls it at the same place."""
         return self
 
+    def for_calls(self) -> Comm:
+        """Return a group of the same ranks for the calls of scripts (fleet.util), apart from the collectives of training.
+
+        A rank with one batch more than the others would otherwise reduce gradients into their metrics: gloo pairs collectives by
+        their order alone. A collective: every rank calls it at the same place."""
+        return self
+
     def metered(self) -> Comm:
         """Return the same group with a byte counter of its own, so that each model and optimizer pair reports what it sent."""
         metered = copy.copy(self)
@@ -178,7 +211,10 @@ class SoloComm(Comm):
         return self
 
 
+PIECE = timedelta(seconds=5)
+"""A wait that lasts longer than this is compared with those of other ranks, and again after each further piece."""
 ERROR_KEY, READ_KEY = "fleetx/error", "fleetx/error_read_by"
+WAIT_KEY, DEADLOCK_KEY = "fleetx/wait", "fleetx/deadlock"
 SECONDS_FOR_READERS = 2.0
 SECONDS_BEFORE_WARNING = 30.0
 ERROR_LETTERS = 8000
@@ -219,7 +255,7 @@ def _explain_lost_connection() -> Iterator[None]:
     except RuntimeError as broken:
         posted = _posted_error()
         if posted is not None:
-            raise DataError(posted) from broken
+            raise (PeerError if posted.startswith(deadlock.START) else DataError)(posted) from None
         raise PeerError(
             f"rank {dist.get_rank()} has lost the other ranks in {heartbeat.where()}: one of them has left, or is in another "
             "call. If a rank shows an error of its own, that is the cause. Otherwise the ranks ran different numbers of "
@@ -227,7 +263,53 @@ def _explain_lost_connection() -> Iterator[None]:
             "rank equally many batches, as fleet.sampler(data) does, and skip a batch on all ranks or on none, agreed by "
             "fleet.util.all_reduce. "
             f"The transport said: {first_line(broken)}"
-        ) from broken
+        ) from None
+
+
+@final
+class Stall:
+    """A wait that lasts: what this rank waits for is noted in the store, and compared with what the others wait for."""
+
+    def __init__(self, comm: Comm, channel: str, number: int) -> None:
+        self._comm, self._channel, self._number = comm, channel, number
+        self._ticks = itertools.count(1)
+        self._before: list[Wait] | None = None
+
+    def look(self) -> None:
+        """Note this wait; raise if no rank can go on. Ranks in calls of the script compare all waits, and post what they find."""
+        place = heartbeat.where()
+        if self._channel == "calls":
+            place = f"{self._comm.call} at {user_line()}, before update {max(heartbeat.record.step, 1)}"
+        mine = Wait(next(self._ticks), self._channel, self._number, dict(deadlock.launched), place)
+        self._comm.post_note(f"{WAIT_KEY}/{self._comm.rank}", mine.to_json())
+        waits = self._read([f"{WAIT_KEY}/{rank}" for rank in range(self._comm.size)]) if self._channel == "calls" else None
+        if waits is not None and self._before is not None and deadlock.is_certain(waits, self._before):
+            self._comm.post_note(DEADLOCK_KEY, json.dumps([wait.to_json() for wait in waits]))
+            self._stop(waits)
+        self._before = waits
+        found = self._comm.read_notes([DEADLOCK_KEY])
+        if found is not None:
+            posted = [Wait.from_json(note) for note in json.loads(found[0])]
+            if (posted[self._comm.rank].channel, posted[self._comm.rank].number) == (self._channel, self._number):
+                self._stop(posted)
+
+    def _read(self, keys: Sequence[str]) -> list[Wait] | None:
+        notes = self._comm.read_notes(keys)
+        return None if notes is None else [Wait.from_json(note) for note in notes]
+
+    def _stop(self, waits: Sequence[Wait]) -> None:
+        deadlock.found = deadlock.sentence(waits)
+        self._comm.post_error(deadlock.found)  # for ranks whose connection breaks when this one leaves
+        raise PeerError(deadlock.found)
+
+
+def _timeout_of_default_group() -> timedelta | None:
+    """Return the timeout that the default group was made with: `new_group` would take torch's own default."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        group: Any = dist.distributed_c10d._get_default_group()
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        return timeout
+    return None
 
 
 @final
@@ -283,8 +365,15 @@ class TorchComm(Comm):
     def background(self) -> Comm:
         return TorchComm(dist.new_group(backend="gloo"))
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def for_calls(self) -> Comm:
+        if not dist.is_gloo_available():
+            return self
+        return TorchComm(dist.new_group(backend="gloo", timeout=_timeout_of_default_group()), channel="calls")
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, channel: str | None = None) -> None:
         self._group = group
+        self._channel = "training" if group is None else channel
+        """Under which name waits of this group are compared with those of others (deadlock.py); None: not compared."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         carriers = str(dist.get_backend_config(group)).split(",")
         self.backend = ",".join(sorted({carrier.rpartition(":")[2] for carrier in carriers}))
@@ -294,18 +383,26 @@ class TorchComm(Comm):
 
     def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
         self.bytes_sent += 2 * (self.size - 1) / self.size * tensor.nbytes
-        return Pending(dist.all_reduce(tensor, op=OPS[mode], group=self._group, async_op=True))
+        return self._pending(dist.all_reduce(tensor, op=OPS[mode], group=self._group, async_op=True), tensor)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         self.bytes_sent += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
         flat = gathered.view(-1) if tensor.dim() else gathered
         work = _all_gather_single(flat, tensor.contiguous().view(-1), group=self._group, async_op=True)
-        return gathered, Pending(work)
+        return gathered, self._pending(work, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         self.bytes_sent += (self.size - 1) / self.size * tensor.nbytes
-        return Pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
+        return self._pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True), tensor)
+
+    def _pending(self, work: dist.Work | None, tensor: Tensor) -> Pending:
+        if self._channel is None:
+            return Pending(work)
+        deadlock.launched[self._channel] += 1
+        if tensor.is_cuda and "nccl" in str(self.backend):  # waits in the stream; waiting in pieces would stop the host
+            return Pending(work)
+        return Pending(work, stall=functools.partial(Stall, self, self._channel, deadlock.launched[self._channel]))
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         mine: Comm | None = None
@@ -340,7 +437,11 @@ def open_group_from_env(backend: str, *, timeout: timedelta | None) -> None:
 
 def close_group() -> None:
     if is_initialized():
+        if deadlock.found:  # else it would be waited for collectives that never end
+            for group in list(dist.distributed_c10d._world.pg_map):
+                group.abort()
         dist.destroy_process_group()
+    deadlock.forget()
     gloo_threads.wait_until_idle()
     _wait_for_readers()
 

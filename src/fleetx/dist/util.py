@@ -29,6 +29,7 @@ def all_reduce(value: T, mode: str = "sum") -> T:
         raise ConfigError(f"mode is {mode!r}; it must be one of 'sum', 'min', 'max', 'mean'.")
     entries = value if isinstance(value, dict) else {"": value}
     tensors = {key: _as_tensor(entry) for key, entry in entries.items()}
+    world.for_call("fleet.util.all_reduce")
     _agree([[str(key), str(t.dtype), list(t.shape), mode] for key, t in tensors.items()])
     reduced = {key: _back(_reduce(tensors[key], mode), entry) for key, entry in entries.items()}
     result: Any = reduced if isinstance(value, dict) else reduced[""]
@@ -42,7 +43,7 @@ def all_gather(value: T) -> list[T]:
         >>> fleet.util.all_gather(3)  # on one worker
         [3]
     """
-    comm = world.current().comm
+    comm = world.for_call("fleet.util.all_gather")
     if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, (Tensor, np.ndarray)):
@@ -54,7 +55,7 @@ def all_gather(value: T) -> list[T]:
             ) from None
     tensor = _as_tensor(value)
     _agree([str(tensor.dtype), list(tensor.shape)])
-    gathered, pending = comm.all_gather(_to_comm(tensor))
+    gathered, pending = world.current().comm.all_gather(_to_comm(tensor))  # all ranks are here: they have just agreed
     pending.wait()
     return [_back(row.to(tensor.device), value) for row in gathered]
 
@@ -65,7 +66,7 @@ def barrier() -> None:
     Examples:
         >>> fleet.util.barrier()
     """
-    world.current().comm.barrier()
+    world.for_call("fleet.util.barrier").barrier()
 
 
 def get_file_shard(files: Sequence[str]) -> list[str]:
@@ -130,7 +131,7 @@ def _back(tensor: Tensor, like: Any) -> Any:
 
 def _agree(spec: Any) -> None:
     """Raise on all ranks if shapes, types or keys differ: the collective would hang or mix up numbers."""
-    ranks = world.current().comm.gather_json(spec)
+    ranks = world.current().calls.gather_json(spec)
     if any(other != ranks[0] for other in ranks):
         shown = "; ".join(f"rank {i}: {other}" for i, other in enumerate(ranks) if i == 0 or other != ranks[0])
         raise ConfigError(f"ranks do not agree on what to reduce. {shown}")

@@ -30,6 +30,8 @@ class World:
     """`host:local_rank` of every rank: a label of where it runs, not an address that accepts connections."""
     token: str
     """Random text, equal on all ranks and different in each world: for keys in a store that outlives a process group."""
+    calls: Comm
+    """For what scripts call themselves (fleet.util): a group apart, so that no such call pairs with a collective of training."""
 
 
 _current: World | None = None
@@ -40,6 +42,13 @@ _forget_at_close: list[Callable[[], None]] = []
 def current() -> World:
     """Return the world, opened on first use: without `fleet.init()` it is the launcher's job, or a single process."""
     return _current if _current is not None else open_world()
+
+
+def for_call(name: str) -> Comm:
+    """Return the group for calls of scripts, with the name of this call for errors."""
+    comm = current().calls
+    comm.call = name
+    return comm
 
 
 def is_open() -> bool:
@@ -134,4 +143,5 @@ def _survey(comm: Comm, device: torch.device, role: Role) -> World:
         node_num=role.node_num or len({name for name, _, _ in ranks}),
         endpoints=tuple(f"{name}:{index}" for name, index, _ in ranks),
         token=ranks[0][2],
+        calls=comm.for_calls(),
     )

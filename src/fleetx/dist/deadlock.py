@@ -1,0 +1,82 @@
+"""Find ranks that wait for each other in different collectives: one in backward, another in a call such as fleet.util.all_reduce.
+
+A rank that waits long notes in the store what it waits for. Two readings of all ranks' notes, with no change between them but
+their ticks, show that no rank has gone on; they are a deadlock if no collective that a rank waits for was launched by all.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+launched: collections.Counter[str] = collections.Counter()
+"""Collectives this process has launched in each channel since it joined its group."""
+
+START = "ranks wait for each other in different calls"
+found = ""
+"""The sentence about a deadlock this rank is part of; its collectives never end, so every later wait raises at once."""
+
+
+def forget() -> None:
+    """Begin afresh, with another process group."""
+    global found
+    found = ""
+    launched.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What one rank waits for."""
+
+    tick: int
+    """Counts the notes of this wait: a note that stays the same is of a wait that is over."""
+    channel: str
+    """"training", or "calls" for what the script calls itself; each has connections of its own."""
+    number: int
+    """Of the collective, among those this rank has launched in the channel, from 1."""
+    launched: Mapping[str, int]
+    """Collectives the rank has launched, by channel."""
+    place: str
+    """Where the rank is, for the error."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Wait:
+        return cls(**json.loads(text))
+
+
+def is_certain(waits: Sequence[Wait], before: Sequence[Wait]) -> bool:
+    """Tell whether no rank can ever go on, from two readings of all ranks' waits."""
+    unchanged = all(
+        now.tick > then.tick and dataclasses.replace(now, tick=then.tick) == then for now, then in zip(waits, before, strict=True)
+    )
+    differ = len({wait.channel for wait in waits}) > 1
+    return unchanged and differ and not any(_can_end(wait, waits) for wait in waits)
+
+
+def _can_end(wait: Wait, waits: Sequence[Wait]) -> bool:
+    """Tell whether all ranks have launched the collective: then it ends, however slow the link is."""
+    return all(other.launched.get(wait.channel, 0) >= wait.number for other in waits)
+
+
+def sentence(waits: Sequence[Wait]) -> str:
+    """Name each rank's place, up to one for each, and what to write."""
+    places: dict[str, list[int]] = {}
+    for rank, wait in enumerate(waits):
+        places.setdefault(wait.place, []).append(rank)
+    where = "; ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(ranks)} in {place}" for place, ranks in places.items())
+    return (
+        f"{START}: {where}. They ran different numbers of batches, or a call stands under a "
+        "condition that holds on some ranks only. Give every rank equally many batches, as fleet.sampler(data) does, and make "
+        "each such call on all ranks."
+    )
+
+
+def _listed(ranks: Sequence[int], most: int = 4) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
