@@ -111,7 +111,9 @@ NO_OPTIMIZER_YET = (
 )
 PAIR_HAS_ENDED = (
     "this pair has ended: fleet.distribute(...) was called again with its parameters. Use the optimizer that it returned; or, if "
-    "it was refused, call it once more as its error says."
+    "it was refused, call it once more as its error says. Where two optimizers that share parameters both step, give "
+    "fleet.distribute one that holds all of these, once, and step the others as they are: fleet.distribute(model, "
+    "torch.optim.SGD(model.parameters(), lr=0.1), strategy), which need not step itself."
 )
 
 

@@ -165,14 +165,25 @@ class FleetOptimizer(Optimizer):
 
     # Shared, not copied: load_state_dict gives the inner optimizer new dicts, and a scheduler must see those.
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.update.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.update.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         if self._bound is not None:
             self._bound.outcomes.learn()
         return self.update.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Replace the state, as `optimizer.state = defaultdict(dict)` does to begin afresh."""
+        if self._bound is not None:
+            self._bound.outcomes.learn()
+        self.update.state = state
 
     @property
     def due(self) -> bool:

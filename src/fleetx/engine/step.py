@@ -180,8 +180,9 @@ class Pipeline:
             return self.update(recycle=recycle, scaling=scaling, closure=closure)
         if not self.window.entered:
             raise FleetError(
-                "optimizer.step() found no new gradients. Call loss.backward() or optimizer.backward(loss) first."
-                + self.checks.unused.hint()
+                "optimizer.step() found no new gradients: no backward has reached this optimizer's parameters since its last "
+                "step(). Call loss.backward() or optimizer.backward(loss) first. Where the loss leaves this model out on some "
+                "ranks (a condition on the batch, say), add 0 * model(x).sum() to it there." + self.checks.unused.hint()
             )
         self.window.entered = self.window.asked_due = False
         self.stages.update._opt_called = True  # type: ignore[attr-defined]  # a scheduler may follow every step()

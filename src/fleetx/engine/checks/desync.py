@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...config.text import listed
 from ...dist.comm import Comm
@@ -21,10 +22,13 @@ from .checks import EARLY_LOOKS, looks_after
 class RankCheck:
     """Do all ranks still hold the same model? A weight changed by hand on one rank, or a flipped bit, is found here."""
 
-    def __init__(self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int, own: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int, own: Iterable[nn.Parameter], optimizer: Optimizer
+    ) -> None:
         self._comm, self.every = comm, every
         self._model = model
         self._own = {id(param) for param in own}
+        self._optimizer = optimizer
         self._tail = tail
         self.tables_are_settled = True
         """Alarms of the last update were read: a table that was changed in it has been made equal."""
@@ -139,17 +143,31 @@ class RankCheck:
     def _compare_by_name(self, after: str) -> None:
         """Every rank is here: the extremes are the same for all. Ranks that hold the same after all leave in peace, together."""
         marks = {name: f"{int(fingerprint([t])):x}" for name, t in self._tensors().items()}
-        ranks = self._comm.gather_json([marks, self._left_some_out])
-        common = {name: mark for theirs, _ in reversed(ranks) for name, mark in theirs.items()}
+        rates = [float(group.get("lr", 0.0)) for group in self._optimizer.param_groups]
+        ranks = self._comm.gather_json([marks, self._left_some_out, rates])
+        common = {name: mark for theirs, _, _ in reversed(ranks) for name, mark in theirs.items()}
         told = []
-        for rank, (theirs, _) in enumerate(ranks):
+        for rank, (theirs, _, _) in enumerate(ranks):
             names = [name for name, mark in theirs.items() if mark != common[name]]
             if names:
                 told.append(f"rank {rank} in {listed(names, 3)}")
-        if not told and any(left_some_out for _, left_some_out in ranks):
+        if not told and any(left_some_out for _, left_some_out, _ in ranks):
             return
         raise FleetError(
             f"after {after} the ranks no longer hold the same model. Unlike rank 0: {'; '.join(told) or 'none by now'}. "
+            f"{_unlike_rates([theirs for _, _, theirs in ranks])}"
             "Something changed weights or buffers on some ranks only: load the last checkpoint, name buffers that belong to "
             "each rank in strategy.local_buffers, or set strategy.desync_check_steps = 0 if this is meant."
         )
+
+
+def _unlike_rates(ranks: Sequence[Sequence[float]]) -> str:
+    """Say so where learning rates differ between ranks, which explains weights that do; empty where they are equal."""
+    rank = next((rank for rank, rates in enumerate(ranks) if rates != ranks[0]), None)
+    if rank is None:
+        return ""
+    mine, theirs = next((a, b) for a, b in zip(ranks[0], ranks[rank], strict=True) if a != b)
+    return (
+        f"Their learning rates differ: {mine:g} on rank 0, {theirs:g} on rank {rank}. A scheduler that looks at the loss "
+        '(ReduceLROnPlateau) needs the same one on all ranks: scheduler.step(fleet.util.all_reduce(loss.item(), "mean")). '
+    )

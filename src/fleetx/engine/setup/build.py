@@ -89,7 +89,7 @@ def compile_strategy(
         unused=UnusedCheck(buckets, comm, allowed=allowed),
         first_look=FirstLook(model, wrapper, parts),
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
-        ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values()),
+        ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values(), optimizer=stages.update),
         alarms=AlarmReader(buckets, may_miss=allowed),
         deferred_errors=DeferredErrors(),
         half_sent=HalfSent(comm),

@@ -69,7 +69,9 @@ def refuse_unreduced(model: nn.Module | None, optimizer: Optimizer, known: set[i
         raise ConfigError(
             f"the {kind} that is stepped here was not given to fleet.distribute(...), and trains `{names[0]}`, which the one "
             "that was given does not hold: such gradients are this rank's own. Before its first step write model, optimizer = "
-            "fleet.distribute(model, optimizer, strategy); where two optimizers share a model, one such call for each."
+            "fleet.distribute(model, optimizer, strategy); where two optimizers share a model, one such call for each; where "
+            "they share parameters, one call alone, with an optimizer that holds all of them and need not step itself: "
+            "fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)."
         )
 
 
