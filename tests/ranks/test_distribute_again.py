@@ -119,3 +119,38 @@ def _two_calls_and_one(rank: int) -> str:
 
 def test_distributed_model_of_a_model_that_is_distributed_already_changes_nothing() -> None:
     assert run_ranks(_two_calls_and_one, 2) == ["nothing raised"] * 2
+
+
+def _unfrozen_between(rank: int) -> Tensor:
+    """A head alone, then the whole model by a new optimizer and another call."""
+    model = mlp(torch.float64)
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    head = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = fleet.distribute(model, torch.optim.SGD(head, lr=0.1, momentum=0.9), small_buckets())
+    for step in range(STEPS):
+        if step == 3:
+            for p in model[0].parameters():
+                p.requires_grad_(True)
+            model, optimizer = fleet.distribute(model, sgd(model), small_buckets())
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_layers_that_are_unfrozen_before_a_second_call_train_with_the_mean_of_the_ranks() -> None:
+    model = mlp(torch.float64)
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        if step == 3:
+            for p in model[0].parameters():
+                p.requires_grad_(True)
+            optimizer = sgd(model)
+        optimizer.zero_grad()
+        ((loss_of(model, 0, step) + loss_of(model, 1, step)) / 2).backward()
+        optimizer.step()
+    for trained in run_ranks(_unfrozen_between, 2):
+        torch.testing.assert_close(trained, weights(model), rtol=0, atol=1e-12)

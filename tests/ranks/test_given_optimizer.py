@@ -20,11 +20,28 @@ from tests.helpers.ddp_loops import STEPS, assert_as_under_ddp, loss_of, make_pa
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.models import mlp
 
+
+class Lion(torch.optim.Optimizer):
+    """A user's own: the sign of an interpolated momentum."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.sub_(torch.lerp(momentum, p.grad, 0.1).sign_(), alpha=group["lr"])
+                momentum.lerp_(p.grad, 0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": sgd,
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
     "Adam, fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
     "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
+    "a user's own": lambda model: Lion(model.parameters(), lr=0.01),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
 }
 

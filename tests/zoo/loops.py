@@ -82,7 +82,7 @@ def mingpt(api: Api, rank: int) -> Outcome:
 # --- adversaries --------------------------------------------------------------------------------------------------------
 
 
-@loop("recompute")
+@loop("amp recompute powersgd")
 def dcgan(api: Api, rank: int) -> Outcome:
     """Two backwards for one step of the discriminator; the generator's goes through both nets."""
     notes, criterion = Notes(), nn.BCEWithLogitsLoss()
@@ -111,7 +111,7 @@ def dcgan(api: Api, rank: int) -> Outcome:
     return notes.outcome(netD, netG)
 
 
-@loop()
+@loop("powersgd")
 def wgan_gp(api: Api, rank: int) -> Outcome:
     """A gradient penalty: autograd.grad within the loss, then a backward through it; the critic takes two steps to one."""
     notes = Notes()
@@ -139,7 +139,7 @@ def wgan_gp(api: Api, rank: int) -> Outcome:
     return notes.outcome(critic, generator)
 
 
-@loop("recompute")
+@loop("amp recompute powersgd")
 def gan_with_frozen_discriminator(api: Api, rank: int) -> Outcome:
     """requires_grad of the discriminator is off while the generator learns."""
     notes, criterion = Notes(), nn.BCEWithLogitsLoss()
@@ -354,7 +354,7 @@ def _played(model: nn.Module, rank: int, episode: int) -> tuple[Tensor, Tensor]:
     return -(torch.stack(said) * gains.detach()).mean(), gains.pow(2).mean()
 
 
-@loop("merge recompute")
+@loop("merge amp recompute powersgd")
 def actor_critic(api: Api, rank: int) -> Outcome:
     """Many forwards, one backward."""
     notes = Notes()
@@ -406,7 +406,7 @@ def actor_critic_backwards_of_inputs(api: Api, rank: int) -> Outcome:
 # --- several optimizers, several models, several losses -----------------------------------------------------------------
 
 
-@loop("merge recompute")
+@loop("merge amp recompute powersgd")
 def two_optimizers(api: Api, rank: int) -> Outcome:
     """One model, two optimizers of disjoint parameters, one backward."""
     notes = Notes()
@@ -427,7 +427,7 @@ def two_optimizers(api: Api, rank: int) -> Outcome:
     return notes.outcome(model)
 
 
-@loop()
+@loop("recompute powersgd")
 def two_optimizers_in_turn(api: Api, rank: int) -> Outcome:
     """Every backward fills the gradients of both; one of them steps."""
     notes = Notes()
@@ -562,7 +562,7 @@ def ema_by_deepcopy(api: Api, rank: int) -> Outcome:
     return notes.outcome(model, teacher)
 
 
-@loop("merge recompute")
+@loop("merge recompute powersgd")
 def swa(api: Api, rank: int) -> Outcome:
     """Stochastic weight averaging with its own schedule; BatchNorm statistics are then computed over the same data everywhere."""
     notes = Notes()
@@ -670,7 +670,7 @@ def grad_scaler_without_unscale(api: Api, rank: int, overflow: bool) -> Outcome:
 # --- optimizers with ways of their own ----------------------------------------------------------------------------------
 
 
-@loop("merge recompute", name="closure_sgd", make=sgd)
+@loop("merge amp recompute powersgd", name="closure_sgd", make=sgd)
 @loop("merge recompute", name="closure_adam", make=lambda params: Adam(params, lr=1e-2))
 def closure(api: Api, rank: int, make: Callable[[Iterable[Tensor]], Optimizer]) -> Outcome:
     notes = Notes()
@@ -688,7 +688,7 @@ def closure(api: Api, rank: int, make: Callable[[Iterable[Tensor]], Optimizer]) 
     return notes.outcome(model)
 
 
-@loop("recompute")
+@loop("amp recompute powersgd")
 def sam(api: Api, rank: int) -> Outcome:
     notes = Notes()
     model = nets.Classifier()
