@@ -14,15 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.launchers import MARK, find_marked, wait_until
 from tests.helpers.lightning_runs import (
+    BATCH,
     as_launched,
     fit,
+    loss_of,
+    make_data,
     make_gan,
     make_loader,
     make_module,
+    make_net,
     make_trainer,
     outcome,
     plain_loop,
@@ -130,6 +135,72 @@ def test_all_ranks_leave_local_sgd_with_the_same_weights(runs: list[dict[str, An
     first, second = (of_a_rank["localsgd"][1] for of_a_rank in runs)
     assert first["weights"] == second["weights"]
     assert first["losses"] != second["losses"]
+
+
+# --- layers that thaw in mid-training ----------------------------------------------------------------------------------
+
+
+def make_finetuned() -> Any:
+    """A head that trains alone for an epoch, then with its backbone, as Lightning's BaseFinetuning has it."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    class Thaw(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.05)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+
+        def configure_callbacks(self) -> list[Any]:
+            return [Thaw()]
+
+    return Module()
+
+
+def finetune(rank: int, folder: str) -> list[float]:
+    module, _ = fit(rank, fleet_strategy({}), folder, module=make_finetuned(), max_epochs=3)
+    return weights_of(module)
+
+
+def finetune_by_hand() -> list[float]:
+    """The mean of both ranks' losses, in one process. Lightning's own DDP does not reduce layers that thaw later."""
+    net = make_net()
+    head, backbone = list(net[2].parameters()), list(net[0].parameters())  # type: ignore[index]
+    optimizer = torch.optim.SGD(head, lr=0.2, momentum=0.9)
+    for p in backbone:
+        p.requires_grad_(False)
+    for epoch in range(3):
+        if epoch == 1:
+            for p in backbone:
+                p.requires_grad_(True)
+            optimizer.add_param_group({"params": backbone, "lr": 0.05})
+        samplers = [DistributedSampler(make_data(), 2, rank) for rank in range(2)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for batches in zip(*(DataLoader(make_data(), BATCH, sampler=sampler) for sampler in samplers), strict=True):
+            optimizer.zero_grad()
+            (sum(loss_of(net, batch) for batch in batches) / 2).backward()
+            optimizer.step()
+    return weights_of(net)
+
+
+def test_layers_that_thaw_in_mid_training_get_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(finetune, 2, str(tmp_path))
+    assert first == second
+    assert farthest(first, finetune_by_hand()) < 1e-6
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
