@@ -363,12 +363,12 @@ class TorchComm(Comm):
             time.sleep(0.002 if waited < 1 else 0.05)
 
     def background(self) -> Comm:
-        return TorchComm(dist.new_group(backend="gloo"))
+        return _connected(TorchComm(dist.new_group(backend="gloo")))
 
     def for_calls(self) -> Comm:
         if not dist.is_gloo_available():
             return self
-        return TorchComm(dist.new_group(backend="gloo", timeout=_timeout_of_default_group()), channel="calls")
+        return _connected(TorchComm(dist.new_group(backend="gloo", timeout=_timeout_of_default_group()), channel="calls"))
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, channel: str | None = None) -> None:
         self._group = group
@@ -410,10 +410,20 @@ class TorchComm(Comm):
             # Every rank creates every group in the same order: new_group is a collective of all ranks.
             group = dist.new_group(list(members))
             if self.rank in members:
-                mine = TorchComm(group) if len(members) > 1 else SoloComm()
+                mine = _connected(TorchComm(group)) if len(members) > 1 else SoloComm()
         if mine is None:
             raise ConfigError(f"rank {self.rank} is in none of the groups {[list(m) for m in ranks]}")
         return mine
+
+
+def _connected(comm: TorchComm) -> TorchComm:
+    """Return the group once every rank has joined it. Every rank of the group is here.
+
+    A rank leaves gloo's `new_group` when its own connections stand. If it ends at once, because the script refuses its settings,
+    say, a rank that is still connecting would report a lost connection in place of the error that all ranks share."""
+    comm.barrier()
+    comm.bytes_sent = 0.0
+    return comm
 
 
 def is_initialized() -> bool:
