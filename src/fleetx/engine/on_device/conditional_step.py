@@ -27,12 +27,12 @@ from .device_copy import PutBack
 PutBackOnHost = Callable[[], None]
 
 MOST_BYTES_KEPT = 256 * 2**20
-"""Of parameters and state beside which copies are kept: writing these takes a GPU less time than a wait costs it."""
+"""Largest size of parameters and state beside which copies are kept: writing these takes a GPU less time than a wait costs it."""
 TAKES_FOUND = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""With fused=True."""
+"""Optimizers whose fused kernel (fused=True) takes a flag on the device."""
 NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 HOLDS_TENSORS = tuple(getattr(torch.optim, name) for name in NAMES)
-"""Of torch: all that a step changes is parameters, and what `state` holds."""
+"""Torch's optimizers of which all that a step changes is parameters, and what `state` holds."""
 
 
 class Way(enum.Enum):
@@ -42,7 +42,7 @@ class Way(enum.Enum):
 
 
 def way_of(optimizer: Optimizer) -> Way:
-    """How a step of this optimizer is made before the host knows whether it should be. The same on every rank."""
+    """Return how a step of this optimizer is made before the host knows whether it should be. The same on every rank."""
     mine = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = (optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)
     if any(may_change_gradients(hooks) for hooks in (*mine, *of_all)):
@@ -64,12 +64,12 @@ class ConditionalStep:
         self._kept: _KeptValues | None = None
 
     def can_be_made(self) -> bool:
-        """Whether the coming step can do without the host's knowing."""
+        """Return whether the coming step can be made before the host knows."""
         way = way_of(self._optimizer)
         return way is Way.TAKES or (way is Way.KEEPS and self._find_kept() is not None)
 
     def make_room(self) -> None:
-        """After an update was made: take the memory that later ones need, while it is being measured what a run takes."""
+        """Allocate, after an update that was made, what later ones need, so that it is part of what a run is measured to take."""
         if way_of(self._optimizer) is Way.KEEPS:
             kept = self._find_kept()
             if kept is not None:
@@ -112,7 +112,8 @@ class ConditionalStep:
 
 
 def _is_on_host(value: Any) -> bool:
-    """Whether this is one number that the optimizer reads and writes on the host, also in the state of a GPU's parameters."""
+    """Return whether this is one number that the optimizer reads and writes on the host, also in the state of a GPU's
+    parameters."""
     return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
 
 

@@ -16,7 +16,7 @@ CHUNK_BYTES = 2**14
 
 @final
 class PutBack:
-    """Of `tensors`, from `copies` of the same types, shapes and strides."""
+    """Copies `copies` back into `tensors` of the same types, shapes and strides."""
 
     def __init__(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._tensors, self._copies = list(tensors), list(copies)
@@ -52,7 +52,7 @@ class PutBack:
 
 
 def _is_alike(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether both are the same in memory, so that bytes can be copied."""
+    """Return whether both are the same in memory, so that bytes can be copied."""
     return tensor.stride() == copy.stride() and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
