@@ -77,7 +77,7 @@ def main():
 
     sizes = {"layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64}
     model = X.applications.Bert_base(vocab_size=args.vocab_size, max_position=args.max_seq_len, **sizes)
-    # Sentence pairs and masks are drawn anew in each epoch. A `datasets.DatasetDict` may stand in the folder's place.
+    # Sentence pairs and masks are drawn again in each epoch. A `datasets.DatasetDict` may stand in the folder's place.
     loader = model.get_train_dataloader(args.data, args.batch_size, vocab_size=args.vocab_size)
     val_loader = model.get_val_dataloader(args.data, args.batch_size, vocab_path=model.vocabulary_file)
 

@@ -69,7 +69,7 @@ def line_through(first: tuple[int, int], second: tuple[int, int]) -> tuple[float
     return first[1] - slope * first[0], slope
 
 
-def foretold(peak_of: Callable[[int], int | None], probes: Sequence[int], capacity: float) -> tuple[int, list[tuple[int, int]]]:
+def predicted(peak_of: Callable[[int], int | None], probes: Sequence[int], capacity: float) -> tuple[int, list[tuple[int, int]]]:
     """The batch whose peak would be `capacity`, and the peaks that say so; `peak_of` is None where a batch does not fit.
 
     A peak is the largest of several lines (the update's, the loss's, a layer's backward), and which of them is highest changes
@@ -126,7 +126,7 @@ class Card(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Nobody holds a model any more: check that its memory is back."""
+        """Without a reference to a model: check that its memory is back."""
 
     @abstractmethod
     def seconds(self, step: Callable[[], object], steps: int) -> list[float]: ...

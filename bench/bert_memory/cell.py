@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.bert_memory.card import LIMIT, Card, CountedCard, CudaCard, foretold, largest_that_fits, line_through
+from bench.bert_memory.card import LIMIT, Card, CountedCard, CudaCard, largest_that_fits, line_through, predicted
 from bench.bert_memory.contestants import LARGE, SMALL, Batch, Recipe, Size, Step, our_step, their_step
 from fleetx.engine.dry_run import is_out_of_memory
 
@@ -24,7 +24,7 @@ BUDGET = 31 * 2**30
 """Of the partial plan, which bounds what the allocator reserves; the context has the rest."""
 SMALL_LIMIT, SMALL_ROWS = 2**21, 10
 PROBES = {"fp32": (6, 12), "fp32_recompute": (24, 48), "bf16": (12, 24), "bf16_recompute": (32, 64)}
-"""The first two batches whose peaks foretell the largest."""
+"""The first two batches whose peaks predict the largest."""
 SLACK = 0.985
 """Of the allocator's memory, how much is expected to be usable."""
 TIMED_SECONDS, LEAST_TIMED, MOST_TIMED = 12.0, 3, 7
@@ -33,7 +33,7 @@ NEAR = (31 / 32, 15 / 16)
 
 
 class Runner:
-    """A contestant on a card, made anew after each batch that did not fit."""
+    """A contestant on a card, made again after each batch that did not fit."""
 
     def __init__(self, recipe: Recipe, size: Size, card: Card) -> None:
         self.recipe, self.size, self.card = recipe, size, card
@@ -96,7 +96,7 @@ def largest_and_speed(recipe: Recipe, kind: str, size: Size, card: Card, *, smal
     probes = (2, 4) if small else PROBES[kind]
     runner.steps(probes[0], 2)
     card.settle()
-    guess, points = foretold(runner.peak, probes, SLACK * card.capacity)
+    guess, points = predicted(runner.peak, probes, SLACK * card.capacity)
     intercept, slope = line_through(*points[-2:])
     step = max(1, guess // 100)
     found = largest_that_fits(runner.fits, guess, step=step, most=4 * guess)

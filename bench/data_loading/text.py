@@ -36,7 +36,7 @@ STEPS = 10
 
 
 def text_figures(args: argparse.Namespace) -> dict[str, Any]:
-    """One row for each shape of batch; the corpus is Python's own sources, prepared anew."""
+    """One row for each shape of batch; the corpus is Python's own sources, prepared again."""
     figures: dict[str, Any] = {}
     budget = {"stdlib_bytes": 600_000} if args.smoke else {}
     with tempfile.TemporaryDirectory(prefix="text_loading_") as cache:

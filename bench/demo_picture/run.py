@@ -86,7 +86,7 @@ def main() -> None:
         console.print(Text.from_ansi(CODES.sub(lambda code: code[0] if code[0].endswith("m") else "", line)), soft_wrap=False)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     svg = console.export_svg(title="make demo")
-    # Rich names a font on the network; the reader's own is as good, and a page asks nobody.
+    # Rich names a font on the network; the reader's own is as good, and a page asks no server.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL).replace("Fira Code,", "ui-monospace, Menlo, Consolas,")
     args.out.write_text(svg, encoding="utf-8")
     print(f"{args.out}: {len(lines)} lines")

@@ -2,7 +2,7 @@
 
     python -m bench.guards.run                    two gloo ranks on the CPU
     python -m bench.guards.run --device cuda      two gloo ranks that share a GPU
-    python -m bench.guards.run --nccl             one NCCL rank: the look alone, since there is nobody to compare with
+    python -m bench.guards.run --nccl             one NCCL rank: the look alone, since there is no other rank to compare with
 
 Rows, for the models of bench/overhead: step time with on_nan_inf="stop" over that with "off" (paired blocks), and the
 time of one comparison of ranks as a share of a hundred steps.

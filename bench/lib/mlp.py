@@ -89,7 +89,7 @@ def our_step(strategy: dict[str, Any], size: Size = USUAL, *, momentum: float = 
 
 
 def plain_step(model: nn.Module, size: Size = USUAL, *, momentum: float = 0.0) -> Callable[[], None]:
-    """As everybody writes it; whatever is sent, the model's wrapper sends."""
+    """As users write it; whatever is sent, the model's wrapper sends."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
     x, y = data(size)
 

@@ -4,7 +4,7 @@
     single    one step on an idle device until it is done; host: until the call returned, with room in the launch queue
     events    the block between two events on the device; gaps in which the device waits for the host are in it
 
-What has to happen between steps and belongs to nobody's optimizer (new gradients) is `prepare`: in wall, where it hides behind
+What has to happen between steps and belongs to no optimizer (new gradients) is `prepare`: in wall, where it hides behind
 the device's work if it can, and given beside it as `prepare`; not in single and host.
 """
 

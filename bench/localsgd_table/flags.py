@@ -47,7 +47,7 @@ def checked(flags: argparse.Namespace) -> argparse.Namespace:
     if flags.turns < 2:
         raise ConfigError(f"--turns is {flags.turns}; post-local SGD has two parts: write at least 2.")
     if flags.hosts < 2:
-        raise ConfigError(f"--hosts is {flags.hosts}; one alone has nobody to talk to: write at least 2.")
+        raise ConfigError(f"--hosts is {flags.hosts}; one alone has no other to talk to: write at least 2.")
     for model in flags.models:
         if model not in MODELS:
             raise ConfigError(f"--models names {model!r}; there are {' and '.join(MODELS)}.")

@@ -1,6 +1,6 @@
 """Is what is timed also right? Ours against itself in float64 on the CPU, against its other ways to run, and against others.
 
-A problem is one model's tensors with their first values and five gradients, the same for everybody. Among the adapted tensors
+A problem is one model's tensors with their first values and five gradients, the same for all. Among the adapted tensors
 one is all zeros and one has no gradient to speak of: their trust ratio is 1. The measure is the largest difference within a
 tensor over the largest value there, of the worst tensor.
 """

@@ -110,7 +110,7 @@ def new_gradients(optimizer: Any, params: Sequence[Tensor], sets: Sequence[Seque
 
 
 class Arena:
-    """One family of optimizers over the tensors of one model. The float32 gradients are shared; nobody writes to them."""
+    """One family of optimizers over the tensors of one model. The float32 gradients are shared; no contestant writes to them."""
 
     def __init__(self, shapes: Shapes, family: str, device: torch.device) -> None:
         self.shapes, self.family, self.device = shapes, family, device
@@ -252,7 +252,7 @@ def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def attempt(label: str, make: Callable[[], list[Contestant]], *, ours: bool) -> list[Row]:
-    """Its rows, or one that says why there are none: a peer that is not there costs nobody else the run."""
+    """Its rows, or one that says why there are none: a peer that is not there costs no other the run."""
     try:
         return list(make())
     except Absent as reason:

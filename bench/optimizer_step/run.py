@@ -11,7 +11,7 @@ Floors are bytes over the bandwidth of a large copy, measured in turns with the 
     exact        a floor that counts tensors without adaptation (norm layers, biases) once, since they need no norms
     plain        a floor that counts every parameter as adapted
     over_floor   wall time over what a row's own bytes cost: two passes for all LARS and LAMB, one for AdamW and SGD
-On a CPU a floor is no bound: there a copy reads what it overwrites, which nobody has counted.
+On a CPU a floor is no bound: there a copy reads what it overwrites, which is not counted.
 What the columns mean: bench/lib/step_clock.py. Every check is in the figures; one that fails makes the exit code 1.
 """
 
@@ -95,7 +95,7 @@ def warmed(rows: Sequence[Row], device: torch.device) -> list[Row]:
 
 
 def run(shapes: Shapes, family: str, device: torch.device, *, seconds: float) -> dict[str, Any]:
-    """One arena: everybody over the same tensors, in turns."""
+    """One arena: all contestants over the same tensors, in turns."""
     start = time.perf_counter()
     arena = Arena(shapes, family, device)
     entries: list[Row] = [copy_contestant(device), *(on_gpu if device.type == "cuda" else on_cpu)(arena)]

@@ -34,7 +34,7 @@ TOUCH_ONCE = {"lars": Bytes(20, 20), "lamb": Bytes(28, 28)}
 TWO_PASS_MASTER = {"lars": Bytes(26, 20), "lamb": Bytes(40, 28)}
 """Gradients of 16 bits, a float32 master that is read and written, and a 16-bit parameter that is only written."""
 ONE_NORM_KNOWN = {"lars": Bytes(24, 20)}
-"""Of p, carried from the update before; or of g, from whoever has read it anyway. With both LARS touches each byte once."""
+"""Of p, carried from the update before; or of g, from code that has read it anyway. With both LARS touches each byte once."""
 
 
 @dataclass(frozen=True)

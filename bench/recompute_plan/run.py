@@ -1,4 +1,4 @@
-"""Budgets for recompute: are they kept, how good is what was foretold, and what does a plan cost beside computing all again?
+"""Budgets for recompute: are they kept, how good are the predictions, and what does a plan cost beside computing all again?
 
     python -m bench.recompute_plan.run            on a GPU if there is one, else on the CPU with small nets
     python -m bench.recompute_plan.run --quick    one net, two budgets: to see that it runs; nothing is kept

@@ -28,7 +28,7 @@ _HOMES = {"DistributedStrategy": ".strategy", "parse_train_configs": ".cli.train
 
 
 def _late(name: str) -> Any:
-    """Names are imported when first used: fleetrun must answer Ctrl-C and --help before torch's seconds of importing."""
+    """Import a public name when it is first used: fleetrun must answer Ctrl-C and --help before torch's seconds of importing."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:

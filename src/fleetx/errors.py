@@ -147,7 +147,7 @@ def _libraries() -> tuple[str, ...]:
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:
-    """A sentence such as " Did you mean `localsgd`?", or nothing when no known name is near."""
+    """Return a sentence such as " Did you mean `localsgd`?", or nothing when no known name is near."""
     near = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
     return f" Did you mean `{near[0]}`?" if near else ""
 

@@ -161,7 +161,7 @@ def is_initialized() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Examples:
         >>> fleet.device().type in ("cpu", "cuda")
@@ -171,7 +171,7 @@ def device() -> torch.device:
 
 
 def worker_index() -> int:
-    """This process's rank, from 0.
+    """Return this process's rank, from 0.
 
     Examples:
         >>> fleet.worker_index()
@@ -181,7 +181,7 @@ def worker_index() -> int:
 
 
 def worker_num() -> int:
-    """How many ranks there are.
+    """Return how many ranks there are.
 
     Examples:
         >>> fleet.worker_num()
@@ -202,7 +202,7 @@ def is_first_worker() -> bool:
 
 
 def local_rank() -> int:
-    """This process's place on its node, from 0.
+    """Return this process's place on its node, from 0.
 
     Examples:
         >>> fleet.local_rank()
@@ -212,7 +212,7 @@ def local_rank() -> int:
 
 
 def node_num() -> int:
-    """How many nodes the ranks run on.
+    """Return how many nodes the ranks run on.
 
     Examples:
         >>> fleet.node_num()
@@ -242,7 +242,7 @@ def barrier_worker() -> None:
 
 
 def should_stop() -> bool:
-    """Whether a rank was asked to stop (SIGTERM or SIGUSR1): the same answer on every rank, renewed by each update.
+    """Return whether a rank was asked to stop (SIGTERM or SIGUSR1): the same answer on every rank, renewed by each update.
 
     Call it after each step, save, and leave the loop. From the first call on these signals no longer end the process at once.
 
@@ -281,7 +281,7 @@ def sampler(
 
 
 def autocast() -> AbstractContextManager[None]:
-    """The strategy's autocast, for a loss computed outside the model; without `amp` it does nothing.
+    """Enter the strategy's autocast, for a loss computed outside the model; without `amp` it does nothing.
 
     Examples:
         >>> with fleet.autocast():
@@ -342,7 +342,7 @@ def find_batch(
     resize: Resize | None = None,
     size: int | None = None,
 ) -> FoundBatches:
-    """The largest micro-batch that a budget of memory allows, and the fastest one; before `distribute`, on every rank.
+    """Find the largest micro-batch that a budget of memory allows, and the fastest one; before `distribute`, on every rank.
 
     `sample` is a batch, of which others are made by repeating rows, or by `resize(sample, size)`. With `global_batch` the
     micro-batches make it up without a rest. Model and optimizer are afterwards as they were.
@@ -442,14 +442,14 @@ def __dir__() -> list[str]:
 
 
 def _chosen(strategy: DistributedStrategy | None) -> DistributedStrategy:
-    """A copy: changing the user's object later changes nothing here."""
+    """Copy the strategy: changing the user's object later changes nothing here."""
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
         raise ConfigError(f"strategy is {type(strategy).__name__}; it must be a fleet.DistributedStrategy.")
     return (strategy or _default_strategy or DistributedStrategy()).copy()
 
 
 def _given(optimizer: Optimizer) -> Optimizer:
-    """The torch optimizer inside, where one is distributed once more: a notebook's cell that is run again."""
+    """Return the torch optimizer inside, where one is distributed once more: a notebook's cell that is run again."""
     return optimizer.given if isinstance(optimizer, FleetOptimizer) else optimizer
 
 
@@ -473,7 +473,7 @@ world.at_close(_forget_run)
 
 
 def _say_start(strategy: DistributedStrategy) -> None:
-    """One line about the run, before its first strategy, and one about the strategy, or the whole table if that is wanted."""
+    """Log one line about the run, before its first strategy, and one about the strategy, or the whole table if that is wanted."""
     global _has_said_run
     if not _has_said_run:
         _has_said_run = True
@@ -494,7 +494,7 @@ def _say_start(strategy: DistributedStrategy) -> None:
 def _planned(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, auto: Auto, sample: Any, loss_fn: LossFn | None
 ) -> tuple[DistributedStrategy, Any]:
-    """The strategy that `auto` chooses, by steps that leave no trace, and a batch for it; worker 0 shows why."""
+    """Let `auto` choose a strategy, by steps that leave no trace, and a batch for it; worker 0 shows why."""
     from .auto.fixed_parts import Fixed
     from .auto.search import chosen_plan
     from .auto.subject import Subject
@@ -566,7 +566,7 @@ def _stop_waiting(model: nn.Module, face: FleetOptimizer) -> list[tuple[nn.Modul
 
 
 def _asked(auto: Auto, parts: list[Part]) -> dict[str, Any]:
-    """What a plan answers: the wishes, the parts that are kept, and how many ranks there are."""
+    """Return what a plan answers: the wishes, the parts that are kept, and how many ranks there are."""
     kept = {part.name: dataclasses.asdict(part) for part in parts if part is not auto}
     wishes = {name: value for name, value in dataclasses.asdict(auto).items() if name not in ("plan", "trials")}
     return {"auto": wishes, "kept": kept, "ranks": worker_num()}

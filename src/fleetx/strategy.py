@@ -24,7 +24,7 @@ else:
 
 
 def whole_if_integral(kind: Kind) -> Kind:
-    """32 stays 32 in tables and files; 0.5 stays 0.5."""
+    """Print whole floats as integers in tables and files: 32 stays 32, 0.5 stays 0.5."""
 
     def parse(value: Any) -> int | float:
         parsed = kind.parse(value)
@@ -150,20 +150,20 @@ class Settings(MutableMapping[str, Any]):
         self._values.update(checked)
 
     def replace(self, given: Any) -> None:
-        """`strategy.x_configs = {...}`: keys not named keep their value, a list replaces the one before."""
+        """Apply `strategy.x_configs = {...}`: keys not named keep their value, a list replaces the one before."""
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self._name} is {given!r}; it must be a dict with some of the keys: {', '.join(self._kinds)}.")
         self.update(given)
 
     def become(self, given: Mapping[str, Any]) -> None:
-        """`strategy.x = {...}`: these settings, and the default of every key not named."""
+        """Apply `strategy.x = {...}`: these settings, and the default of every key not named."""
         self.update({**self._defaults, **given})
 
     def changed(self) -> bool:
         return self._values != self._defaults
 
     def plain(self) -> dict[str, Any]:
-        """A plain dict, lists as lists, that shares nothing with this view."""
+        """Return a plain dict, lists as lists, that shares nothing with this view."""
         return copy.deepcopy(self._values)
 
 
@@ -264,7 +264,7 @@ class DistributedStrategy(Switches):
         return catalogue()[name](**(settings.plain() if settings is not None else {}))
 
     def parts(self) -> list[Part]:
-        """The parts that are switched on, with their settings; settings of a switch that is off are an error."""
+        """Return the parts that are switched on, with their settings; settings of a switch that is off are an error."""
         for name in catalogue():
             settings = self._settings(name)
             if settings is not None and settings.changed() and not self._values[name]:
@@ -275,14 +275,15 @@ class DistributedStrategy(Switches):
         return [self._part(name) for name in enabled]
 
     def _adaptive_by_its_older_spelling(self) -> Part:
-        """`localsgd` and `auto` alone. With settings of `auto`, or beside another part, `auto` plans around `localsgd`."""
+        """Build the part meant by `localsgd` and `auto` alone. With settings of `auto`, or beside another part, `auto` plans
+        around `localsgd`."""
         settings = self._settings("localsgd")
         carried = settings.plain() if settings is not None else {}
         carried["init_k_steps"] = carried.pop("k_steps")
         return catalogue()["adaptive_localsgd"](**carried)
 
     def explain(self) -> str:
-        """Which part fills which slot of a step, where parts collide, and what is not built yet."""
+        """Show which part fills which slot of a step, where parts collide, and what is not built yet."""
         parts = self.parts()
         kept = [part.name for part in parts if part.name != "auto"]
         plans = [f"auto: keeps {', '.join(kept)} as set, and plans the rest."] if kept and len(kept) < len(parts) else []

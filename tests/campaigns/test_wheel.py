@@ -1,6 +1,6 @@
 """The wheel in an empty environment, outside the source tree: with its hard dependencies alone, all that needs no more works.
 
-Installing torch anew takes minutes. So the environment is a fresh one without site packages, to which the installed files of the
+Installing torch again takes minutes. So the environment is a fresh one without site packages, to which the installed files of the
 hard dependencies, and of what they need in turn, are linked: whatever else fleetx imported would be missing.
 """
 

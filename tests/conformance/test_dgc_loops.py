@@ -151,7 +151,7 @@ def test_a_model_of_two_types_sends_each_in_its_own() -> None:
             np.testing.assert_allclose(narrow, wanted.weights[update], rtol=0, atol=1e-5)
 
 
-# --- a branch that nobody uses for a while ----------------------------------------------------------------------------------
+# --- a branch that no rank uses for a while ---------------------------------------------------------------------------------
 
 
 class Branching(nn.Module):

@@ -1,4 +1,4 @@
-"""fleet.find_batch on one process: what it finds fits, by torch's profiler, more does not, and nobody can tell that it ran."""
+"""fleet.find_batch on one process: what it finds fits, by torch's profiler, more does not, and it leaves no trace."""
 
 from __future__ import annotations
 

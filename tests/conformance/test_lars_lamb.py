@@ -313,7 +313,7 @@ def test_a_16_bit_parameter_is_the_rounded_float32_run(kind: Any, way: str, dtyp
 
 
 @both
-def test_what_somebody_writes_into_a_16_bit_parameter_counts(kind: Any) -> None:
+def test_what_other_code_writes_into_a_16_bit_parameter_counts(kind: Any) -> None:
     param = nn.Parameter(draw((4, 4), 0).bfloat16())
     optimizer = kind([param], lr=0.001)
     for step in range(3):

@@ -48,7 +48,7 @@ def test_averaged_gives_the_mean_inside_and_each_ranks_own_bits_afterwards(confi
 
 
 def _meddled_inside(rank: int, folder: str) -> dict[str, Any]:
-    """Between optimizer.backward and optimizer.step somebody enters averaged()."""
+    """Between optimizer.backward and optimizer.step the script enters averaged()."""
     model = with_norm()
     strategy = fleet.DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 5})
     model, optimizer = fleet.distribute(model, sgd(model), strategy)

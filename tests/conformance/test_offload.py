@@ -261,7 +261,7 @@ def test_the_users_batch_and_weights_given_to_a_unit_stay(late: LateMover) -> No
 
 
 class ChangedAfter(nn.Module):
-    """What the unit was given is doubled after it; nobody else needs it."""
+    """What the unit was given is doubled after it; nothing else needs it."""
 
     def __init__(self, *, changes: bool) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_a_change_after_the_unit_is_an_error_without_offload_and_of_no_account_w
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
 
 
-def test_a_tensor_changed_between_two_units_is_parked_anew(late: LateMover) -> None:
+def test_a_tensor_changed_between_two_units_is_parked_again(late: LateMover) -> None:
     def use(unit: nn.Module, x: Tensor) -> Tensor:
         x = torch.sin(x) + 0
         first = unit(x)
@@ -328,7 +328,7 @@ def plain(model: nn.Sequential) -> Any:
 
 
 def test_from_forward_to_backward_the_device_keeps_no_input_but_the_first_and_a_step_peaks_lower() -> None:
-    """EarlyMover's copies: a late one would hold both ends until somebody waits, which a GPU's do not."""
+    """EarlyMover's copies: a late one would hold both ends until a caller waits, which a GPU's do not."""
     torch.manual_seed(0)
     model, x = row_of_blocks(), torch.randn(BATCH, WIDE)
     kept, peaks = [], []

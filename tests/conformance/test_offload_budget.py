@@ -1,4 +1,4 @@
-"""A budget that may use host memory: kept to by torch's profiler, foretold, smaller than any without, and to the bit."""
+"""A budget that may use host memory: kept to by torch's profiler, predicted, smaller than any without, and to the bit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def least(build: Callable[[], nn.Module], **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("build", [Row, Collecting, NETS["u-net"].build], ids=["row", "collecting", "u-net"])
-def test_budgets_below_all_those_without_host_memory_hold_and_are_foretold(build: Callable[[], nn.Module], early: Any) -> None:
+def test_budgets_below_all_those_without_host_memory_hold_and_are_predicted(build: Callable[[], nn.Module], early: Any) -> None:
     low, high = least(build), least(build, offload=False)
     assert low <= high and (build is not Row or low < high - INPUT)
     for budget in sorted({low, (low + high) // 2}):

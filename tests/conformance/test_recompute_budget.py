@@ -1,4 +1,4 @@
-"""A budget in bytes: kept to, by torch's profiler; foretold within 3 %; without a trace; and training is the same to the bit."""
+"""A budget in bytes: kept to, by torch's profiler; predicted within 3 %; without a trace; and training is the same to the bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.recompute_nets import NETS, WIDTH, Chain, Inner
 from tests.helpers.recompute_runs import rows, seed
 
 LARGE = ["convolutions", "u-net", "torch transformer", "encoder and decoder"]
-FORETOLD = 0.03
+PREDICTED_WITHIN = 0.03
 RANDOM_STATE = 5056
 """Bytes that each unit computed again keeps of torch's generator. No operation makes them: they are not among those counted."""
 ROWS = 512
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_training_step_keeps_to_each_budget_and_its_peak_is_foretold(name: str) -> None:
+def test_a_training_step_keeps_to_each_budget_and_its_peak_is_predicted(name: str) -> None:
     build, batch = NETS[name].build, rows(0, ROWS)
     seed()
     least, plain = bounds(build, batch)
@@ -47,8 +47,8 @@ def test_a_training_step_keeps_to_each_budget_and_its_peak_is_foretold(name: str
         real = own_peak(model, optimizer, batch)
         print(f"FIGURE {name} {share} budget {budget} predicted {plan.predicted_bytes} real {plan.real_bytes} own {real}")
         assert plan.real_bytes <= budget and real <= budget + unseen
-        assert abs(plan.predicted_bytes - plan.real_bytes) <= FORETOLD * plan.real_bytes
-        assert abs(plan.predicted_bytes - real) <= FORETOLD * real + unseen
+        assert abs(plan.predicted_bytes - plan.real_bytes) <= PREDICTED_WITHIN * plan.real_bytes
+        assert abs(plan.predicted_bytes - real) <= PREDICTED_WITHIN * real + unseen
         recomputed.append(plan.seconds_added)
     assert recomputed[0] > 0 and recomputed[-1] == 0
 
@@ -64,7 +64,7 @@ def test_under_autocast_the_budget_is_kept_too(name: str, dtype: str) -> None:
     print(f"FIGURE {name} {dtype} budget {budget} predicted {plan.predicted_bytes} real {plan.real_bytes} own {real}")
     unseen = RANDOM_STATE * len(plan.recomputed)
     assert plan.recomputed and plan.real_bytes <= budget and real <= budget + unseen
-    assert abs(plan.predicted_bytes - real) <= FORETOLD * real + unseen
+    assert abs(plan.predicted_bytes - real) <= PREDICTED_WITHIN * real + unseen
 
 
 def test_a_step_that_merges_and_one_of_adam_keep_to_it_too() -> None:

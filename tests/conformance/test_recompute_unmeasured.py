@@ -40,7 +40,7 @@ def short_of_memory(calls: list[int], measured: int) -> Any:
 
 
 @pytest.mark.parametrize("measured", [ROWS // 2, ROWS // 4])
-def test_a_step_that_cannot_be_measured_is_foretold_from_smaller_batches(measured: int) -> None:
+def test_a_step_that_cannot_be_measured_is_predicted_from_smaller_batches(measured: int) -> None:
     least, plain = bounds(chain, batch())
     calls: list[int] = []
     budget = (2 * least + plain) // 3

@@ -70,7 +70,7 @@ def without_workspaces(found: list[tuple[int, Any, Any]]) -> list[int]:
 
 @functools.cache
 def is_kernel(name: str) -> bool:
-    """An operation that is not written in terms of others: what it does inside, nobody above it can see."""
+    """An operation that is not written in terms of others: what it does inside cannot be seen from above."""
     overloads = [one for one in torch._C._dispatch_get_all_op_names() if one.split(".")[0] == name]
     by_others = (torch._C._dispatch_has_kernel_for_dispatch_key(one, "CompositeImplicitAutograd") for one in overloads)
     return bool(overloads) and not any(by_others)

@@ -3,9 +3,9 @@
 learns      the loss falls, all ranks end with the same weights, recompute changes no bit of the set without it, and 16 bits (amp,
             16-bit all-reduce) end near the set without them
 neutral     parts that are set to do nothing leave the set without them as it is
-resumes     a run that is stopped in the middle of a merge window and of a period, and loaded anew, ends with the bits of one that
-            was not
-survives    an overflow on one rank: nobody's weights are lost, all ranks end with the same ones, and the loss still falls
+resumes     a run that is stopped in the middle of a merge window and of a period, and loaded again, ends with the bits of one
+            that was not
+survives    an overflow on one rank: no rank's weights are lost, all ranks end with the same ones, and the loss still falls
 """
 
 from __future__ import annotations

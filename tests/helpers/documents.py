@@ -1,6 +1,6 @@
 """Documentation that runs: reads the blocks of a Markdown page, and runs its Python in a process forked with torch imported.
 
-The rules, for whoever writes a page:
+The rules, for writers of a page:
 
 - A page has an empty folder of its own, one worker, and a limit of time. Its ```python blocks run there in order, as one script:
   a later block sees the names of an earlier one. An error names the line of the page.

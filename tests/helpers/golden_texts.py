@@ -21,7 +21,7 @@ COMMANDS = {
     "fleetx-plan": ("fleetx", "plan"),
     "fleetx-report": ("fleetx", "report"),
 }
-ON_PURPOSE = "If that is on purpose, write it anew: python -m tests.golden.write"
+ON_PURPOSE = "If that is on purpose, write it again: python -m tests.golden.write"
 TIME_LIMIT_S = 60
 
 

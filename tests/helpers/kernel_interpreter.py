@@ -81,7 +81,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def by_kernels(optimizer: Any, *, chunk_elements: int = CHUNK) -> Any:
-    """This optimizer with kernels that work in small chunks. Loading a state chooses kernels anew: then again."""
+    """This optimizer with kernels that work in small chunks. Loading a state chooses kernels once more: then again."""
     from fleetx.optim.kernels.fused import FusedStep
     from fleetx.optim.kernels.plan import Tuning
 

@@ -275,7 +275,7 @@ class Runner:
                 return self._known[text]
         try:
             ended: Ended | BaseException = way_of(text).run(Line(text, folder, self._environment, self.forker))
-        except BaseException as error:  # a skip, or a command that nobody knows how to run
+        except BaseException as error:  # a skip, or a command that this file cannot run
             ended = error
         if is_usual:
             self._known[text] = ended

@@ -47,7 +47,7 @@ class EarlyMover:
 
 
 class LateMover(EarlyMover):
-    """A copy is made when somebody waits for it, or for a later one; until then there is garbage in its place."""
+    """A copy is made when a caller waits for it, or for a later one; until then there is garbage in its place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`auto` on two ranks: trials leave nothing behind, all come to one plan, and a rank that fails keeps nobody waiting."""
+"""`auto` on two ranks: trials leave nothing behind, all come to one plan, and a rank that fails keeps no other waiting."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _plan_and_train(rank: int, has_momentum: bool, memory: int | None) -> dict[s
         trained_before(model, optimizer)
     seeded(rank)
     before, tried = picture(model, optimizer), list[fleet.DistributedStrategy]()
-    slow_from = None if memory is None else 1e-9  # recompute is planned anew for each trial: one precision is enough of them
+    slow_from = None if memory is None else 1e-9  # recompute is planned again for each trial: one precision is enough of them
     with short_measuring(few=True, slow_from=slow_from), pictures_before_binding(optimizer) as pictures, strategies_tried(tried):
         ours = planned(model, optimizer, batch(rank, ROWS), risk="schedule", trials=100, memory=memory)
     auto_weights = trained_after(model, ours, rank)
@@ -348,7 +348,7 @@ def _by_file(rank: int, file: str, blocks: int, rows: int, configs: dict[str, An
     return found | {"calls": calls, "error": error}
 
 
-def test_a_plan_is_written_reused_edited_and_made_anew(tmp_path: Path) -> None:
+def test_a_plan_is_written_reused_edited_and_made_again(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     asked = {"risk": "exact"}
     first = run_ranks(_by_file, 2, file, 1, SMALL, asked)
@@ -366,8 +366,8 @@ def test_a_plan_is_written_reused_edited_and_made_anew(tmp_path: Path) -> None:
 
     for blocks, rows, other in ((2, SMALL, asked), (2, 12, asked), (2, 12, {"risk": "exact", "trials": 2})):
         before = Path(file).read_text()
-        anew = run_ranks(_by_file, 2, file, blocks, rows, other)
-        assert anew[0]["calls"] > 0 and anew[0]["plan"] == Path(file).read_text()
+        renewed = run_ranks(_by_file, 2, file, blocks, rows, other)
+        assert renewed[0]["calls"] > 0 and renewed[0]["plan"] == Path(file).read_text()
         assert Path(f"{file}.previous").read_text() == before
     assert load(file).key["asked"]["trials"] == 2
 

@@ -1,4 +1,4 @@
-"""Arguments that differ between ranks are refused on all of them, and nobody is left waiting."""
+"""Arguments that differ between ranks are refused on all of them, and no rank is left waiting."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _save_too_much(rank: int, folder: str, in_background: bool) -> tuple[str, st
 
 
 def _save_into_a_filling_disk(rank: int, folder: str, in_background: bool) -> tuple[str, list[str], str, str]:
-    """Past the look for room, as when somebody else fills the disk meanwhile."""
+    """Past the look for room, as when another process fills the disk meanwhile."""
     fleet.save_checkpoint(folder, step=1, big=_value(rank, 1))
     prepare = save_module._prepare
 

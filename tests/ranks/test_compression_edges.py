@@ -44,7 +44,7 @@ def _late_format(rank: int, late: bool) -> Tensor:
     return weights(model)
 
 
-def test_decay_follows_a_parameter_that_was_laid_out_anew_in_memory() -> None:
+def test_decay_follows_a_parameter_that_was_laid_out_again_in_memory() -> None:
     usual, late = run_ranks(_late_format, 2, False), run_ranks(_late_format, 2, True)
     torch.testing.assert_close(late[0], usual[0], rtol=0, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Compressed training saved by some ranks and resumed by others: what was kept back is shared out anew, and nothing is lost."""
+"""Compressed training saved by some ranks and resumed by others: what was kept back is shared out again, and nothing is lost."""
 
 from __future__ import annotations
 

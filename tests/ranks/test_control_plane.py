@@ -250,7 +250,7 @@ def test_a_strange_hello_changes_nothing(moment: str, stranger: str, secret: str
         node_0.close()
 
 
-def test_without_the_secret_nobody_takes_a_seat_before_or_after_the_real_node(node_0: Node0) -> None:
+def test_without_the_secret_no_stranger_takes_a_seat_before_or_after_the_real_node(node_0: Node0) -> None:
     assert Caller(node_0.port, make_terms("")).say_hello(OTHER) is None
     assert Caller(node_0.port, make_terms("another secret of 16 letters")).say_hello(OTHER) is None
     real = begin(node_0)

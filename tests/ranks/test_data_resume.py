@@ -153,7 +153,7 @@ def check_epochs(case, rest, expected, *, size, batch):
 
 
 def train_and_save(rank, data, folder):
-    """Saved after each step; at the sixth all wait for somebody to be killed."""
+    """Saved after each step; at the sixth all wait for one to be killed."""
     loader, hashes = make_loader("folder", data, 2)
     model = torch.nn.Linear(3 * 32 * 32, 1)
     model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6))

@@ -226,7 +226,7 @@ def test_a_rank_that_stands_still_is_a_problem_and_nothing_is_left_behind(here: 
 
 
 def test_ranks_that_come_to_no_end_are_a_problem_after_the_limit_and_nothing_is_left_behind(here: Path) -> None:
-    (found,) = check_trial(run_trial(2, ["gloo"], [4], limit_seconds=0.5))  # in which nobody has imported torch
+    (found,) = check_trial(run_trial(2, ["gloo"], [4], limit_seconds=0.5))  # in which no rank has imported torch
     assert found.level == "problem" and "2 ranks over gloo: hangs: no end within 0.5 s" in found.what
     assert "--limit 300" in found.fix
     wait_until(lambda: find_marked(str(here)) == [])

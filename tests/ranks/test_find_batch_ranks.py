@@ -1,4 +1,4 @@
-"""The batch finder and rehearsals on two ranks: one answer, whoever runs out of memory; nobody waits, nothing is left behind."""
+"""The batch finder and rehearsals on two ranks: one answer, also where one runs out of memory; none waits, nothing is left."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_one_rank_that_runs_out_of_memory_bounds_the_batch_of_both(limit: int) -
     assert first["trains"] == "nothing raised" and first["weights"] == second["weights"]
 
 
-def test_joined_norms_leave_nobody_waiting_where_one_rank_runs_out_of_memory() -> None:
+def test_joined_norms_leave_no_rank_waiting_where_one_rank_runs_out_of_memory() -> None:
     first, second = run_ranks(_found, 2, {"sync_batch_norm": True}, 120, None)
     assert first["said"] == second["said"] == "nothing raised" and first["most"] == second["most"] <= 120
     assert first["unchanged"] and second["unchanged"] and first["weights"] == second["weights"]
@@ -224,7 +224,7 @@ def _verdict(rank: int, kinds: tuple[str | None, str | None]) -> tuple[str, str 
     return said, unit, raised(lambda: face.minimize(cross_entropy(model, rows(rank))))
 
 
-def test_where_nobody_fails_each_rank_has_its_own_result() -> None:
+def test_where_no_rank_fails_each_rank_has_its_own_result() -> None:
     assert [told[0] for told in run_ranks(_verdict, 2, (None, None))] == ["found 7", "found 8"]
 
 
@@ -274,7 +274,7 @@ def _warned(rank: int, budget: int | None, equal: bool, finds: bool) -> list[str
 
 @pytest.mark.parametrize(("budget", "finds"), [(40_000, False), (None, True)])
 def test_equal_samples_set_no_warning_off_and_equal_batches_still_do(budget: int | None, finds: bool) -> None:
-    """The sample of a rehearsal is the same on both ranks, which is nobody's mistake; a first batch that is, is."""
+    """The sample of a rehearsal is the same on both ranks, which is no mistake; a first batch that is, is."""
     assert run_ranks(_warned, 2, budget, False, finds) == [[], []]
     first, second = run_ranks(_warned, 2, budget, True, finds)
     assert first == ["all 2 ranks saw the same first batch, so"] and second == []

@@ -35,7 +35,7 @@ def _let_go(rank: int) -> tuple[int, int]:
 def _some_tries(rank: int) -> list[tuple[int, int]]:
     """Until one went well on all ranks: on a busy machine the other rank may come later than this one looks."""
     found, interval = list[tuple[int, int]](), sys.getswitchinterval()
-    sys.setswitchinterval(60)  # nobody is given the lock unless this thread waits for something
+    sys.setswitchinterval(60)  # no thread is given the lock unless this thread waits for something
     try:
         for _ in range(10):
             found.append(_let_go(rank))
@@ -51,7 +51,7 @@ def test_tensors_that_gloo_has_are_let_go_of_before_python_ends() -> None:
         assert found[-1] == (0, 1), found
 
 
-def test_where_there_are_none_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_none_no_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_threads, "THREAD_NAME", b"no such name")
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
     gloo_threads.wait_until_idle()
@@ -76,7 +76,7 @@ def test_any_name_of_another_thread_is_read() -> None:
             thread.join()
 
 
-def test_where_nobody_tells_it_waits_a_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_the_count_is_unknown_it_waits_a_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waited: list[float] = []
     monkeypatch.setattr(gloo_threads, "THREADS_FOLDER", tmp_path / "none")
     monkeypatch.setattr(time, "sleep", waited.append)

@@ -28,7 +28,7 @@ def planned(**configs: Any) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]
     return face, before, [p.detach() for p in model.parameters()]
 
 
-def test_a_plan_keeps_to_its_memory_as_foretold_and_leaves_no_trace() -> None:
+def test_a_plan_keeps_to_its_memory_as_predicted_and_leaves_no_trace() -> None:
     plain, before, after = planned(risk="exact")
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)) and not plain.state
     row = plain.plan.row("fp32")

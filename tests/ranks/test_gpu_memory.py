@@ -144,7 +144,7 @@ def test_recompute_has_the_bits_of_training_without_it_on_a_gpu(net: str, dtype:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("net", NETS)
-def test_a_budget_holds_on_a_gpu_is_foretold_within_5_percent_and_changes_no_bit(net: str, dtype: str) -> None:
+def test_a_budget_holds_on_a_gpu_is_predicted_within_5_percent_and_changes_no_bit(net: str, dtype: str) -> None:
     theirs, without = train(net, {"budget": "100GB"}, **TYPES[dtype])
     most, told = without.memory_plan.real_bytes, []
     assert not without.memory_plan.recomputed

@@ -86,7 +86,7 @@ def test_channels_last_is_another_order_in_memory_and_nothing_else(kind: Any) ->
 
 @both
 def test_new_gradients_at_each_step_are_found_where_they_are(kind: Any) -> None:
-    """At addresses that other gradients had before, or nobody."""
+    """At addresses that other gradients had before, or none."""
     params = fresh(torch.float32, torch.float32)
     optimizer = make(kind, params, RATES[kind][0])
     in_the_way: list[Tensor] = []
@@ -112,7 +112,7 @@ def test_norms_that_are_known_change_nothing(carry_norms: bool, give: bool) -> N
     assert_close(found, take_steps(Lars), within=1e-6)
 
 
-def test_a_kept_norm_is_dropped_when_somebody_else_writes_the_parameter() -> None:
+def test_a_kept_norm_is_dropped_when_other_code_writes_the_parameter() -> None:
     params, optimizer = take_steps(Lars, carry_norms=True)
     with torch.no_grad():
         params[0].mul_(2)

@@ -261,7 +261,7 @@ def test_a_skip_right_after_a_resume_goes_back_to_the_buffers_that_were_loaded(s
 
 
 class Growing(nn.Module):
-    """A table that is made anew, longer, when a longer input comes: rotary embeddings do so."""
+    """A table that is made again, longer, when a longer input comes: rotary embeddings do so."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()

@@ -357,7 +357,7 @@ def _again(rank: int) -> dict[str, Any]:
         return told
 
 
-def test_a_model_can_be_prepared_again_and_whoever_trained_it_before_says_so() -> None:
+def test_a_model_can_be_prepared_again_and_what_trained_it_before_says_so() -> None:
     for told in run_ranks(_again, 2):
         assert told["trained"] == told["prepared again"] == told["taken back"] == "torch.bfloat16"
         assert told["freed"] == ("torch.float32", False)

@@ -272,10 +272,10 @@ def _resumed(rank: int, folder: str, settings: dict[str, Any], steps: int) -> di
         run.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
         resumed = flat_state(run.model)
         run.save_model(str(Path(folder) / "final"))
-        everybody = run.accelerator.gather(resumed.reshape(1, -1))
+        all_ranks = run.accelerator.gather(resumed.reshape(1, -1))
         saved = load_file(Path(folder) / "final" / "model.safetensors")
         kept = torch.cat([saved[name].double().flatten() for name in run.model.state_dict()])
-    return {"straight": straight, "resumed": resumed, "mean": everybody.mean(0), "saved": kept, "files": os.listdir(folder)}
+    return {"straight": straight, "resumed": resumed, "mean": all_ranks.mean(0), "saved": kept, "files": os.listdir(folder)}
 
 
 @pytest.mark.parametrize(("settings", "steps"), [(LOCAL, 1), ({"lars": True}, 2)], ids=["localsgd", "lars"])

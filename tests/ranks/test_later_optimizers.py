@@ -205,7 +205,7 @@ def _collected_and_copied(rank: int) -> tuple[list[bool], bool, list[str], bool]
     copied, written = copy.deepcopy(model), io.BytesIO()
     torch.save(model, written)
     plain = [name for module in copied.modules() for name in vars(module) if "fleetx" in name]
-    F.cross_entropy(copied(rows(rank, 1)[0]), rows(rank, 1)[1]).backward()  # nobody's business
+    F.cross_entropy(copied(rows(rank, 1)[0]), rows(rank, 1)[1]).backward()  # of no pair
     watched = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer.pipeline)]
     del optimizer
     gc.collect()

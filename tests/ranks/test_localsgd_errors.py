@@ -82,7 +82,7 @@ def test_a_call_that_one_rank_makes_alone_is_refused_on_all_when_they_meet(call:
 
 
 def _caught_and_gone_on(rank: int) -> list[Any]:
-    """A failure is told once; whoever catches it and goes on has made each update once."""
+    """A failure is reported once; a script that catches it and goes on has made each update once."""
     model, optimizer = pair(Slope(), local(k_steps=2))
     told = []
     for update in range(1, 6):

@@ -150,7 +150,7 @@ def _slow(rank: int) -> list[dict[int, float] | None]:
     return waited
 
 
-def test_who_waited_for_a_slow_rank_and_that_it_waited_for_nobody_is_in_the_report() -> None:
+def test_who_waited_for_a_slow_rank_and_that_it_waited_for_none_is_in_the_report() -> None:
     """Two updates a round, each 0.15 s longer on rank 1: the others wait 0.3 s."""
     ranks = run_ranks(_slow, 3)
     for waited in ranks:

@@ -179,7 +179,7 @@ def assert_resumes(plan: Plan, size: int, tmp_path: Path) -> None:
     for rank, ((theirs, _), (mine, _), (ours, _)) in enumerate(zip(wanted, saving, resumed, strict=True)):
         assert (rank, unequal(mine, theirs)) == (rank, [])
         assert (rank, unequal(ours, theirs)) == (rank, [])
-    # Bytes of the first update aside: whoever starts agrees on a few things once.
+    # Bytes of the first update aside: a run that starts agrees on a few things once.
     assert [[told[:-1] for told in reports] for _, reports in resumed] == [[t[:-1] for t in reports] for _, reports in wanted]
     assert any(told[3] for told in wanted[0][1])
 

@@ -110,7 +110,7 @@ def _train_local(rank: int, folder: str) -> list[int]:
     return sent
 
 
-def test_a_monitor_on_worker_0_alone_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_monitor_on_worker_0_alone_holds_no_rank_up(tmp_path: Path) -> None:
     run_ranks(_train_with_one_monitor, 2, str(tmp_path))
     assert len(records(tmp_path)) == 5 and summary(tmp_path)["ranks"] is None
 
@@ -141,7 +141,7 @@ def _close_the_group_first(rank: int, folder: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_in_ddp_nobody_is_said_to_wait_since_nobody_knows(tmp_path: Path) -> None:
+def test_in_ddp_no_rank_is_said_to_wait_since_that_is_not_known(tmp_path: Path) -> None:
     run_ranks(_train_in_ddp, 2, str(tmp_path))
     assert summary(tmp_path)["ranks"] is None and len(records(tmp_path)) == 5
     made = environment(tmp_path)["starts"][0]["pairs"][0]

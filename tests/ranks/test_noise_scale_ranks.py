@@ -95,7 +95,7 @@ def test_measuring_is_one_collective_of_three_numbers_in_every_third_update_and_
 
 
 def _idle_rank(rank: int) -> list[float | None]:
-    """Rank 1 has no samples in the second update, and nobody has any in the third."""
+    """Rank 1 has no samples in the second update, and no rank has any in the third."""
     model, optimizer = distributed(strategy(1, merged=2))
     seen = []
     for update in range(4):

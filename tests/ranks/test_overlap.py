@@ -1,4 +1,4 @@
-"""Buckets are reduced while backward goes on: in index order on every rank, every element once, and nobody waits for ever."""
+"""Buckets are reduced while backward goes on: in index order on every rank, every element once, and no rank waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recompute on two ranks: the same bits as without it, and the same collectives; nobody is asked twice, nobody waits."""
+"""Recompute on two ranks: the same bits as without it, and the same collectives; no rank is asked twice, none waits."""
 
 from __future__ import annotations
 

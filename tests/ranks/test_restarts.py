@@ -124,14 +124,14 @@ def test_a_spent_budget_ends_with_the_cause_and_overwritten_logs_hold_the_last_a
         ("compile('x =', 'y', 'exec')", 1),
     ],
 )
-def test_what_cannot_mend_is_not_restarted(fleetruns: Launchers, tmp_path: Path, script: str, code: int) -> None:
+def test_what_cannot_be_retried_is_not_restarted(fleetruns: Launchers, tmp_path: Path, script: str, code: int) -> None:
     run = fleetruns.start(tmp_path, script, "--nproc_per_node=1", "--max_restart=3")
     assert run.wait() == code
     assert "not restarting: rank 0 failed" in run.told and "restarting (" not in run.told
 
 
 @pytest.mark.parametrize(
-    ("error", "can_mend"),
+    ("error", "can_retry"),
     [
         (StrategyConflict("dgc and lars"), False),
         (ModuleNotFoundError("no module"), False),
@@ -140,8 +140,8 @@ def test_what_cannot_mend_is_not_restarted(fleetruns: Launchers, tmp_path: Path,
         (RuntimeError("connection closed by peer"), True),
     ],
 )
-def test_errors_of_the_script_itself_cannot_mend(error: Exception, can_mend: bool) -> None:
-    assert is_retryable(error) is can_mend
+def test_errors_of_the_script_itself_are_not_retried(error: Exception, can_retry: bool) -> None:
+    assert is_retryable(error) is can_retry
 
 
 def test_a_stopped_rank_is_named_with_the_stacks_of_both(fleetruns: Launchers, tmp_path: Path) -> None:

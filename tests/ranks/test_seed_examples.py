@@ -97,7 +97,7 @@ def test_a_script_whose_strategies_are_there_runs_on_two_workers(script: Script,
         assert all(0 < float(cost) < 20 for _, _, cost, _ in lines)
 
 
-def test_the_scripts_are_short_and_a_flag_that_nobody_knows_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scripts_are_short_and_an_unknown_flag_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for script in SCRIPTS:
         assert len((EXAMPLES / script.name).read_text(encoding="utf-8").splitlines()) < 100
         with pytest.raises((SystemExit, ConfigError)):

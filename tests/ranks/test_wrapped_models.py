@@ -171,7 +171,7 @@ def test_zeroing_the_models_gradients_in_a_window_loses_nothing(as_view: bool) -
 
 
 class Branches(nn.Module):
-    """Rank 0 uses the left branch, rank 1 the right one; nobody uses the last."""
+    """Rank 0 uses the left branch, rank 1 the right one; no rank uses the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def _misuses(rank: int) -> dict[str, str]:
         model, optimizer = fleet.distribute(model, sgd(model), strategy_of(**MERGE))
         for index in range(2):
             loss = _loss(model, index + rank, (8,))
-            model.zero_grad()  # after the forward: too late to be mended
+            model.zero_grad()  # after the forward: too late to be corrected
             loss.backward()
             optimizer.step()
 

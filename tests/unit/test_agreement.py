@@ -110,7 +110,7 @@ def test_ranks_that_wait_on_every_node_hang_everywhere() -> None:
     stuck = running(all_wait=True)
     assert not decide(job(), stuck, running()).all_hang
     assert decide(job(), stuck, stuck).all_hang
-    assert decide(job(), stuck, NodeState(0, Phase.DONE)).all_hang, "nobody there will come any more"
+    assert decide(job(), stuck, NodeState(0, Phase.DONE)).all_hang, "no rank there will come any more"
 
 
 def test_a_hang_of_all_waits_until_every_node_has_named_its_own_ranks() -> None:

@@ -57,7 +57,7 @@ def test_between_two_sizes_the_time_is_between_theirs_and_beyond_the_largest_it_
     assert read_off(found, 500.0) == pytest.approx(4.0 + 100 / fitted(found).bytes_per_s)
 
 
-def test_the_link_foretells_the_all_reduce_that_it_was_fitted_to() -> None:
+def test_the_link_predicts_the_all_reduce_that_it_was_fitted_to() -> None:
     profile = LinkProfile(4, tuple(points()), tuple(points()))
     assert all_reduce(1e6, profile.link()).seconds == pytest.approx(LATENCY + 1e6 / RATE, rel=1e-6)
 

@@ -255,7 +255,7 @@ def test_a_layer_that_recompute_runs_again_has_the_same_bits_without_its_last_pr
 
 
 @pytest.mark.parametrize("which", ["layer", "inner", "replaced", "dropout", "norm"])
-def test_where_somebody_looks_at_a_layer_it_is_whole_and_recompute_changes_no_bit(which: str, alone: None) -> None:
+def test_where_a_hook_looks_at_a_layer_it_is_whole_and_recompute_changes_no_bit(which: str, alone: None) -> None:
     def watched() -> tuple[Bert, list[Tensor]]:
         model, seen = _model(dropout=0.1), []
         layer = model.bert.encoder.layer[1]

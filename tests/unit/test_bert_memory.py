@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.bert_memory import run as bert_memory
-from bench.bert_memory.card import CountedCard, foretold, largest_that_fits, line_through
+from bench.bert_memory.card import CountedCard, largest_that_fits, line_through, predicted
 from bench.bert_memory.contestants import SMALL, Recipe, strategy_of
 from bench.bert_memory.table import table, told, verdicts
 from fleetx.errors import ConfigError
@@ -49,7 +49,7 @@ def test_two_batches_give_the_bytes_of_none_and_of_each_sentence() -> None:
     assert line_through((2, 110), (6, 230)) == (50.0, 30.0)
 
 
-def test_the_batch_is_foretold_by_the_line_that_is_highest_there() -> None:
+def test_the_batch_is_predicted_by_the_line_that_is_highest_there() -> None:
     """Up to 40 sentences the update's 900 bytes are the peak, then the loss's 800 + 2.5 each, from 161 on a layer's 18 each."""
     tried: list[int] = []
 
@@ -58,14 +58,14 @@ def test_the_batch_is_foretold_by_the_line_that_is_highest_there() -> None:
         bytes_needed = max(900, 800 + rows * 5 // 2, 1200 + 18 * (rows - 160))
         return bytes_needed if bytes_needed <= 9000 else None
 
-    guess, _ = foretold(peak, (32, 64), capacity=9000)
+    guess, _ = predicted(peak, (32, 64), capacity=9000)
     assert guess == 593 and len(tried) == 5  # 1200 + 18 (593 - 160) = 8994
     assert peak(593) == 8994 and peak(594) is None
 
 
-def test_batches_that_do_not_fit_bound_the_one_that_is_foretold() -> None:
+def test_batches_that_do_not_fit_bound_the_one_that_is_predicted() -> None:
     """By the line it would be 1000: 500 is too large, 250 fits; of 500, 0.8 and of that 0.9 are too large."""
-    assert foretold(lambda rows: 10 * rows if rows <= 300 else None, (20, 40), capacity=10_000)[0] == 360
+    assert predicted(lambda rows: 10 * rows if rows <= 300 else None, (20, 40), capacity=10_000)[0] == 360
 
 
 def test_a_counted_card_runs_out_of_memory_when_more_is_saved_than_it_has() -> None:

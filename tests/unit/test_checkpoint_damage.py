@@ -96,7 +96,7 @@ def assert_refused(folder: Path, file: str) -> str:
 
 
 def write_manifest(path: Path, **changes: Any) -> None:
-    """A manifest that vouches for itself, as whoever wrote it by hand would make it."""
+    """A manifest that vouches for itself, as one written by hand would be."""
     body = json.loads((path / MANIFEST).read_text())["manifest"] | changes
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     (path / MANIFEST).write_text(json.dumps({"manifest": body, "sha256": digest}, indent=1, sort_keys=True) + "\n")
@@ -243,7 +243,7 @@ def test_a_file_that_may_not_be_read_is_refused(folder: Path, name: str) -> None
     assert "cannot be read: Permission denied" in assert_refused(folder, name)
 
 
-# --- manifests written by somebody else ---------------------------------------------------------------------------------
+# --- manifests written by other programs -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/hostname", "..", ".", "", "a/../../x"])
@@ -288,7 +288,7 @@ def test_a_manifest_whose_step_is_no_number_is_refused(folder: Path, step: Any) 
 
 
 def test_when_all_are_damaged_the_error_names_each_and_nothing_was_changed(folder: Path) -> None:
-    """Not None: that would mean a first start, and the run would silently begin anew."""
+    """Not None: that would mean a first start, and the run would silently begin again."""
     for path, name in ((newest(folder), "common.json"), (previous(folder), MANIFEST)):
         os.truncate(path / name, 0)
     script = Script()

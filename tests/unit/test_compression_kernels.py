@@ -90,7 +90,7 @@ def test_of_equal_entries_the_first_are_sent() -> None:
     assert done == [1, 1]
 
 
-def test_a_sparsity_that_changes_makes_room_anew() -> None:
+def test_a_sparsity_that_changes_makes_room_again() -> None:
     both = Both()
     for seed, counts in enumerate([(500, 200), (500, 200), (50, 20), (5, 2), (5, 2)]):
         both.assert_alike(noise(seed), counts)

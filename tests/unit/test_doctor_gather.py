@@ -110,7 +110,7 @@ def test_a_port_of_this_machine_is_free_or_held() -> None:
     assert gather_network(["127.0.0.1"], port, has_torch=True).peers[0].answer == "free"
 
 
-def test_a_name_that_nobody_knows_is_told_as_such() -> None:
+def test_a_name_that_no_server_knows_is_reported_as_such() -> None:
     (peer,) = gather_network(["no-such-host.invalid"], 6070, has_torch=True).peers
     assert peer.answer == "unknown name"
 

@@ -200,7 +200,7 @@ def test_a_file_replaced_on_the_server_between_two_pieces_is_never_glued_togethe
     assert snapshot(tmp_path / "with_etag") == {"a.bin": DATA} and server.count("a.bin") == 2
 
 
-def test_an_etag_that_changes_in_a_partial_answer_starts_anew(server: Server, tmp_path: Path) -> None:
+def test_an_etag_that_changes_in_a_partial_answer_starts_again(server: Server, tmp_path: Path) -> None:
     server.etags["/a.bin"] = '"1"'
     server.faults["/a.bin"] = [100_000, answers(206, OTHER[100_000:], Content_Range="bytes 100000-299999/300000", ETag='"2"')]
     downloader().download(server.publish(a_bin=DATA), tmp_path)
@@ -441,7 +441,7 @@ def test_a_link_in_the_target_is_not_written_through(server: Server, tmp_path: P
     assert snapshot(outside) == {"a.bin": b"precious"}
 
 
-def test_pipes_and_folders_in_the_way_are_named_and_nobody_hangs(server: Server, tmp_path: Path) -> None:
+def test_pipes_and_folders_in_the_way_are_named_and_no_download_hangs(server: Server, tmp_path: Path) -> None:
     manifest = server.publish(a_bin=DATA)
     os.mkfifo(tmp_path / "a.bin.part")
     assert "a.bin.part in the target is a link or not a plain file" in failure(manifest, tmp_path)

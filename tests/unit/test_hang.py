@@ -42,7 +42,7 @@ def test_a_rank_silent_in_the_script_is_the_cause_and_those_in_a_collective_its_
     ]
 
 
-def test_nobody_hangs_while_one_rank_still_moves() -> None:
+def test_no_rank_hangs_while_one_rank_still_moves() -> None:
     assert judge(watched(Phase.WAIT, silent=99), watched(Phase.SAVE, silent=9.9)) is None
 
 

@@ -102,7 +102,7 @@ def test_a_bad_image_is_an_error_that_names_list_and_line_or_is_skipped_up_to_a_
         ({"drop_last": "no"}, "drop_last is 'no'; it must be True or False"),
     ],
 )
-def test_options_nobody_takes_are_named(folder, model, options, message):
+def test_options_no_loader_takes_are_named(folder, model, options, message):
     with pytest.raises(ConfigError, match=message):
         model.get_train_dataloader(folder, 4, **options)
 

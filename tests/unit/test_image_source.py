@@ -1,4 +1,4 @@
-"""Batches of listed images: the same bits whoever reads them, and every bad file named with its line."""
+"""Batches of listed images: the same bits from every reader, and every bad file named with its line."""
 
 import multiprocessing
 import os

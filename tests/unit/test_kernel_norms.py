@@ -1,4 +1,4 @@
-"""Norms that the kernels of LARS need not measure: kept from the last update, given by whoever has read the gradients, or both.
+"""Norms that the kernels of LARS need not measure: kept from the last update, given by code that has read the gradients, or both.
 
 Whether a norm is known shows in what is launched: `lars_measure` reads weights, gradients, both, or does not run.
 """
@@ -87,7 +87,7 @@ def one_layer(**options: Any) -> tuple[nn.Sequential, Any]:
 
 
 @pytest.mark.parametrize("write", [in_place, loaded, replaced, one_row])
-def test_a_kept_norm_is_dropped_when_somebody_else_writes_the_parameter(
+def test_a_kept_norm_is_dropped_when_other_code_writes_the_parameter(
     write: Callable[[nn.Module], None], measured: list[set[str]]
 ) -> None:
     model, optimizer = one_layer(carry_norms=True)

@@ -179,7 +179,7 @@ def turn(optimizer: Any) -> None:
 
 
 @both
-def test_state_cleared_by_the_user_begins_anew(kind: Any) -> None:
+def test_state_cleared_by_the_user_begins_again(kind: Any) -> None:
     def before(number: int, optimizer: Any) -> None:
         if number == 2:
             for state in optimizer.state.values():

@@ -51,7 +51,7 @@ def test_16_bit_parameters_are_the_rounded_float32_copy_that_training_moves(kind
 
 
 @both
-def test_a_16_bit_parameter_written_by_somebody_else_counts_for_what_was_written(kind: Any) -> None:
+def test_a_16_bit_parameter_written_by_other_code_counts_for_what_was_written(kind: Any) -> None:
     def write(step: int, optimizer: Any) -> None:
         if step == 1:
             optimizer.param_groups[0]["params"][0].data[0, :100] = 3.0

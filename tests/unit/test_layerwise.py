@@ -335,7 +335,7 @@ def test_each_rules_own_settings_are_checked_too(kind: Any, settings: dict[str, 
         (Lamb, "colour", r"It takes .*, maximize, foreach, fused\.$"),
     ],
 )
-def test_an_argument_that_nobody_knows_is_refused_as_python_does(kind: Any, argument: str, told: str) -> None:
+def test_an_unknown_argument_is_refused_as_python_does(kind: Any, argument: str, told: str) -> None:
     with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) has no argument '{argument}'\. {told}"):
         kind([nn.Parameter(torch.ones(2, 2))], lr=0.1, **{argument: 0.1})
 

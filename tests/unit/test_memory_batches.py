@@ -36,7 +36,7 @@ def straight(batch: int, *, seed: int = 0, joins: bool = True) -> Profile:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 8, 16, 100, 4096, 1 << 20])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_straight_line_is_foretold_to_the_byte_and_to_the_second(batch: int, seed: int) -> None:
+def test_a_straight_line_is_predicted_to_the_byte_and_to_the_second(batch: int, seed: int) -> None:
     growth = Growth(8, straight(8, seed=seed), 16, straight(16, seed=seed))
     found, expected = growth.at(batch), straight(batch, seed=seed)
     bytes_alone = [(e.unit, *((w.kept, w.forward_extra, w.backward_extra, w.brought) for w in ways(e))) for e in found.elements]
@@ -70,7 +70,7 @@ def test_a_way_that_there_is_not_stays_away() -> None:
     assert all(e.joins is None for e in found.elements) and found.elements[0].again is None
 
 
-def test_nothing_is_foretold_to_take_less_than_no_bytes_or_no_time() -> None:
+def test_nothing_is_predicted_to_take_less_than_no_bytes_or_no_time() -> None:
     """Of 10 bytes at 10 rows and 200 at 20, one row would have -161; of 1 s and 20 s, one would take less than none."""
 
     def profile(size: int, seconds: float) -> Profile:

@@ -143,7 +143,7 @@ def called_twice(net: Any, x: Tensor) -> Tensor:
         (called_twice, [{0}, {0}]),
     ],
 )
-def test_inputs_that_nobody_else_holds_afterwards_are_parked(use: Any, places: list[set[int]]) -> None:
+def test_inputs_that_nothing_else_holds_afterwards_are_parked(use: Any, places: list[set[int]]) -> None:
     net = Net(use)
     trace = record(net, dict(net.named_modules()), lambda: net(torch.ones(8, 4)).sum())
     names = [f"units.{i}" for i in range(len(places))]

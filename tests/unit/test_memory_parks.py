@@ -148,7 +148,7 @@ def test_the_peak_of_any_plan_is_that_of_the_step_written_down_and_so_are_its_mo
 
 
 def row(count: int, *, inside: int = 100, between: int = 30, offload: float = 0.125) -> Profile:
-    """Units that save what is inside them, and are given what the one before returned; nobody keeps that but they."""
+    """Units that save what is inside them, and are given what the one before returned; only they keep that."""
     sizes = {0: 0} | {2 * i + 1: inside for i in range(count)} | {2 * i + 2: between for i in range(count)}
     elements = []
     for i in range(count):

@@ -109,7 +109,7 @@ def begins_in_place() -> nn.Sequential:
 class Case:
     build: Callable[[], nn.Module]
     units: set[str] | None
-    """None: not foretold here. None at all where each layer by itself keeps as much as it frees."""
+    """None: not predicted here. None at all where each layer by itself keeps as much as it frees."""
 
 
 CASES: dict[str, Case] = {

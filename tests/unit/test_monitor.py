@@ -184,7 +184,7 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     assert summary(tmp_path)["seconds"] > starts[1]["seconds_before"] >= 0
 
 
-def test_a_run_that_begins_anew_in_a_used_folder_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
+def test_a_run_that_begins_again_in_a_used_folder_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
     train(str(tmp_path), 5)
     train(str(tmp_path), 2)
     assert [(line["start"], line["step"]) for line in records(tmp_path)] == [(1, 1), (1, 2)]

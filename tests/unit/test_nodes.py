@@ -57,7 +57,7 @@ def openmpi(rank: int = 0, size: int = 2, local_size: int = 1, **others: str) ->
 @pytest.mark.parametrize(
     "asked", [NodeFlags(), NodeFlags(nnodes=1), NodeFlags(nnodes=1, rank=0, master="node0:6070"), NodeFlags(source="local")]
 )
-def test_one_node_listens_on_loopback_and_asks_nobody(asked: NodeFlags) -> None:
+def test_one_node_listens_on_loopback_and_asks_no_other_node(asked: NodeFlags) -> None:
     assert find_nodes(asked, {}, unasked()) == Nodes(1, 0, "127.0.0.1", "127.0.0.1", None)
 
 

@@ -293,7 +293,7 @@ def test_a_run_resumed_inside_a_window_goes_on_to_the_bit(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_checkpoint_of_a_run_that_did_not_measure_starts_the_means_anew(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_run_that_did_not_measure_starts_the_means_again(tmp_path: Path) -> None:
     batches = [samples(i, rows=2) for i in range(6)]
     model, optimizer = distributed(strategy(0, merged=2))
     _train(optimizer, model, batches[:3])

@@ -109,7 +109,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient_and_no_norm() -> None:
     assert set(recording.seen[-1] or {}) == {id(p) for p in model[0].parameters()}
 
 
-def test_the_three_calls_hand_over_where_clipping_measures_anew_and_only_there() -> None:
+def test_the_three_calls_hand_over_where_clipping_measures_again_and_only_there() -> None:
     model, optimizer, recording = _distributed(clip_norm=True)
     optimizer.backward(_loss(model))
     model[0].weight.grad.data.mul_(0.5)  # leaves no trace
@@ -143,7 +143,7 @@ def test_gradients_that_a_hook_has_changed_or_replaced_are_not_described_by_old_
     _assert_given(recording)
 
 
-def test_nothing_is_handed_over_where_no_norm_is_taken_or_nobody_asks() -> None:
+def test_nothing_is_handed_over_where_no_norm_is_taken_or_asked_for() -> None:
     model, optimizer, recording = _distributed(on_nan_inf="off")
     optimizer.minimize(_loss(model))
     assert recording.seen == [None]

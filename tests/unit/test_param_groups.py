@@ -134,7 +134,7 @@ def test_names_alone_tell_biases_and_tensors_of_one_dimension_are_taken_for_norm
     flags = {name: flags for _, _, name, flags in optimizer.parameters_with_flags()}
     assert not flags["downsample.1.weight"].decay and flags["downsample.1.weight"].why == "one dimension, module not known"
     assert not flags["conv1.bias"].decay and flags["conv1.bias"].why == "bias"
-    assert flags["image.weight"].decay, "of two dimensions, in a layer that nobody has shown"
+    assert flags["image.weight"].decay, "of two dimensions, in a layer that is not shown"
 
 
 def test_without_names_tensors_of_one_dimension_or_fewer_are_left_out() -> None:

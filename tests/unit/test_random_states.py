@@ -40,7 +40,7 @@ def test_generators_stand_where_they_were_after_numbers_were_drawn_again() -> No
     states: States = []
     with kept([TORCH], set(), states):
         torch.rand(1), random.random(), np.random.rand()
-    torch.rand(3), random.random(), np.random.rand(2)  # somebody else
+    torch.rand(3), random.random(), np.random.rand(2)  # other code
     before = [str(source.get()) for source, _ in states]
     with set_back(states):
         torch.rand(1), random.random(), np.random.rand()

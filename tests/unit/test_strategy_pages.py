@@ -284,7 +284,7 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
 
 def _waiting_for_auto() -> tuple[torch.optim.Optimizer, fleet.DistributedStrategy]:
     model = fleet.distributed_model(net())
-    _waiting_for_auto.model = model  # type: ignore[attr-defined]  # a model that nobody holds is forgotten
+    _waiting_for_auto.model = model  # type: ignore[attr-defined]  # a model without a reference is forgotten
     return SGD(model.parameters(), lr=0.1), strategy("auto")
 
 
@@ -315,7 +315,7 @@ def test_every_refusal_quoted_is_in_the_source(name: str) -> None:
             said = fleet.DistributedStrategy(**dict.fromkeys(conflict.groups(), True)).explain()
             assert f"Conflict: {plain(quoted)}" in said.splitlines()
         else:
-            assert is_said(quoted), f"nobody says: {plain(quoted)}"
+            assert is_said(quoted), f"no message says: {plain(quoted)}"
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_where_the_users_cache_cannot_be_written_a_temporary_folder_is_used_alou
         cache_folder(tmp_path / "file")
 
 
-def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "theirs").mkdir()
     (tmp_path / f"fleetx-{os.getuid()}").symlink_to(tmp_path / "theirs")
@@ -233,10 +233,10 @@ def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_arrays_that_somebody_else_put_into_a_folder_like_tmp_are_not_read(tmp_path: Path) -> None:
+def test_arrays_that_another_user_put_into_a_folder_like_tmp_are_not_read(tmp_path: Path) -> None:
     check(cached(tmp_path, KEY, build, what="arrays"))
     os.chown(tmp_path / KEY, 12345, -1)
-    check(cached(tmp_path, KEY, refuse, what="arrays"))  # a folder of ours: whoever may write there is a friend
+    check(cached(tmp_path, KEY, refuse, what="arrays"))  # a folder of ours: users who may write there are trusted
     tmp_path.chmod(0o1777)
     with pytest.warns(FleetWarning, match="another user put them"):
         check(cached(tmp_path, KEY, build, what="arrays"))

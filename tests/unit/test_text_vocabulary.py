@@ -71,7 +71,7 @@ def test_training_keeps_special_tokens_first_and_every_character() -> None:
 
 
 def test_training_gives_the_same_vocabulary_in_every_process() -> None:
-    # The library alone does not: it numbers characters in the order of a hash table that is seeded anew in each process.
+    # The library alone does not: it numbers characters in the order of a hash table that is seeded again in each process.
     program = (
         "import sys, sysconfig, pathlib\n"
         "from fleetx.data.text.vocabulary import train_vocabulary\n"

@@ -45,10 +45,10 @@ def test_a_quoted_text_is_in_the_source(text: str) -> None:
         said = fleet.DistributedStrategy(**dict.fromkeys(conflict.groups(), True)).explain()
         assert f"Conflict: {text}" in said.splitlines()
     else:
-        assert is_said(text), f"nobody says: {text}"
+        assert is_said(text), f"no message says: {text}"
 
 
-def test_a_text_that_nobody_says_is_found_out() -> None:
+def test_a_text_that_no_message_says_is_found_out() -> None:
     assert not is_said("strategy.lars takes the place of torch.optim.SGD; the one you have is AdamW.")
     assert not is_said("this window is already reduced. Call optimizer.step() first.")
     assert not is_said("the ranks do not meet at this place: …")

@@ -69,7 +69,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def flat_rows(hidden: Tensor, rows: Tensor) -> Tensor:
-    """[samples, tokens, width] -> [rows, width]; a row is sample * tokens + token."""
+    """Flatten [samples, tokens, width] to [rows, width]; a row is sample * tokens + token."""
     return hidden.flatten(0, 1).index_select(0, rows)
 
 

@@ -100,7 +100,7 @@ def require_sums(tally: Any, *, like: list[str]) -> None:
 
 
 def _agreed_names(ranks: list[list[str]]) -> list[str]:
-    """The entries of the tally, also for a rank that had no batch."""
+    """Return the entries of the tally, also for a rank that had no batch."""
     filled = [names for names in ranks if names]
     if not filled:
         raise DataError("the evaluation found no batch on any rank; give it a loader with data.")

@@ -23,7 +23,7 @@ MERGES = (1, 2, 4, 8)
 
 
 def allows(allowed: str, risk: Risk) -> bool:
-    """Whether a class of risk is at most the one allowed."""
+    """Return whether a class of risk is at most the one allowed."""
     return RISKS.index(risk) <= RISKS.index(Risk(allowed))
 
 

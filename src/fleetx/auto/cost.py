@@ -84,7 +84,7 @@ class Reducer:
         return 1 if self.part is None else self.part.updates_per_exchange()
 
     def steady(self, *, longest_period: int | None = None) -> Reducer:
-        """The same without what is different at the start of a training; periods are cut to `longest_period` updates."""
+        """Leave out what is different at the start of a training; periods are cut to `longest_period` updates."""
         if self.part is None:
             return self
         return Reducer(self.part.steady(min(self.period, longest_period or self.period)))
@@ -123,7 +123,7 @@ def settings_of(parts: Iterable[Part]) -> dict[str, Any]:
 
 
 def wire(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
-    """Bytes and seconds of one exchange over a link."""
+    """Return bytes and seconds of one exchange over a link."""
     if reducer.part is None:
         return wire_cost.dense(gradients.numel, link)
     return reducer.part.wire_cost(gradients.shapes, link)

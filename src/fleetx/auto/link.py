@@ -87,9 +87,6 @@ class LinkProfile:
     def all_reduce_s(self, count: float) -> float:
         return read_off(self.all_reduce, count) if self.ranks > 1 else 0.0
 
-    def all_gather_s(self, count: float) -> float:
-        return read_off(self.all_gather, count) if self.ranks > 1 else 0.0
-
     def link(self) -> Link:
         """Return what cost functions want: the link between two ranks of a ring, which sends 2 (N-1)/N of the bytes."""
         if self.ranks == 1:

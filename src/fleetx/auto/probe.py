@@ -86,7 +86,7 @@ class PrecisionProbe:
     """Measure a step in one precision: its units' memory and time, for the sample as it is or for any number of its rows."""
 
     def __init__(self, subject: Subject, precision: str, *, memory: int | None, grows: bool) -> None:
-        """`grows`: batches other than the sample's will be asked for."""
+        """Prepare a probe; `grows` says that batches other than the sample's will be asked for."""
         self._subject, self.precision, self._memory, self._grows = subject, precision, memory, grows
         self._own = OwnRecompute(subject) if subject.fixed.recompute is not None else None
         self._growth: Growth | None = None
@@ -188,7 +188,7 @@ class PrecisionProbe:
             raise ConfigError("auto: a step of the sample does not fit into memory, with every unit computed again.")
 
     def _can_name(self) -> bool:
-        """Whether all units are modules of the model; slices of a Sequential are not."""
+        """Return whether all units are modules of the model; slices of a Sequential are not."""
         return self.units.keys() <= dict(self._subject.model.named_modules()).keys()
 
     # --- what follows ---------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class PrecisionProbe:
         return self._times_at(batch)[0] / self._times[large][0] if large in self._times else batch / large
 
     def fits_somehow(self, batch: int) -> bool:
-        """Whether so many rows fit into memory, by some plan of recompute."""
+        """Return whether so many rows fit into memory, by some plan of recompute."""
         own = self._own_plan(batch)
         if own is not None:
             return self._memory is None or own.peak_bytes <= self._memory

@@ -99,15 +99,6 @@ def _remove(directory: Path, name: str) -> bool:
     return True
 
 
-def sync_folder(path: Path) -> None:
-    """Make the folder's file names durable: fsync of a file does not cover its directory entry."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def sync_file(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from ..config.text import binary
 from ..dist.agree import Failures, run_and_share, run_on_first
 from ..dist.comm import Comm
+from ..dist.own_files import sync_folder
 from ..errors import CheckpointError
 from . import folder
-from .folder import sync_folder, write_tensors
+from .folder import write_tensors
 from .manifest import COMMON, FileRecord, Manifest, record_of
 from .manifest import NAME as MANIFEST
 from .snapshot import Share, Snapshot, without_aliases
@@ -181,7 +182,7 @@ def _write_share(share: Share, aside: Path, *, rank: int) -> dict[str, FileRecor
     for part, name in ((share.common, share_name(None, shard=rank)), (share.own, share_name(rank))):
         if part is not None:
             records |= _write_part(part, aside, name)
-    folder.sync_folder(aside)
+    sync_folder(aside)
     return records
 
 
@@ -195,14 +196,14 @@ def _write_part(part: Snapshot, aside: Path, name: str) -> dict[str, FileRecord]
 def _commit(aside: Path, directory: Path, records: dict[str, FileRecord], *, step: int, world_size: int, keep: int) -> str:
     try:
         folder.write_text(aside / MANIFEST, Manifest(step, world_size, records).to_text())
-        folder.sync_folder(aside)
+        sync_folder(aside)
         require_writer(directory)
         name = folder.free_name(directory, step)
         os.rename(aside, directory / name)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    folder.sync_folder(directory)
+    sync_folder(directory)
     folder.keep_newest(directory, keep, saved=name)
     return name
 

@@ -116,7 +116,8 @@ def _for_here(question: Question, options: argparse.Namespace, *, ranks: int) ->
 
 
 def _asks_more(options: argparse.Namespace, question: Question, changes: Mapping[str, Any]) -> bool:
-    """Whether flags ask for more than the plan says: one just measured has answered them, one of a file was made for others."""
+    """Return whether flags ask for more than the plan says: one just measured has answered them, one of a file was made for
+    others."""
     of_link = (question.bytes_per_s, question.latency_s, question.world)
     is_other = any(one is not None for one in of_link) or "memory" in changes
     return is_other or (options.target.endswith(".json") and any((options.risk, options.memory, options.global_batch)))

@@ -64,7 +64,7 @@ def integer(minimum: int, maximum: int | None = None) -> Kind:
 
 
 def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: float = -math.inf, below: float = math.inf) -> Kind:
-    """A finite float with `minimum <= value <= maximum` and `above < value < below`."""
+    """Describe a finite float with `minimum <= value <= maximum` and `above < value < below`."""
 
     def parse(value: Any) -> float:
         require(isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value))
@@ -90,7 +90,7 @@ def choice(*allowed: str) -> Kind:
 
 
 def path(suffix: str) -> Kind:
-    """The place of a file."""
+    """Describe the path of a file."""
 
     def parse(value: Any) -> str:
         require(isinstance(value, str | os.PathLike) and str(value).endswith(suffix))
@@ -100,7 +100,7 @@ def path(suffix: str) -> Kind:
 
 
 def names(*example: str) -> Kind:
-    """A list of strings; `example` is shown where one is explained or refused."""
+    """Describe a list of strings; messages show `example`."""
     shown = json.dumps(example or ("norm", "bias"))
 
     def parse(value: Any) -> list[str]:
@@ -131,7 +131,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNO
 
 
 def size() -> Kind:
-    """A number of bytes: an integer, or text such as "20GB" (1000s) or "20GiB" (1024s)."""
+    """Describe a number of bytes: an integer, or text such as "20GB" (1000s) or "20GiB" (1024s)."""
 
     def parse(value: Any) -> int:
         if isinstance(value, str):
@@ -146,7 +146,7 @@ def size() -> Kind:
 
 
 def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A dict of these pairs, of which none has another's name."""
+    """Make a dict of these pairs; raise ValueError where a name comes twice."""
     found: dict[Any, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -156,7 +156,7 @@ def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def key(default: Any, kind: Kind, doc: str) -> Any:
-    """A dataclass field that carries its kind and its one-line meaning."""
+    """Make a dataclass field that carries its kind and its one-line meaning."""
     metadata = {"kind": kind, "doc": doc}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)

@@ -36,7 +36,7 @@ class Wait:
     channel: str
     """"training", or "calls" for what the script calls itself; each has connections of its own."""
     number: int
-    """Of the collective, among those this rank has launched in the channel, from 1."""
+    """Number of the collective among those this rank has launched in the channel, from 1."""
     launched: Mapping[str, int]
     """Collectives the rank has launched, by channel."""
     place: str

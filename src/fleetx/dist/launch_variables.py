@@ -130,12 +130,12 @@ def _from_openmpi(env: Env) -> Role | None:
 
 
 def _from_mvapich(env: Env) -> Role | None:
-    """Of mpirun_rsh, the launcher of MVAPICH2."""
+    """Read the variables of mpirun_rsh, the launcher of MVAPICH2."""
     return _from_comm_world(env, "MV2_COMM_WORLD_", source="mvapich", job=pmi_job(env))
 
 
 def _from_comm_world(env: Env, prefix: str, *, source: str, job: str) -> Role | None:
-    """`job`: what tells two jobs on one node apart, the same on every rank."""
+    """Read rank and size under this prefix; `job` tells two jobs on one node apart and is the same on every rank."""
     if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
         return None
     rank = _integer(env, f"{prefix}RANK", because=f"{prefix}SIZE")

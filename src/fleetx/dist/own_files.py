@@ -64,6 +64,15 @@ def replace_file(path: Path, data: bytes, *, mode: int = PRIVATE_MODE) -> None:
         file.write(data)
 
 
+def sync_folder(path: Path) -> None:
+    """Make the folder's file names durable: fsync of a file does not cover its directory entry."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def check_own_folder(folder: Path) -> None:
     """Raise OSError unless files can be made in the folder, and it is not another user's.
 

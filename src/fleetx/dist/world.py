@@ -31,7 +31,8 @@ class World:
     token: str
     """Random text, equal on all ranks and different in each world: for keys in a store that outlives a process group."""
     calls: Comm
-    """For what scripts call themselves (fleet.util): a group apart, so that no such call pairs with a collective of training."""
+    """Collectives that scripts call themselves (fleet.util): a group apart, so that no such call pairs with a collective of
+    training."""
 
 
 _current: World | None = None

@@ -43,7 +43,8 @@ class Writer:
     def __init__(
         self, folder: str, limits: Limits, size: int, kept: Collection[str], below: tuple[str, ...], wrote: Callable[[], None]
     ) -> None:
-        """`size` is that of the archive in bytes, `below` the folder it lies in; `wrote` is called after each piece."""
+        """Prepare to write into `folder`. `size`: bytes of the archive, which lies in `below`; `wrote` is called after each
+        piece."""
         self.files = self.bytes = 0
         self.max_stream_bytes = limits.stream_bytes(size)
         self._wrote = wrote

@@ -39,17 +39,17 @@ class Owner(Protocol):
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """In which what is kept of gradients or weights is added up."""
+    """Return the type in which what is kept of gradients or weights is added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's memory as one row."""
+    """View a dense tensor's memory as one row."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 def view_like(piece: Tensor, param: Tensor) -> Tensor:
-    """The same memory with the parameter's own strides (channels_last stays so), or contiguous where those leave gaps.
+    """View the memory with the parameter's own strides (channels_last stays so), or contiguous where those leave gaps.
 
     No view in autograd's sense, which refuses `param.grad.detach_()`: a way to zero gradients that older scripts have."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(param)
@@ -105,7 +105,7 @@ class Bucket:
         self.keeps = False
         """The views hold finished micro-steps of this window: what comes from elsewhere is added to them."""
         self.factor = 1.0
-        """What makes true gradients of the sums in the views."""
+        """Factor that makes true gradients of the sums in the views."""
         self._true_already: set[int] = set()
         self._version = 0
         """How often the buffer was written to when the last micro-step ended: a write in between changes the count."""
@@ -117,7 +117,8 @@ class Bucket:
         """Handed to the reducer: nothing may be added."""
 
     def aim(self, factor: float) -> None:
-        """The window closes with what is to come. What an earlier backward made true, it did by another factor."""
+        """Set the factor of the micro-step that closes the window. What an earlier backward made true, it did by another
+        factor."""
         self.factor = factor
         self._true_already.clear()
 
@@ -230,7 +231,8 @@ class Bucket:
             param.grad = None
 
     def show_window(self) -> None:
-        """`whole`: what is to come is added to the window's sums, also where the user has zeroed gradients in between."""
+        """Show the window's sums in `param.grad`, also where the user has zeroed gradients in between; what comes is added to
+        them."""
         for param, view, filled in zip(self.params, self.views, self.filled, strict=True):
             if filled and param.grad is None:
                 param.grad = view
@@ -248,12 +250,12 @@ class Bucket:
                 view.zero_()
 
     def restart(self) -> None:
-        """A new window. What `param.grad` shows is the last update's, or zeros, or None."""
+        """Begin a new window. What `param.grad` shows is the last update's, or zeros, or None."""
         self.filled[:] = [False] * len(self.params)
         self.keeps = self.touched = self.closed = self.expecting = self.sure = self.hidden = self._renewed = False
 
     def expect(self, *, reduces: bool) -> None:
-        """A backward of ours begins."""
+        """Prepare for a backward of ours."""
         self.expecting, self.awaited, self.elsewhere, self.closed = True, len(self.params), self.touched, False
         self._small_are_zero, self.task = False, None
         self.keep_hooks_last()
@@ -269,7 +271,7 @@ class Bucket:
             self.rest_hooks()
 
     def expect_bare(self, task: int, *, reduces: bool) -> None:
-        """A bare backward has begun, of which `admit` has made this bucket ready."""
+        """Prepare for a bare backward that has begun, after `admit` has made this bucket ready."""
         self.expecting, self.awaited, self.closed, self.task = True, len(self.params), False, task
         self.sure = False
         if not reduces:
@@ -280,14 +282,14 @@ class Bucket:
                 self.rest_hooks(but=[i for i, param in enumerate(self.params) if param.grad is not self.views[i]])
 
     def end_micro_step(self) -> None:
-        """Inside a window: the gradients are safe in the flat buffer."""
+        """End a micro-step inside a window: the gradients are safe in the flat buffer."""
         self.wake_hooks()
         self.keeps, self.touched, self.expecting = True, False, False
         self._shown = list(self.views)
         self._version = self.version()
 
     def version(self) -> int:
-        """How often the buffer was written to, as a whole or through `param.grad`: each counts for itself."""
+        """Return how often the buffer was written to, as a whole or through `param.grad`: each counts for itself."""
         return int(self.flat._version) + sum(view._version for view in self.views)
 
     def edit_mark(self) -> tuple[int, list[bool]]:
@@ -295,7 +297,7 @@ class Bucket:
         return self.version(), [param.grad is view for param, view in zip(self.params, self.views, strict=True)]
 
     def gradients(self) -> dict[str, Tensor]:
-        """What finished micro-steps of this window have left, by parameter."""
+        """Return what finished micro-steps of this window have left, by parameter."""
         return {name: view for name, view, filled in zip(self.names, self.views, self.filled, strict=True) if filled}
 
     def resume(self, gradients: Mapping[str, Tensor]) -> None:
@@ -309,7 +311,7 @@ class Bucket:
         self.end_micro_step()
 
     def rest_hooks(self, but: Sequence[int] = ()) -> None:
-        """Every gradient is added in place and nothing is to be noted: for this backward no hook need be called."""
+        """Rest the hooks for this backward: every gradient is added in place and nothing is to be noted."""
         self._resting = True
         for i, (hooks, key, _) in enumerate(self._hooks):
             if i not in but:
@@ -322,7 +324,7 @@ class Bucket:
                 hooks[key] = hook
 
     def keep_hooks_last(self) -> None:
-        """A hook that the user registered later may change a gradient: ours, which may send it, must run after that."""
+        """Move our hooks behind those that the user registered later, which may change a gradient: ours may send it."""
         if self._resting:
             return
         for hooks, key, hook in self._hooks:
@@ -331,12 +333,12 @@ class Bucket:
                 hooks[key] = hook
 
     def has_last_hook(self, i: int) -> bool:
-        """Whether no hook comes after ours for this parameter."""
+        """Return whether no hook comes after ours for this parameter."""
         hooks, key, _ = self._hooks[i]
         return next(reversed(hooks), key) == key
 
     def add_hooks(self, owner: Callable[[], Owner | None]) -> list[RemovableHandle]:
-        """A hook on each parameter; they can rest without being registered again, which costs ten times as much."""
+        """Register a hook on each parameter; they can rest without being registered again, which costs ten times as much."""
         handles = []
         for i, param in enumerate(self.params):
             hook = _make_hook(owner, self, i)
@@ -363,7 +365,7 @@ class Bucket:
 
 
 def _make_hook(owner: Callable[[], Owner | None], bucket: Bucket, i: int) -> Hook:
-    """What runs for each gradient, hundreds of times a step: as few Python operations as it can do with."""
+    """Make the hook that runs for each gradient, hundreds of times a step: with as few Python operations as possible."""
     task_here = torch._C._current_graph_task_id
     param, view, filled, copied_at_once = bucket.params[i], bucket.views[i], bucket.filled, bucket.copied_at_once[i]
 

@@ -91,7 +91,7 @@ class Buckets:
         self.give_up()
 
     def give_up(self) -> None:
-        """No gradient is taken any more."""
+        """Stop taking gradients."""
         for handle in getattr(self, "_handles", []):
             handle.remove()
         self._handles = []
@@ -116,11 +116,11 @@ class Buckets:
     # --- one backward -----------------------------------------------------------------------------------------
 
     def touched(self) -> bool:
-        """Gradients of this rank alone came since the last micro-step ended."""
+        """Return whether gradients of this rank alone came since the last micro-step ended."""
         return any(bucket.touched for bucket in self._buckets)
 
     def has_new(self) -> bool:
-        """Gradients came so, or were put in place by the user."""
+        """Return whether gradients came so, or were put in place by the user."""
         for bucket in self._buckets:
             if bucket.touched:
                 return True
@@ -131,7 +131,7 @@ class Buckets:
         return False
 
     def begin(self) -> None:
-        """Before a backward of ours: the last update's gradients go, those of a bare backward or of this window stay."""
+        """Make ready for a backward of ours: the last update's gradients go, those of a bare backward or of this window stay."""
         self.require_unchanged_type()
         if self._buckets[0].keeps:
             self.show_window()
@@ -144,7 +144,7 @@ class Buckets:
             bucket.make_room()
 
     def begin_bare(self, task: int, *, reduces: bool, reopened: bool) -> None:
-        """A bare backward has begun: its first gradient is there."""
+        """Begin a bare backward: its first gradient is there."""
         self.admit(reopened=reopened)
         for bucket in self._buckets:
             bucket.expect_bare(task, reduces=reduces)
@@ -161,7 +161,7 @@ class Buckets:
             bucket.count_shown()
 
     def reopen(self) -> None:
-        """What was reduced may be added to, and is then reduced again."""
+        """Open what was reduced: it may be added to, and is then reduced again."""
         for bucket in self._buckets:
             bucket.closed = False
 
@@ -195,13 +195,14 @@ class Buckets:
             bucket.hide()
 
     def show_window(self) -> None:
-        """Where DDP reduces, it reduces the sums of the whole window: they must be in `param.grad`."""
+        """Show the sums of the whole window in `param.grad`, where DDP reduces them."""
         for bucket in self._buckets:
             if bucket.whole and bucket.keeps:
                 bucket.show_window()
 
     def arm(self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS, alone: bool = False) -> None:
-        """From now on a complete bucket is multiplied by `factor` and reduced at once; `alarms` travel with the last."""
+        """Begin to reduce: from now on a complete bucket is multiplied by `factor` and sent at once; `alarms` travel with the
+        last."""
         self._start, self._alarms, self.alone = start, alarms, alone
         self._launched = 0
         for bucket in self._buckets:
@@ -209,18 +210,18 @@ class Buckets:
         self._pending = []
 
     def expect(self, *, reduces: bool) -> None:
-        """A backward of ours begins."""
+        """Prepare all buckets for a backward of ours."""
         for bucket in self._buckets:
             bucket.expect(reduces=reduces)
 
     def keep(self) -> None:
-        """A micro-step inside a window is over: its gradients are safe in the flat buffers."""
+        """End a micro-step inside a window: its gradients are safe in the flat buffers."""
         for bucket in self._buckets:
             bucket.collect()
             bucket.end_micro_step()
 
     def abandon(self) -> int:
-        """A backward failed half-way: wait for what was started, start nothing more. How many buckets were sent."""
+        """Give up a backward that failed: wait for what was started, start nothing more. Return how many buckets were sent."""
         sent = 0 if self._start is None or self.alone else self._launched
         pending, self._start, self._pending = self._pending, None, []
         for work in pending:
@@ -248,7 +249,7 @@ class Buckets:
             self.tail.unpack(self._tail_tensor)
 
     def on_complete(self, bucket: Bucket) -> None:
-        """The last gradient of a bucket came."""
+        """Collect the bucket whose last gradient came, and send it if it is its turn."""
         bucket.collect()
         if self._start is not None:
             bucket.closed, bucket.expecting = True, False
@@ -277,11 +278,11 @@ class Buckets:
     # --- a reduced window -------------------------------------------------------------------------------------
 
     def filled(self) -> list[bool]:
-        """Which parameters have a gradient in this window, on this rank, in bucket order."""
+        """Return which parameters have a gradient in this window, on this rank, in bucket order."""
         return [filled for bucket in self._buckets for filled in bucket.filled]
 
     def missing(self) -> list[str]:
-        """Parameters without a gradient in this window, on this rank; not those that were frozen since."""
+        """List parameters without a gradient in this window, on this rank; not those that were frozen since."""
         gaps = [bucket for bucket in self._buckets if not all(bucket.filled)]  # as a rule none: names are looked for only then
         rows = (row for bucket in gaps for row in zip(bucket.names, bucket.params, bucket.filled, strict=True))
         return [name for name, param, filled in rows if not filled and param.requires_grad]
@@ -290,11 +291,11 @@ class Buckets:
         return self._alarms._replace(missing=len(self.missing()))
 
     def alarm_sums(self) -> Tensor | None:
-        """The alarms after `close`, summed over ranks; None where there is no other rank to sum with."""
+        """Return the alarms after `close`, summed over ranks; None where there is no other rank to sum with."""
         return None if self.tail is None or self.alone else self._tail_tensor[:ALARMS]
 
     def use_counts(self) -> list[float]:
-        """On how many ranks each parameter was used, in bucket order."""
+        """Return on how many ranks each parameter was used, in bucket order."""
         if self.tail is None or self.alone:
             return [float(filled) for filled in self.filled()]
         counts: list[float] = self._tail_tensor[ALARMS : ALARMS + self.tail.flags].tolist()
@@ -319,7 +320,7 @@ class Buckets:
         return [bucket.edit_mark() for bucket in self._buckets] != self._marks
 
     def adopt_replaced(self) -> None:
-        """The user put other tensors in place of reduced gradients: take their values, so that clipping sees them."""
+        """Take the values of tensors that the user put in place of reduced gradients, so that clipping sees them."""
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 grad = param.grad
@@ -330,15 +331,15 @@ class Buckets:
                     param.grad = view
 
     def restart(self) -> None:
-        """A new window begins; what came since the last one was reduced is part of it."""
+        """Begin a new window; what came since the last one was reduced is part of it."""
         for bucket in self._buckets:
             touched = bucket.touched
             bucket.restart()
             bucket.touched = touched
 
     def finish_window(self, *, recycle: bool, zeroes: bool = True) -> None:
-        """The update is done; unless recycled, the gradients may be looked at until the next backward or zero(). `zeroes`: what
-        the buffers hold is not looked at either."""
+        """End the update; unless recycled, the gradients may be looked at until the next backward or zero(). `zeroes`: what the
+        buffers hold is not looked at either."""
         if recycle:
             return self.zero(at_once=zeroes)
         self.adopt_replaced()  # or a replaced gradient would look like a new one
@@ -346,7 +347,8 @@ class Buckets:
             bucket.restart()
 
     def zero(self, *, set_to_none: bool = True, at_once: bool = True) -> None:
-        """As torch: None, or zeros where there was a gradient. `at_once`: else the buffers are when the next backward begins."""
+        """Zero gradients as torch does: None, or zeros where there was one. `at_once`: else the buffers are when the next
+        backward begins."""
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is not None:
@@ -359,7 +361,8 @@ class Buckets:
 
 
 def _refuse_when_used(params: Sequence[nn.Parameter]) -> None:
-    """A pair was collected as garbage, and was not ended: a backward that reaches its parameters would be this rank's alone.
+    """Raise when parameters of a pair are used that was collected as garbage, and not ended: their gradients would be this rank's
+    alone.
 
     An error, since other ranks may not have collected theirs yet: they would wait for this one."""
 
@@ -400,7 +403,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def joined(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of all tensors together, from the norm of each."""
+    """Compute the norm of all tensors together, from the norm of each."""
     if len(norms) == 1:
         return norms[0]
     wide = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
@@ -421,7 +424,7 @@ class GradientNorms:
         self._versions: list[int] = []
 
     def measure(self) -> Tensor:
-        """The global norm of what the buckets hold now."""
+        """Measure the global norm of what the buckets hold now."""
         self._by_bucket = None
         if not getattr(self._update, "wants_gradient_norms", False):
             return global_norm(self._buckets.flats)
@@ -430,7 +433,8 @@ class GradientNorms:
         return joined([norm for norms in self._by_bucket for norm in norms])
 
     def hold(self) -> bool:
-        """Whether the norms of each tensor are known, and the gradients are what they were: not written to, not replaced."""
+        """Return whether the norms of each tensor are known, and the gradients are what they were: not written to, not
+        replaced."""
         if self._by_bucket is None or [bucket.version() for bucket in self._buckets] != self._versions:
             return False
         hooks = (self._update._optimizer_step_pre_hooks, optimizer_module._global_optimizer_pre_hooks)

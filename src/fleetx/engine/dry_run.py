@@ -40,7 +40,8 @@ class UpdateOutOfMemory(ConfigError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own kind; or what the libraries below it say when there is no room for their workspaces."""
+    """Return whether the error is torch's own kind, or what the libraries below it say when there is no room for their
+    workspaces."""
     told = ("error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine")
     return isinstance(error, torch.OutOfMemoryError | NoHostMemory) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in told)
@@ -59,7 +60,7 @@ def with_own_out_of_memory(work: Callable[[], Found]) -> Found:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """What is used without a loss_fn."""
+    """Compute the loss as the model does, where there is no loss_fn."""
     compute = getattr(model, "loss", None)
     if not callable(compute):
         raise ConfigError(
@@ -81,7 +82,7 @@ class Sample:
         self._versions = [tensor._version for tensor in self._tensors]
 
     def renewed(self) -> Any:
-        """In lists and dictionaries of its own, which a forward may empty."""
+        """Return the batch in lists and dictionaries of its own, which a forward may empty."""
         with torch.no_grad():
             for i, (tensor, source) in enumerate(zip(self._tensors, tensors_in(self.source), strict=True)):
                 tensor.grad = None
@@ -125,7 +126,7 @@ class Rehearsal:
             )
 
     def set_random_back(self) -> None:
-        """Before each step: they are to draw the same, and so to take the same way through the model."""
+        """Put the random states back before each step: all steps draw the same, and so take the same way through the model."""
         for source, state in self.random:
             source.set(state)
 
@@ -138,19 +139,19 @@ class Rehearsal:
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """As inside a merge window: gradients come to lie where they always do, and nothing is reduced."""
+        """Run a backward as inside a merge window: gradients come to lie where they always do, and nothing is reduced."""
         dry_steps.backward(self.optimizer.pipeline, loss)
 
     def step(self) -> None:
         self.backward(self.forward())
 
     def gather_gradients(self) -> None:
-        """For an update: of zero, which no loss scale makes infinite. Collective."""
+        """Make gradients of zero for an update, which no loss scale makes infinite. Collective."""
         self.everywhere(lambda: dry_steps.backward(self.optimizer.pipeline, self.forward(), seed=0.0, keeps=True))
 
     def update(self) -> None:
-        """By the gradients gathered. Collective, and so are its parts: a rank without memory for the optimizer's state can only
-        leave word of it, and the others hear it when the connection breaks."""
+        """Update by the gradients gathered. Collective, and so are its parts: a rank without memory for the optimizer's state can
+        only leave word of it, and the others hear it when the connection breaks."""
         try:
             self.optimizer.rehearse_update()
         except Exception as error:
@@ -161,7 +162,8 @@ class Rehearsal:
             raise UpdateOutOfMemory(text) from error
 
     def everywhere(self, work: Callable[[], Found]) -> Found:
-        """Its result; or, if it failed on some rank, an error on every one. Collective at the end: `work` itself may not be."""
+        """Return the result of `work`; or, if it failed on some rank, raise on every one. Collective at the end: `work` itself
+        may not be."""
         return run_on_all(self.comm, lambda: with_own_out_of_memory(work), report=_report, fails=self._verdict)
 
     def _verdict(self, failures: Failures) -> Exception:
@@ -178,7 +180,7 @@ class Rehearsal:
         return FleetError(f"a rehearsed step failed on rank {rank}: {said['text']}")
 
     def lasting(self) -> Iterable[Tensor]:
-        """Tensors that live from step to step, for a device whose allocator does not count them."""
+        """Return tensors that live from step to step, for a device whose allocator does not count them."""
         pipeline = self.optimizer.pipeline
         yield from self.model.parameters()
         yield from self.model.buffers()
@@ -197,7 +199,7 @@ def _report(error: Exception) -> dict[str, str]:
 
 @final
 class Snapshot:
-    """Of all that a step changes, in host memory: a copy on the device would count as the step's own."""
+    """A copy of all that a step changes, in host memory: a copy on the device would count as the step's own."""
 
     def __init__(self, model: nn.Module, optimizer: FleetOptimizer, device: torch.device) -> None:
         self._model, self._optimizer = model, optimizer

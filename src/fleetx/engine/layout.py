@@ -27,7 +27,7 @@ def bucket_lengths(sizes: Sequence[int], *, cap: int) -> list[int]:
 
 
 def bucket_runs(named: Sequence[tuple[str, nn.Parameter]], *, bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each bucket: in the order given, one type to a bucket."""
+    """Choose the parameters of each bucket: in the order given, one type to a bucket."""
     total = sum(p.nbytes for _, p in named)
     cap = min(bucket_bytes, max(SMALLEST_BUCKET_BYTES, total // BUCKETS_WANTED))
     runs: list[list[tuple[str, nn.Parameter]]] = []

@@ -27,7 +27,7 @@ from .slots import Merge, Part, Risk, Slot
 from .window import Weighing, Window
 
 DECAY = 0.99
-"""Of the running means, from one measurement to the next."""
+"""Decay of the running means from one measurement to the next."""
 POSITIVE = number(above=0.0)
 
 
@@ -38,13 +38,15 @@ def estimates(small_sq: Tensor, large_sq: Tensor, *, small: float | Tensor, larg
 
 
 def smoothed(before: Tensor, trace: Tensor, signal: Tensor, *, decay: float = DECAY) -> Tensor:
-    """The running means [tr(C), |G|^2, their weight] after one more measurement; one that is not finite changes nothing."""
+    """Compute the running means [tr(C), |G|^2, their weight] after one more measurement; one that is not finite changes
+    nothing."""
     after = decay * before + (1.0 - decay) * torch.stack([trace, signal, torch.ones_like(trace)])
     return torch.where(after.isfinite().all(), after, before)
 
 
 def noise_scale_of(means: Tensor) -> float | None:
-    """tr(C) / |G|^2, from [tr(C), |G|^2, their weight]; None where it is not known, or nothing positive. Waits for the device."""
+    """Compute tr(C) / |G|^2 from [tr(C), |G|^2, their weight]; None where it is not known, or nothing positive. Waits for the
+    device."""
     trace, signal, weight = means.tolist()
     if weight <= 0.0:
         return None
@@ -56,12 +58,12 @@ def noise_scale_of(means: Tensor) -> float | None:
 
 
 def samples_factor(batch: float, noise_scale: float) -> float:
-    """How many times the fewest possible samples a run with this batch takes: 2 at the noise scale."""
+    """Return how many times the fewest possible samples a run with this batch takes: 2 at the noise scale."""
     return float(1.0 + POSITIVE.check("batch", batch) / POSITIVE.check("noise_scale", noise_scale))
 
 
 def updates_factor(batch: float, noise_scale: float) -> float:
-    """How many times the fewest possible updates a run with this batch takes: 2 at the noise scale."""
+    """Return how many times the fewest possible updates a run with this batch takes: 2 at the noise scale."""
     return float(1.0 + POSITIVE.check("noise_scale", noise_scale) / POSITIVE.check("batch", batch))
 
 
@@ -102,7 +104,7 @@ class NoiseScaleMeter:
         self.means: Tensor | None = None
 
     def measures(self, index: int) -> bool:
-        """Of the update with this index; the same on every rank."""
+        """Return whether the update with this index is measured; the same on every rank."""
         return self.every > 0 and index % self.every == 0
 
     # --- the small batch --------------------------------------------------------------------------------------
@@ -111,12 +113,13 @@ class NoiseScaleMeter:
         self._norms = []
 
     def before_reduce(self, bucket: Bucket) -> None:
-        """Without merging a rank's own gradient exists only here, inside backward, bucket by bucket."""
+        """Measure this rank's own gradient, which without merging exists only here, inside backward, bucket by bucket."""
         if self._merge.micro_steps == 1:
             self._norms += norms_of([bucket.flat])
 
     def after_micro_step(self, buckets: Buckets, window: Window, weighing: Weighing) -> None:
-        """With merging it lies in the buckets after the first micro-step, still scaled and weighed."""
+        """Measure this rank's own gradient, which with merging lies in the buckets after the first micro-step, still scaled and
+        weighed."""
         if window.micro_steps == 1 < self._merge.micro_steps:
             # What got no gradient may still hold an earlier window's.
             views = [list(bucket.gradients().values()) for bucket in buckets if not all(bucket.filled)]
@@ -127,7 +130,8 @@ class NoiseScaleMeter:
     # --- the large batch --------------------------------------------------------------------------------------
 
     def after_reduce(self, norm: Tensor, buckets: Buckets, window: Window, weighing: Weighing, *, verdict: Verdict) -> None:
-        """`norm`: of the reduced gradients. Every rank is here, with the same verdict, or with none of them measuring."""
+        """Measure the reduced gradients, whose norm is `norm`. Every rank is here, with the same verdict, or with none of them
+        measuring."""
         bucket = next(iter(buckets))
         if self._merge.micro_steps == 1:
             self._small_sq = _undone(self._norms, weighing.seed(_first_weight(window)) * bucket.factor, device=bucket.flat.device)
@@ -146,7 +150,8 @@ class NoiseScaleMeter:
             self._absorb(trace, signal, in_weights=bool(window.weights))
 
     def _over_ranks(self, small_sq: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        """The mean squared norm by weight, and the batch it stands for: a gradient over w samples has the noise tr(C)/w."""
+        """Compute the mean squared norm by weight, and the batch it stands for: a gradient over w samples has the noise
+        tr(C)/w."""
         share = small_sq.new_empty(3)
         share[0] = small_sq * weight
         share[1].fill_(weight)
@@ -166,7 +171,7 @@ class NoiseScaleMeter:
         return {"means": self.means, "in_weights": self._in_weights, "small_sq": self._small_sq}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, device: torch.device) -> None:
-        """None: of a run that did not measure."""
+        """Load the running means. `state` is None where the saved run did not measure."""
         held = state or {}
         means, small_sq = held.get("means"), held.get("small_sq")
         self.means = None if means is None else means.to(device)
@@ -179,7 +184,8 @@ def _first_weight(window: Window) -> float | None:
 
 
 def _undone(norms: Sequence[Tensor], factor: float, *, device: torch.device) -> Tensor:
-    """The squared norm of the gradient itself, which was multiplied by `factor` (0: by a weight of 0, it counts nothing)."""
+    """Compute the squared norm of the gradient itself, which was multiplied by `factor` (0: by a weight of 0, it counts
+    nothing)."""
     if factor == 0.0 or not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return (joined(norms).double() / factor).square()

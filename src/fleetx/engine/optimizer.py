@@ -56,7 +56,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _refuse_step_past_the_pipeline(update: Optimizer, *_: Any) -> None:
-    """Its gradients would be this rank's alone."""
+    """Refuse a step of this update from outside the pipeline: its gradients would be this rank's alone."""
     if update.__dict__.get(STAND_IN) is not None:
         refuse_replaced(update)
     owner = update.__dict__.get(OWNER, lambda: None)()
@@ -137,7 +137,8 @@ class FleetOptimizer(Optimizer):
         return self.update.__reduce_ex__(1)  # a later protocol makes pickle insist on the class of this very object
 
     def handles_step_of(self, optimizer: Optimizer) -> bool:
-        """Whether this step is made from here, or refused: that of the optimizer given, where another has taken its place."""
+        """Return whether this step is made from here, or refused: that of the optimizer given, where another has taken its
+        place."""
         is_replaced = self.update is not self.given and (optimizer is self.given or optimizer is self.update)
         return self.stepping or is_replaced
 
@@ -145,11 +146,13 @@ class FleetOptimizer(Optimizer):
         return self._bound is not None and not self.ended and not self.stepping
 
     def has_stale_layout(self) -> bool:
-        """Whether a parameter joined this optimizer, was replaced in it or was unfrozen since the buckets were laid out."""
+        """Return whether a parameter joined this optimizer, was replaced in it or was unfrozen since the buckets were laid
+        out."""
         return self._ids_in_order() != self._ids_seen or any(p.requires_grad for p in self._frozen_here)
 
     def _ids_in_order(self) -> list[int]:
-        """By which a replaced parameter is seen: the buckets keep the old one alive, so that its id is not used again."""
+        """List the ids of the parameters, by which a replaced one is seen: the buckets keep the old tensor alive, so that its id
+        is not used again."""
         return [id(param) for group in self.param_groups for param in group["params"]]
 
     @property
@@ -196,7 +199,7 @@ class FleetOptimizer(Optimizer):
         return self.pipeline.skipped
 
     def minimize(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> Report:
-        """One micro-step: backward; when due reduce, update, average, zero."""
+        """Run one micro-step: backward; when due reduce, update, average, zero."""
         self.backward(loss, weight, retain_graph=retain_graph)
         if not self.pipeline.window.closed:
             with self._steps():
@@ -208,7 +211,7 @@ class FleetOptimizer(Optimizer):
             self._zeroes_after_step = False
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
-        """One backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
+        """Run one backward. On a due micro-step it ends with true gradients: clip or look at them, then call step()."""
         self._refuse_ended()
         self.pipeline.leave_applied()
         self.follow_changed_parameters()
@@ -238,7 +241,7 @@ class FleetOptimizer(Optimizer):
         return returned[-1] if returned else None
 
     def _runs_closure_first(self) -> bool:
-        """torch's own optimizers, and ours, call it once, before they look at a gradient."""
+        """Return whether the optimizer calls a closure once, before it looks at a gradient, as torch's own and ours do."""
         return type(self.update).__module__.startswith(("torch.optim.", "fleetx."))
 
     def _refuse_ended(self) -> None:
@@ -253,7 +256,8 @@ class FleetOptimizer(Optimizer):
             return self.pipeline.step(recycle=self._zeroes_after_step, scaling=scaling, closure=inside)
 
     def _scaling(self) -> GradScaling | None:
-        """What a GradScaler has left here, or on the optimizer that was given and whose fused kernel unscales by itself."""
+        """Return what a GradScaler has left here, or on the optimizer that was given and whose fused kernel unscales by
+        itself."""
         if vars(self).get("found_inf") is None and vars(self.given).get("found_inf") is None:
             return None
         stages = self.pipeline.stages
@@ -283,7 +287,7 @@ class FleetOptimizer(Optimizer):
             return self.pipeline.flush()
 
     def rehearse_update(self) -> None:
-        """For rehearsal.py, which undoes it."""
+        """Make an update that dry_run.py undoes."""
         with self._steps():
             dry_steps.update(self.pipeline)
 
@@ -296,20 +300,20 @@ class FleetOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The mean of all ranks' weights and statistics inside, each rank's own bits afterwards; every rank must enter it.
+        """Hold the mean of all ranks' weights and statistics inside, each rank's own bits afterwards; every rank must enter it.
 
         For evaluation and export under Local SGD. Under a per-step reducer, or before `begin_step`, the two are the same."""
         with self.pipeline.mean_shown():
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's plain form, which has no place for what a compressor keeps back: fleet.save_checkpoint(...) has."""
+        """Return torch's plain form, which has no place for what a compressor keeps back: fleet.save_checkpoint(...) has."""
         if self._bound is not None:
             self._bound.outcomes.learn()  # counts of steps are on the host; no collective, since one rank may ask alone
         return self.update.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What a compressor had kept back belongs to the weights before, and goes."""
+        """Load torch's plain form. What a compressor had kept back belongs to the weights before, and is dropped."""
         if self._bound is not None:
             self._bound.outcomes.learn()
         with self._steps():
@@ -332,7 +336,7 @@ class FleetOptimizer(Optimizer):
             self.follow_changed_parameters()
 
     def describe(self) -> str:
-        """How the update treats each parameter, where a strategy has put an optimizer of its own in place."""
+        """Say how the update treats each parameter, where a strategy has put an optimizer of its own in place."""
         described = self.update.describe() if isinstance(self.update, Update) else None
         return described or f"{type(self.update).__name__} treats the parameters of a group alike, as its groups say."
 
@@ -356,7 +360,7 @@ class FleetOptimizer(Optimizer):
         return value
 
     def _checked_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that moves weights by itself meets the guards that step() would."""
+        """Wrap a method that moves weights by itself, so that it meets the guards of step()."""
 
         @functools.wraps(method)
         def call(*args: Any, **settings: Any) -> Any:

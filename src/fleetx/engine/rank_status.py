@@ -21,9 +21,9 @@ class Row(NamedTuple):
     """One rank's news since the last round, as numbers that float64 holds exactly or well enough."""
 
     at: float = 0.0
-    """After which update of its own it is here,"""
+    """Index of the last update that the rank has made."""
     call: float = 0.0
-    """and by which call: see `CALLS`."""
+    """Number of the call that it is in: see `CALLS`."""
     stops: float = 0.0
     """Requests to stop."""
     failed_at: float = 0.0
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def tell(row: Row, comm: Comm) -> tuple[Tensor, Pending]:
-    """Every rank calls it, at the same place; read the rows once it is waited for."""
+    """Send this rank's row to all; every rank calls it at the same place. Read the rows once the pending is waited for."""
     return comm.all_gather(torch.tensor(row, dtype=torch.float64, device=comm.control_device))
 
 
@@ -60,13 +60,14 @@ def rows_of(gathered: Tensor) -> list[Row]:
 
 
 def require_together(rows: list[Row]) -> None:
-    """One rank in a round of the schedule and another in average() would average what does not belong together."""
+    """Raise if one rank is in a round of the schedule and another in average(): they would average what does not belong
+    together."""
     if len({(row.at, row.call) for row in rows}) > 1:
         told = ", ".join(f"rank {rank} {CALLS[int(row.call)]} after its update {int(row.at)}" for rank, row in enumerate(rows))
         raise FleetError(f"the ranks do not meet at the same place: {told}. Call average() and averaged() on every rank alike.")
 
 
 def share_of(rows: list[Row], rank: int) -> float:
-    """By what a rank's delta counts in the mean: alike, or by the weights of what it was trained on."""
+    """Return the share of a rank's delta in the mean: equal for all, or by the weights of what the rank was trained on."""
     total = sum(row.weight for row in rows)
     return rows[rank].weight / total if total > 0 else 1 / len(rows)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def mean_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor | None:
-    """In float64, by weight where weights are given; None where there is no loss, or none that counts."""
+    """Compute the mean in float64, by weight where weights are given; None where there is no loss, or none that counts."""
     if not losses or (weights and not any(weights)):
         return None
     if len(losses) == 1:
@@ -61,7 +61,7 @@ class Report:
     step: int = 0
     """The update that this micro-step belongs to, from 1; updates that were skipped count too."""
     micro_steps: int = 0
-    """Of the window so far."""
+    """Micro-steps of the window so far."""
     bytes_dense: int = 0
     """What a dense all-reduce of this update's gradients would have sent; 0 inside a window."""
     averaged: bool = False
@@ -103,7 +103,7 @@ class Report:
         return self._trust_ratios if self._trust_ratios is not None and self.updated else None
 
     def trust_ratios_on_device(self) -> TrustRatios | None:
-        """The same without asking whether the update was made: else they mean nothing."""
+        """Return the trust ratios without asking whether the update was made; if it was not, they mean nothing."""
         return self._trust_ratios
 
     @property
@@ -113,14 +113,14 @@ class Report:
         return None if mean is None else float(mean)
 
     def loss_on_device(self) -> Tensor | None:
-        """The same, for those who cannot wait for the device."""
+        """Return the loss as a tensor, without waiting for the device."""
         return mean_loss(self._losses, self._weights)
 
     def grad_norm_on_device(self) -> Tensor | None:
         return self._grad_norm
 
     def noise_on_device(self) -> Tensor | None:
-        """What `noise_scale_of` makes the noise scale of."""
+        """Return the running means from which `noise_scale_of` computes the noise scale, without waiting for the device."""
         return self._noise
 
     @property
@@ -160,7 +160,7 @@ class Report:
 
 
 def dense_bytes(buckets: Buckets, comm: Comm) -> int:
-    """What one rank sends in a plain all-reduce of all gradients."""
+    """Count the bytes that one rank sends in a plain all-reduce of all gradients."""
     numbers = sum(p.numel() * p.element_size() for bucket in buckets for p in bucket.params)
     return round(2 * (comm.size - 1) / comm.size * numbers)
 
@@ -186,8 +186,8 @@ class ReportBuilder:
         grad_norm: Tensor | None,
         noise: Tensor | None,
     ) -> Report:
-        """`verdict`: whether the update was made; None inside a window. `loss_scale`: the one that it was made with; None for the
-        present one."""
+        """Build the report of a call. `verdict`: whether the update was made; None inside a window. `loss_scale`: the one of the
+        update; None for the present one."""
         sent, self._reported_bytes = self._comm.bytes_sent - self._reported_bytes, self._comm.bytes_sent
         stages, average = self._stages, self._stages.average
         ratios = getattr(stages.update, "trust_ratios", None)

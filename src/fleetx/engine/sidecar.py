@@ -49,7 +49,7 @@ NO_ALARMS = Alarms()
 @final
 class Tail:
     def __init__(self, model: nn.Module, *, rank: int, size: int, flags: int, local: Collection[str] = ()) -> None:
-        """`local`: names or patterns of buffers that belong to each rank."""
+        """Lay out what travels beside the gradients. `local`: names or patterns of buffers that belong to each rank."""
         self.rank, self.size, self.flags = rank, size, flags
         buffers = sort_buffers(model, local)
         self.local = set(buffers.local)
@@ -131,7 +131,7 @@ class Tail:
                 self._unequal.note(name, is_unequal(now, last, new.view(now.shape), self.size))
 
     def read_alarms(self, alarms: Alarms, comm: Comm) -> None:
-        """Every rank has the same sums, and does the same."""
+        """Act on the summed alarms. Every rank has the same sums, and does the same."""
         unequal = self.tables.make_equal(comm) if alarms.changed_tables > 0 else set()
         unequal |= self._unequal.gather(comm) if alarms.unequal_buffers > 0 else set()
         if comm.rank == 0:  # after the last collective: a warning may have been made an error
@@ -143,7 +143,7 @@ class Tail:
         return self._unequal.written() | set(self.tables.changed())
 
     def common(self) -> dict[str, Tensor]:
-        """The floating buffers as they were, on every rank, after the last update."""
+        """Return the floating buffers as they were, on every rank, after the last update."""
         return dict(zip(self._names, self._last_views, strict=True))
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class Tail:
 
     @torch.no_grad()
     def renew_where(self, found: Tensor, *, but: Collection[str]) -> None:
-        """The same on the device, where `found` is not 0. Buffers were written to for that, which is no change by the training;
+        """Renew on the device, where `found` is not 0. Buffers were written to for that, which is no change by the training;
         those in `but` were changed before."""
         if self._owners:
             torch._foreach_copy_(self._now_views, [buffer_of(o) for o in self._owners])
@@ -164,7 +164,8 @@ class Tail:
 
     @torch.no_grad()
     def resume(self, common: Mapping[str, Tensor] | None) -> None:
-        """A checkpoint was loaded, which is no change by the training. None: it holds no `common`."""
+        """Take the loaded buffers as unchanged by the training. `common`: their common values; None where the checkpoint has
+        none."""
         self.renew()
         for name, view in zip(self._names, self._last_views, strict=True):
             if common is not None and name in common:
@@ -189,7 +190,7 @@ def _flat_views(like: list[Tensor], dtype: torch.dtype, device: torch.device) ->
 
 
 def _byte_views(like: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """One flat byte buffer, and a view of each tensor's own type into it."""
+    """Allocate one flat byte buffer, and view each tensor's own type into it."""
     lengths = [-(-t.nbytes // 8) * 8 for t in like]  # 8-byte steps: a view as int64 must be aligned
     flat = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
     views, start = [], 0
@@ -221,7 +222,7 @@ def deferring(deferred: bool = True) -> Iterator[None]:
 
 
 def reads_late(device: torch.device) -> bool:
-    """Whether reading a number of this device would wait for it."""
+    """Return whether reading a number of this device would wait for it."""
     return device.type == "cuda" if _deferred is None else _deferred
 
 
@@ -248,7 +249,7 @@ class Verdict:
         return self._found
 
     def is_finite(self) -> bool:
-        """The answer; waits for the device where it is not known."""
+        """Return the answer; waits for the device where it is not known."""
         if self._finite is None:
             assert self._copy is not None
             self._finite = self._copy.numbers()[ALARMS] == 0.0
@@ -284,14 +285,14 @@ class HostCopy:
 @final
 class AlarmReader:
     def __init__(self, buckets: Buckets, *, may_miss: bool) -> None:
-        """`may_miss`: parameters without a gradient are no error."""
+        """Prepare to read the alarms. `may_miss`: parameters without a gradient are no error."""
         self._buckets, self._may_miss = buckets, may_miss
         self._device = next(iter(buckets)).flat.device
         self._host: Tensor | None = None
         self._last: HostCopy | None = None
-        """Of the window sent last."""
+        """Alarms of the window sent last."""
         self.unread: HostCopy | None = None
-        """The same, while its alarms were not acted on."""
+        """Alarms of the window sent last, until they are acted on; then None."""
 
     @property
     def reads_late(self) -> bool:
@@ -311,7 +312,8 @@ class AlarmReader:
         return self._buckets.own_alarms()
 
     def read(self, norm: Tensor | None) -> tuple[Alarms, float | None]:
-        """Those of the window just reduced, and the gradients' norm. On a GPU this waits for the reduce, once for both."""
+        """Return the alarms of the window just reduced, and the gradients' norm. On a GPU this waits for the reduce, once for
+        both."""
         self.unread = None
         sums = self._buckets.alarm_sums()
         if sums is not None and sums.device.type == "cuda":
@@ -352,7 +354,7 @@ class AlarmReader:
         return Verdict(None, found=found, copy=self.unread)
 
     def _copy(self, sums: Tensor | None, last: Tensor | None) -> HostCopy:
-        """To the host, in one row: the alarms, and one number more."""
+        """Copy the alarms and one number more to the host, in one row."""
         if self._last is not None:
             self._last.numbers()  # it arrives in the same memory; as a rule it was read long ago
         device = sums.device if sums is not None else self._device
@@ -368,15 +370,15 @@ class AlarmReader:
         return self._last
 
     def forget(self) -> None:
-        """A checkpoint was loaded: what was sent is of a window before."""
+        """Drop what was sent: a checkpoint was loaded, and it is of a window before."""
         self.unread = None
 
     def sent_before(self) -> Alarms | None:
-        """Those sent last, if they have not been acted on yet."""
+        """Return the alarms sent last, if they have not been acted on yet."""
         unread, self.unread = self.unread, None
         return None if unread is None else Alarms(*unread.numbers()[:ALARMS])
 
 
 def _zero_if_finite(norm: Tensor) -> Tensor:
-    """0, or NaN."""
+    """Return 0 for a finite norm, else NaN."""
     return norm - norm

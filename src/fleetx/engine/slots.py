@@ -69,7 +69,8 @@ class Step:
     share: float = 1.0
     """What this rank's gradient counts for in the mean."""
     bad_losses: float | Tensor = 0.0
-    """Not 0 where a loss of this rank's window is not finite. Such an update is not made: what was sent for it would be lost."""
+    """Other than 0 where a loss of this rank's window is not finite. Such an update is not made: what was sent for it would be
+    lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +100,13 @@ class Backward(Protocol):
         """Factor on the loss; undone once, in the flat buffer, before anything is reduced."""
 
     def expects_overflow(self) -> bool:
-        """Whether gradients that are not finite are a matter of this stage's scale, which learns from them."""
+        """Return whether gradients that are not finite are a matter of this stage's scale, which learns from them."""
 
     def settle(self, *, finite: bool) -> None:
         """Learn from an update boundary; called on every rank with the same answer (each rank with its own in Local SGD)."""
 
     def adopt_scale(self, smallest: float) -> None:
-        """Ranks that trained alone have met: go on with the smallest of their scales."""
+        """Go on with the smallest scale of the ranks, which trained alone and have met."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -118,7 +119,7 @@ class Kept:
     density: float
     """Numbers on the wire, in those of a dense reduce."""
     residual_norm: Callable[[], float | None]
-    """Of all that this rank has not sent yet; None once a later update has changed it."""
+    """Returns the norm of all that this rank has not sent yet; None once a later update has changed it."""
 
 
 class Reduce(Protocol):
@@ -130,32 +131,33 @@ class Reduce(Protocol):
     """The last bucket's own collective also moves the tail (buffers, flags), in the bucket's own type."""
 
     def is_local(self) -> bool:
-        """Whether the coming update is made by each rank alone: nothing is reduced, and nothing may be decided together."""
+        """Return whether the coming update is made by each rank alone: nothing is reduced, and nothing may be decided
+        together."""
 
     def attach(self, buckets: Buckets) -> None:
-        """Once, before the first update."""
+        """Prepare for these buckets; called once, before the first update."""
 
     def start(self, bucket: Bucket, step: Step) -> Pending: ...
     def refuse_again(self) -> None:
         """Raise if an update that was reduced cannot be added to and reduced once more."""
 
     def keeps_state(self) -> bool:
-        """Whether something of each parameter is kept from update to update, now or once it compresses."""
+        """Return whether something of each parameter is kept from update to update, now or once it compresses."""
 
     def used(self, used: list[bool] | None) -> list[bool] | None:
-        """Of parameters that some rank used: those that have a gradient now, in the order of buckets. None: all have."""
+        """Return which parameters have a gradient now, in bucket order; `used`: those that some rank used. None: all have."""
 
     def nonfinite(self) -> Tensor | None:
-        """Whether something was not finite in what was just reduced, on the device; None where the gradients tell."""
+        """Return whether something was not finite in what was just reduced, on the device; None where the gradients tell."""
 
     def kept(self) -> Kept | None:
-        """What the report of the update just reduced shows of it; None where all is sent."""
+        """Return what the report of the update just reduced shows of this stage; None where all is sent."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def check_state_dict(self, state: Mapping[str, Any], index: int) -> None: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def forget(self) -> None:
-        """A state in which nothing was kept was loaded."""
+        """Clear what was kept: a state without it was loaded."""
 
 
 class Clip(Protocol):
@@ -191,10 +193,10 @@ class Average(Protocol):
 
     def attach(self, *, update: Optimizer, on_round: Callable[[list[Any]], None]) -> None: ...
     def meets(self, index: int) -> bool:
-        """Whether ranks may tell each other of themselves after the update with this index."""
+        """Return whether ranks may tell each other of themselves after the update with this index."""
 
     def __call__(self, step: Step, news: News) -> bool:
-        """After every update, made or skipped, on every rank. Whether a round among all ranks was settled."""
+        """Act after every update, made or skipped, on every rank. Return whether a round among all ranks was settled."""
 
     def average_now(self, step: Step, news: News) -> None: ...
     def mean_shown(self, index: int) -> AbstractContextManager[None]: ...
@@ -229,7 +231,7 @@ class Stages:
     """REDUCE, where it is done inside backward by a wrapper of the model's."""
 
     def after_reduce(self) -> str | None:
-        """The part that acts between the reduced gradients and the next forward, beside the update itself; None: none."""
+        """Name the part that acts between the reduced gradients and the next forward, beside the update itself; None: none."""
         if self.merge.micro_steps > 1:
             return "gradient_merge"
         if self.clip is not None:
@@ -325,7 +327,7 @@ class Part(abc.ABC):
         return ()
 
     def wire_cost(self, shapes: Sequence[wire_cost.Shape], link: wire_cost.Link) -> wire_cost.Cost:
-        """Bytes and seconds of one exchange of gradients of these shapes; by default those of plain training."""
+        """Predict bytes and seconds of one exchange of gradients of these shapes; by default those of plain training."""
         return wire_cost.dense(wire_cost.numel(shapes), link)
 
     def updates_per_exchange(self) -> int:
@@ -333,8 +335,8 @@ class Part(abc.ABC):
         return 1
 
     def steady(self, updates_per_exchange: int = 1) -> Self:
-        """These settings for updates that are only timed: without what is different at the start of a training, and with so many
-        updates from one exchange to the next, where the part has such a period."""
+        """Return these settings for updates that are only timed: without what is different at the start of a training, and with
+        so many updates from one exchange to the next, where the part has such a period."""
         return self
 
     def label(self) -> str:
@@ -347,7 +349,7 @@ class Part(abc.ABC):
 
 
 def conflicts(parts: Iterable[tuple[str, frozenset[Slot]]]) -> dict[Slot, list[str]]:
-    """The slots claimed more than once, each with its claimants in the order given."""
+    """Return the slots claimed more than once, each with its claimants in the order given."""
     claimants: dict[Slot, list[str]] = {}
     for name, slots in parts:
         for slot in slots:

@@ -30,7 +30,7 @@ STAGES = ("backward", "reduce", "average")
 
 
 def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
-    """A tree of live tensors: copy what must not change. No collective."""
+    """Return a tree of live tensors: copy what must not change. No collective."""
     pipeline = optimizer.pipeline
     pipeline.refuse_inside_averaged()
     window = pipeline.window
@@ -138,7 +138,8 @@ def _buffers_state(pipeline: Pipeline) -> dict[str, list[str]]:
 
 
 def _check_buffers(pipeline: Pipeline, saved: Mapping[str, Any]) -> None:
-    """A buffer that was each rank's own has no common value, from which changes could be averaged."""
+    """Raise where the lists of local buffers differ: one that was each rank's own has no common value, from which changes could
+    be averaged."""
     tail = pipeline.buckets.tail
     lost = sorted(set(saved.get("local_buffers", [])) - tail.local) if tail is not None else []
     if lost:
@@ -195,7 +196,7 @@ def _load_reduce(pipeline: Pipeline, saved: Mapping[str, Any] | None) -> None:
 
 
 def parameter_names(optimizer: FleetOptimizer) -> list[str]:
-    """In the order by which the optimizer's state dict numbers its parameters."""
+    """List the names in the order by which the optimizer's state dict numbers its parameters."""
     known = {id(p): name for bucket in optimizer.pipeline.buckets for name, p in zip(bucket.names, bucket.params, strict=True)}
     known |= {id(p): name for name, p in optimizer.frozen.items()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -208,7 +209,7 @@ def _stage_state(pipeline: Pipeline, name: str) -> dict[str, Any]:
 
 
 def _by_our_numbers(inner: Mapping[str, Any], saved: list[str], mine: list[str]) -> dict[str, Any]:
-    """The same state with parameters numbered as in this run. The name is what tells them: two of one shape mix silently."""
+    """Renumber the saved state by this run's parameters. The name is what tells them: two of one shape mix silently."""
     if saved == mine:
         return dict(inner)
     number = {name: i for i, name in enumerate(mine)}

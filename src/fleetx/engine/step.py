@@ -50,7 +50,7 @@ class Pipeline:
         self._norms = GradientNorms(buckets, stages.update)
         self.window = Window()
         self._verdict = Verdict(True)
-        """Of the window just reduced: whether to update."""
+        """Whether to update by the window just reduced."""
         self._conditional = ConditionalStep(stages.update)
         self._has_grown = False
         """The last update, made before its answer was known, has made state that was not there."""
@@ -63,7 +63,7 @@ class Pipeline:
         """No step() has followed the last reduce."""
         self._grad_norm: Tensor | None = None
         self._bad_losses: float | Tensor = 0.0
-        """Of this rank's window that is being reduced."""
+        """0 where all losses of the window that is being reduced are finite on this rank; else a number of them, or NaN."""
         self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
         self.bare = BareBackward(self)
         if not by_ddp:
@@ -86,7 +86,7 @@ class Pipeline:
         """Used at the first update, and at those after which ranks are compared: gradients of trainable parameters of the model
         that no optimizer holds are of one rank."""
         self.compares_ranks = True
-        """Not in an update that is measured and undone."""
+        """Whether ranks are compared after updates; False during one that is measured and undone."""
         self.report_builder = ReportBuilder(stages, buckets, comm)
         if stages.average is not None:
             stages.average.attach(update=stages.update, on_round=self._read_round)
@@ -112,7 +112,7 @@ class Pipeline:
         return self.window.micro_steps >= self.stages.merge.micro_steps
 
     def backward(self, loss: Tensor, weight: float | None = None, *, retain_graph: bool = False) -> None:
-        """One micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
+        """Run one micro-step. When due it ends with true gradients: reduced, unscaled, averaged."""
         self._check_call(loss, weight)
         if not self.window.closed:
             self._hear_outcome()
@@ -189,7 +189,7 @@ class Pipeline:
         return self._report(due=False)
 
     def _reduce_what_came(self) -> None:
-        """Before the gradients are applied: those that are this rank's own join the window."""
+        """Take gradients that are this rank's own into the window, before they are applied."""
         self.refuse_inside_averaged()
         self._settle_backward()
         self.window.refuse_broken()
@@ -199,11 +199,12 @@ class Pipeline:
             self._take_local_gradients()
 
     def _has_local(self) -> bool:
-        """Whether there are gradients of this rank alone: left by fleet.no_sync(), or put in place by the user."""
+        """Return whether there are gradients of this rank alone: left by fleet.no_sync(), or put in place by the user."""
         return self.buckets.touched() if self.window.entered else self.buckets.has_new()
 
     def reduce_before_scaler(self, optimizer: Optimizer) -> None:
-        """Every rank is here, as in step(): none has seen yet whether its gradients are finite."""
+        """Reduce before a GradScaler looks at the gradients. Every rank is here, as in step(): none has seen yet whether they are
+        finite."""
         if self.stages.ddp is not None or dry_steps.is_on():
             return
         if no_sync.is_on() and not self.is_own_optimizer(optimizer):
@@ -219,7 +220,7 @@ class Pipeline:
         return self.update(recycle=True) if applies else self._report(due=False)
 
     def reduce_early(self) -> None:
-        """Half of a flush: true gradients of the micro-steps so far, to be looked at before step() applies them."""
+        """Reduce the micro-steps so far, half of a flush: the gradients can be looked at before step() applies them."""
         self.refuse_inside_averaged()
         self.settle()
         self.window.refuse_broken()
@@ -232,7 +233,7 @@ class Pipeline:
             self.reduce_now()
 
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
-        """zero_grad: a no-op inside a window; a reduced window that is not applied still counts as one update boundary.
+        """Zero the gradients: a no-op inside a window; a reduced window that is not applied still counts as one update boundary.
 
         Not after a backward that was meant for another pair: a GAN's generator loss leaves gradients in the discriminator."""
         self.settle()
@@ -264,7 +265,8 @@ class Pipeline:
             self.bare.add_set_aside()
 
     def refuse_unclaimed(self) -> None:
-        """In a merge window a backward of another pair's loss counts as a micro-step, unless this pair's step() follows it."""
+        """Raise inside a merge window that holds a backward of another pair's loss, which counts as a micro-step unless this
+        pair's step() follows it."""
         if self.window.shared and self.window.entered and self.stages.merge.micro_steps > 1:
             raise ConfigError(
                 "a backward of another pair's loss has reached this model inside a merge window, and is part of its sums. Write "
@@ -463,8 +465,8 @@ class Pipeline:
         return self._end_update(scale, recycle=recycle)
 
     def _can_stay_on_device(self) -> bool:
-        """Whether the update can be made before the host knows if it should be. What the user has edited after a bare backward is
-        looked at again, and agreed on."""
+        """Return whether the update can be made before the host knows if it should be. What the user has edited after a bare
+        backward is looked at again, and agreed on."""
         if self._verdict.is_known or (self.window.bare and self.buckets.were_edited()):
             return False
         return self._conditional.can_be_made()
@@ -488,7 +490,8 @@ class Pipeline:
         self.stages.backward.settle(finite=finite)
 
     def _update_undecided(self, *, recycle: bool) -> None:
-        """The same by the device's answer. What follows from it on the host comes when that is heard (undecided.py)."""
+        """Make the update by the device's answer. What follows from it on the host comes when that is heard
+        (on_device/undecided.py)."""
         self.index += 1
         self._clip(recycle=recycle, found=self._verdict.found)
         self._has_grown, put_back = self._conditional.step(self._verdict.found)
@@ -582,7 +585,7 @@ class Pipeline:
         return self.comm.size > 1 and self.stages.average is not None
 
     def average_now(self) -> None:
-        """Every rank calls it, between windows: gradients of one half filled are of the weights, and the scale, before."""
+        """Average between windows, on every rank: gradients of a window half filled are of the weights, and the scale, before."""
         self.settle()
         if self.stages.average is not None:
             self._hear_outcome()
@@ -599,7 +602,7 @@ class Pipeline:
             self.stages.average.refuse_inside()
 
     def mean_shown(self) -> AbstractContextManager[None]:
-        """The mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
+        """Hold the mean of all ranks' weights inside; under a per-step reducer they are equal anyway."""
         stage = self.stages.average
         if stage is not None and not self.window.closed:
             self._hear_outcome()
@@ -654,7 +657,7 @@ class Pipeline:
             self.when_ended(why)
 
     def give_up(self) -> None:
-        """This pair will train nothing: its parameters are free for another."""
+        """End the pair: its parameters are free for another."""
         model_pairs.dismiss(self)
         self.buckets.give_up()
         if self.stages.ddp is not None:
@@ -664,7 +667,7 @@ class Pipeline:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """A backward inside `with torch.autocast(...)` would compress gradients in 16 bits."""
+    """Leave the user's autocast: a backward inside `with torch.autocast(...)` would compress gradients in 16 bits."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

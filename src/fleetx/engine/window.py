@@ -31,7 +31,7 @@ def require_loss(loss: Any) -> None:
 
 
 def require_weight(weight: float | None, *, mean: bool) -> None:
-    """`mean`: the micro-batches of a window are averaged, not summed."""
+    """Raise unless the weight can be used. `mean`: the micro-batches of a window are averaged, not summed."""
     if weight is None:
         return
     if not (math.isfinite(weight) and weight >= 0):
@@ -46,7 +46,7 @@ def require_weight(weight: float | None, *, mean: bool) -> None:
 
 
 def near_power_of_two(mean: float) -> float:
-    """A power of two, so that dividing by it changes no bit."""
+    """Round to a power of two, so that dividing by it changes no bit."""
     return 2.0 ** round(math.log2(mean)) if mean > 0 else 1.0
 
 
@@ -147,14 +147,14 @@ class Weighing:
         self.last_total = 1.0
 
     def require(self, weight: float | None, window: Window) -> None:
-        """Every call passes a weight, or none does."""
+        """Raise unless every call passes a weight, or none does."""
         require_weight(weight, mean=self._merge.mean)
         weighted = bool(window.weights) if window.micro_steps else self.weighted
         if weighted is not None and weighted != (weight is not None):
             raise ConfigError("some calls of minimize/backward pass weight= and some do not; every call must, or none.")
 
     def refuse_bare(self, window: Window) -> None:
-        """A bare `loss.backward()` has no loss that could be scaled, and no weight."""
+        """Raise where a bare `loss.backward()` cannot serve: it has no loss that could be scaled, and no weight."""
         if self._needs_loss:
             raise ConfigError(
                 "this strategy needs to see the loss, but gradients came from loss.backward(). "
@@ -165,11 +165,12 @@ class Weighing:
             raise ConfigError("this run passes weight=; a bare loss.backward() has none. Write optimizer.backward(loss, weight).")
 
     def seed(self, weight: float | None) -> float:
-        """The factor on the loss. No mean enters here: hooks of the user's see each rank's own gradients, as under DDP."""
+        """Return the factor on the loss. No mean enters here: hooks of the user's see each rank's own gradients, as under DDP."""
         return self._backward.scale() * (1.0 if weight is None else weight / self.usual)
 
     def factor(self, window: Window, *, alone: bool) -> float:
-        """What turns the sums in the buckets into true gradients, once they are summed over ranks; or of this rank `alone`."""
+        """Compute what turns the sums in the buckets into true gradients, once they are summed over ranks; or of this rank
+        `alone`."""
         self.weighted = bool(window.weights)
         divisor = float(self._ranks(alone) * (window.micro_steps if self._merge.mean else 1))
         if window.weights:
@@ -181,7 +182,7 @@ class Weighing:
         return 0.0 if divisor == 0.0 else 1.0 / (divisor * self._backward.scale())
 
     def share(self, window: Window) -> float:
-        """What this rank's gradient counts for in the mean of all."""
+        """Return the share of this rank's gradient in the mean of all."""
         if not window.weights:
             return 1 / self._comm.size
         return math.fsum(window.weights) / self.last_total if self.last_total else 0.0
@@ -192,7 +193,7 @@ class Weighing:
         return float(total)
 
     def learn(self, window: Window, *, alone: bool) -> None:
-        """At an update boundary: what a micro-batch weighs as a rule."""
+        """Learn at an update boundary what a micro-batch usually weighs."""
         if window.weights:
             self.usual = near_power_of_two(self.last_total / (self._ranks(alone) * window.micro_steps))
 

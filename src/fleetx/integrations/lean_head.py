@@ -30,7 +30,7 @@ class OnDemandLogits(Tensor):
     asked: torch.dtype
     """The type that the reader has asked for, by `.float()` or `.to(...)`."""
     version: int
-    """Of the weight, when the head was called."""
+    """Version of the weight when the head was called."""
     products: torch.dtype
     """The type of the products: autocast's, where it was on."""
 

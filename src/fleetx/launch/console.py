@@ -43,15 +43,16 @@ def escape(line: str) -> str:
 class _State(Enum):
     QUIET = auto()
     WARNED = auto()
-    """After a warning; one indented line may follow: its source line."""
+    """The last line was a warning; one indented line may follow: its source line."""
     FRAMES = auto()
     """Inside a traceback, before the line that names the exception."""
     GROUP = auto()
     """Inside an exception group."""
     NAMED = auto()
-    """After an exception's name: the rest of its message follows, or a blank line and the next exception of a chain."""
+    """The last line began with an exception's name: the rest of its message follows, or a blank line and the next exception of a
+    chain."""
     CHAINED = auto()
-    """After the sentence that joins two tracebacks."""
+    """The last line was the sentence that joins two tracebacks."""
 
 
 class Excerpt:

@@ -103,7 +103,7 @@ class Console:
     """Prints tables and logs on stdout, once it is known which ranks run on this node."""
 
     def __init__(self, plan: topology.Plan, *, is_shared: bool) -> None:
-        """`is_shared`: rank 0 knows the terminal and may draw on it."""
+        """Prepare the output; `is_shared` says that rank 0 knows the terminal and may draw on it."""
         self.first_rank = 0
         self.node = plan.nodes.rank or 0
         self._plan = plan

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 SILENCE_SECONDS = 5.0
-"""After how long without a message a node is away."""
+"""Seconds without a message after which a node counts as away."""
 CLOSED_SECONDS = 5.0
 """How long a node may be away whose connection was closed without a farewell: its launcher has ended, or dials again at once."""
 GRACE_SECONDS = 60.0

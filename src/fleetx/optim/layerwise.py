@@ -51,7 +51,7 @@ class Layerwise(Update, abc.ABC):
     spellings: ClassVar[Mapping[str, str]]
     """Names that users of other optimizers may write, each with our own."""
     instead: ClassVar[Mapping[str, str]]
-    """For arguments that other optimizers have: what to write instead."""
+    """What to write instead of arguments that other optimizers have."""
     decay_key: ClassVar[str]
     moments: ClassVar[tuple[str, ...]]
     """Names of the state tensors that have the parameter's shape."""

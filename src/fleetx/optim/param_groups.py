@@ -47,7 +47,7 @@ class ParamInfo:
     """What decides about one parameter."""
 
     name: str | None
-    """None where it was given without a name."""
+    """The parameter's name; None where it was given without one."""
     dimensions: int
     in_norm: bool | None = None
     """Whether a norm layer holds it; None where its module is not known."""

@@ -37,7 +37,7 @@ class Batch:
     size: int
     """Rows of one rank and one micro-step."""
     samples_per_second: float
-    """Of all ranks together, by forward and backward alone."""
+    """Samples per second of all ranks together, by forward and backward alone."""
     peak_bytes: int
     """Bytes held at the peak of a step, the most of all ranks."""
     recomputed: tuple[str, ...]

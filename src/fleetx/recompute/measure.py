@@ -36,10 +36,10 @@ class Readings:
     """Bytes in use around one piece."""
 
     at_start: int = 0
-    """When its forward begins."""
+    """Bytes in use when its forward begins."""
     forward_peak: int = 0
     again_start: int = 0
-    """When it begins to be computed again; 0 if it never is."""
+    """Bytes in use when it begins to be computed again; 0 if it never is."""
     again_peak: int = 0
     backward_peak: int = 0
 

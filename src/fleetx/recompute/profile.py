@@ -94,9 +94,9 @@ class Profile:
     lingering: frozenset[int] = frozenset()
     """Storages that are in use until the model's forward is over in any case."""
     outlasting: frozenset[int] = frozenset()
-    """Those of them that are in use until the loss, the last element, is computed."""
+    """Those of `lingering` that are in use until the loss, the last element, is computed."""
     places: tuple[frozenset[int], ...] = ()
-    """For each unit the places, among its argument tensors, of those kept in host memory; empty where no unit can."""
+    """Places for each unit, among its argument tensors, of those kept in host memory; empty where no unit can."""
 
     def is_like(self, other: Profile) -> bool:
         """Return whether units, storages and elements are the same; bytes and seconds may differ."""

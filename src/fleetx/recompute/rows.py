@@ -13,7 +13,7 @@ WORTH_A_UNIT = 0.01
 SPLIT_ABOVE = 1 / 16
 """Share of all saved bytes: a module that saves more is split, if its parts, computed again one by one, free nearly as much."""
 SPLIT_BLOCK_ABOVE = 1 / 4
-"""The same for a block that the model repeats, which is a good unit by itself."""
+"""Share above which a block that the model repeats is split; such a block is a good unit by itself."""
 PARTS_FREE = 0.7
 """Share of a module's freed bytes that its parts must free for it to be split."""
 MOST_UNITS = 96

@@ -46,7 +46,7 @@ class Piece:
     view: Tensor
     """The gradient as `param.grad` shows it, with the strides that the parameter had at the start."""
     grad: Tensor
-    """The same gradient, as a flat row of the bucket."""
+    """The gradient as a flat row of the bucket."""
     bucket: Bucket
     offset: int
     """First entry of the row in the bucket."""

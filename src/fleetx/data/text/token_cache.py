@@ -34,7 +34,7 @@ import numpy.typing as npt
 from ...config import log
 from ...dist.file_lock import LocksMissingError, lock_aloud
 from ...dist.machine import boot_name
-from ...dist.own_files import replace_file
+from ...dist.own_files import replace_file, sync_folder
 from ...errors import ConfigError, DataError, warn_user
 
 # --- The lock: one process of a node at a time; the kernel releases it when its holder dies -----------------------------
@@ -187,12 +187,12 @@ def _write(home: Path, build: Build) -> None:
             json.dump({"body": body, "sha256": _hash_of(body)}, file)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(aside)
+        sync_folder(aside)
         if home.exists():  # damaged; processes that still map it keep their pages
             damaged = home.rename(home.parent / f"{mine}damaged-{uuid.uuid4().hex}")
             shutil.rmtree(damaged, ignore_errors=True)
         aside.rename(home)
-        _sync_folder(home.parent)
+        sync_folder(home.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -312,12 +312,3 @@ def _foreign(folder: Path) -> str | None:
 def _is_like_tmp(folder: Path) -> bool:
     """Check for /tmp's permissions: all users may create files, and delete only their own."""
     return folder.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH | stat.S_ISVTX
-
-
-def _sync_folder(path: Path) -> None:
-    """Sync a folder: a file's own fsync does not cover the folder that lists it."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,7 +23,7 @@ from ..setup.placement import plain_name
 
 class Mark(NamedTuple):
     tensor: weakref.ref[Tensor]
-    """Not its id: a new tensor may get the id of one that is gone."""
+    """The tensor, not its id: a new tensor may get the id of one that is gone."""
     version: int
 
 
@@ -63,17 +63,17 @@ class SortedBuffers(NamedTuple):
     tables: dict[str, Owner]
     local: dict[str, Owner]
     statistics: set[str]
-    """Of norm layers: the ranks change them differently, and that they are averaged is what everyone expects."""
+    """Names of norm layers' statistics: the ranks change them differently, and users expect that they are averaged."""
     reported: set[str]
     """Named in a warning, since ranks changed them differently. One set for each model, and the same on all ranks."""
 
     def outside_norm_layers(self) -> dict[str, Owner]:
-        """Of those that travel with every update."""
+        """Return the buffers that travel with every update and are not of a norm layer."""
         return {name: owner for name, owner in (self.floats | self.integers).items() if name not in self.statistics}
 
 
 def sort_buffers(model: nn.Module, local: Collection[str] = ()) -> SortedBuffers:
-    """`local`: names or patterns."""
+    """Sort the model's buffers by how they are kept equal. `local`: names or patterns of those that belong to each rank."""
     found = SortedBuffers({}, {}, {}, {}, set(), _reported.setdefault(model, set()))
     own = {id(buffer_of(owner)) for name, owner in _named_owners(model) if _is_named(name, local)}
     for name, owner in _named_owners(model):
@@ -91,7 +91,7 @@ def sort_buffers(model: nn.Module, local: Collection[str] = ()) -> SortedBuffers
 
 
 def is_norm_layer(module: nn.Module) -> bool:
-    """It has running statistics."""
+    """Return whether the module has running statistics."""
     return "num_batches_tracked" in module._buffers or "running_mean" in module._buffers
 
 
@@ -107,7 +107,7 @@ def _is_named(name: str, patterns: Collection[str]) -> bool:
 
 
 def refuse_unknown_buffers(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Every name or pattern of `strategy.local_buffers` is of a buffer that the model has."""
+    """Raise for a name or pattern of `strategy.local_buffers` that fits no buffer of the model."""
     names = [plain_name(name) for name, _ in _named_owners(model)]
     for pattern in patterns:
         if not any(_is_named(name, [pattern]) for name in names):
@@ -127,7 +127,7 @@ def reshaped(name: str, now: Sequence[int], before: Sequence[int]) -> ConfigErro
 
 
 def average_of_change(now: Tensor, last: Tensor, size: int) -> Tensor:
-    """This rank's share of the mean change since the last update.
+    """Compute this rank's share of the mean change since the last update.
 
     The change, not the value: a constant then stays the same to the bit. The mean of three equal floats need not be that float.
     From an infinity or a NaN there is no change to speak of: there the value itself is averaged.
@@ -136,5 +136,5 @@ def average_of_change(now: Tensor, last: Tensor, size: int) -> Tensor:
 
 
 def apply_change(last: Tensor, change: Tensor) -> Tensor:
-    """The common value after an update; the inverse of `average_of_change`, summed over ranks."""
+    """Compute the common value after an update; the inverse of `average_of_change`, summed over ranks."""
     return torch.where(last.isfinite(), last + change, change)

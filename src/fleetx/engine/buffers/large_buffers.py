@@ -30,18 +30,19 @@ class Tables:
         self._newly_let_go: list[str] = []
         self._shapes = {name: list(buffer_of(owner).shape) for name, owner in self.owners.items()}
         self._marks: dict[str, Mark | None] = {}
-        """None: of a checkpoint, changed before it was saved."""
+        """Mark of each buffer when all ranks had the same; None where a checkpoint says that it had changed before it was
+        saved."""
         self.resume(())
 
     def names(self) -> set[str]:
         return set(self.owners)
 
     def resume(self, changed: Collection[str]) -> None:
-        """What the buffers hold now is common to all ranks; but `changed` was not, on this rank, when it was saved."""
+        """Take what the buffers hold now as common to all ranks; but `changed` was not, on this rank, when it was saved."""
         self._marks = {name: None if name in changed else mark_of(buffer_of(owner)) for name, owner in self.owners.items()}
 
     def changed(self) -> list[str]:
-        """Those that this rank has written to or replaced since all ranks had the same."""
+        """List the buffers that this rank has written to or replaced since all ranks had the same."""
         found = []
         for name, mark in self._marks.items():
             if mark is None or not is_unchanged(mark, buffer_of(self.owners[name])):
@@ -50,7 +51,8 @@ class Tables:
 
     @torch.no_grad()
     def make_equal(self, comm: Comm, *, reports: bool = True) -> set[str]:
-        """Every rank is here, and some rank has changed one. The names of those that were unequal for the first time."""
+        """Make changed buffers equal; every rank is here, and some rank has changed one. Return the names of those that were
+        unequal for the first time."""
         names = self._changed_anywhere(comm)
         unequal = [self._make_one_equal(name, comm) for name in names]
         for name in names:
@@ -59,7 +61,7 @@ class Tables:
         return self._unreported(flags, comm)
 
     def _changed_anywhere(self, comm: Comm) -> list[str]:
-        """In one order on every rank."""
+        """List what some rank has changed, in one order on every rank."""
         ranks = comm.gather_json({name: list(buffer_of(self.owners[name]).shape) for name in self.changed()})
         for name in sorted({name for shapes in ranks for name in shapes}):
             seen = [shapes.get(name, self._shapes[name]) for shapes in ranks]
@@ -70,13 +72,13 @@ class Tables:
         return [name for name in self.owners if name in named]
 
     def _let_go(self, name: str) -> None:
-        """Ranks with different shapes would break the collective of all. Every rank does the same."""
+        """Leave a buffer to each rank: different shapes would break the collective of all. Every rank does the same."""
         del self.owners[name], self._marks[name]
         self.let_go.add(name)
         self._newly_let_go.append(name)
 
     def warn_of_let_go(self) -> None:
-        """On rank 0, after the last collective: a warning may have been made an error."""
+        """Warn on rank 0, after the last collective: a warning may have been made an error."""
         names, self._newly_let_go = [plain_name(name) for name in self._newly_let_go], []
         for name in names:
             warn_user(
@@ -85,7 +87,7 @@ class Tables:
             )
 
     def _make_one_equal(self, name: str, comm: Comm) -> Tensor:
-        """Whether it was unlike rank 0's."""
+        """Make one buffer equal on all ranks; return whether this rank's was unlike rank 0's."""
         module, key = self.owners[name]
         buffer = buffer_of((module, key))
         mine = _real(buffer).to(self._device).contiguous()
@@ -106,7 +108,8 @@ class Tables:
         return unequal
 
     def _unreported(self, flags: Mapping[str, Tensor], comm: Comm) -> set[str]:
-        """`flags` has the same names on all ranks: so that all of them reduce, or none does."""
+        """Name those that were unequal on some rank, for the first time. `flags` has the same names on all ranks, so that all of
+        them reduce, or none does."""
         if not flags:
             return set()
         counts = torch.stack(list(flags.values())).to(torch.int32)
@@ -122,7 +125,8 @@ class Tables:
 
     @torch.no_grad()
     def put_back(self, own: Mapping[str, Tensor]) -> None:
-        """Those that are unlike the mean count as changed again, as they did. What was let go meanwhile has stayed as it was."""
+        """Put this rank's own values back. Those unlike the mean count as changed again, as they did; what was let go meanwhile
+        stays as it was."""
         for name, kept in own.items():
             if name in self.owners and not torch.equal(buffer_of(self.owners[name]), kept):
                 buffer_of(self.owners[name]).copy_(kept)

@@ -20,7 +20,7 @@ from .buffer_kinds import Mark, SortedBuffers, buffer_of, is_unchanged, mark_of
 
 
 def is_unequal(now: Tensor, last: Tensor, common: Tensor, size: int) -> Tensor:
-    """Whether this rank's value is not the common one, beyond the rounding of the mean of `size` equal changes."""
+    """Return whether this rank's value is not the common one, beyond the rounding of the mean of `size` equal changes."""
     tolerance = 4 * size * torch.finfo(common.dtype).eps
     return ((now - common).abs() > tolerance * (now.abs() + last.abs())).any()
 
@@ -46,34 +46,34 @@ class UnequalBuffers:
         self.owners, self._reported = buffers.outside_norm_layers(), buffers.reported
         self._marks: dict[str, Mark] = {}
         self._seen: dict[str, Tensor] = {}
-        """By name, where it was looked at: whether it was unequal. On its device: reading it there would wait."""
+        """Whether each buffer that was looked at was unequal, by name. On its device: reading it there would wait."""
         self.renew_marks()
 
     def written(self) -> set[str]:
-        """Names of those that this rank has written to since the last update. Costs the device nothing."""
+        """Name the buffers that this rank has written to since the last update. Costs the device nothing."""
         return {name for name, mark in self._marks.items() if not is_unchanged(mark, buffer_of(self.owners[name]))}
 
     def candidates(self) -> set[str]:
-        """Of those, the ones to look at: not reported yet."""
+        """Return the written buffers that were not reported yet."""
         return self.written() - self._reported
 
     def note(self, name: str, unequal: Tensor) -> None:
         self._seen[name] = self._seen[name] | unequal if name in self._seen else unequal
 
     def renew_marks(self, but: Collection[str] = ()) -> None:
-        """The buffers hold what all ranks have in common; except for those in `but`."""
+        """Mark the buffers as common to all ranks; except for those in `but`."""
         renewed = {name: mark_of(buffer_of(owner)) for name, owner in self.owners.items() if name not in but}
         self._marks = {**self._marks, **renewed}
 
     def count(self) -> float | Tensor:
-        """What this rank has to report; on a GPU a tensor."""
+        """Count what this rank has to report; on a GPU a tensor."""
         if not self._seen:
             return 0.0
         total = torch.stack(list(self._seen.values())).sum()
         return float(total) if total.device.type == "cpu" else total
 
     def gather(self, comm: Comm) -> set[str]:
-        """Those that no rank has reported yet, now reported. Every rank is here: the sum of their counts was not zero."""
+        """Gather the names that no rank has reported yet. Every rank is here: the sum of their counts was not zero."""
         mine = [name for name, unequal in self._seen.items() if bool(unequal)]
         names = {name for theirs in comm.gather_json(mine) for name in theirs} - self._reported
         self._seen = {}

@@ -36,7 +36,8 @@ class Place(NamedTuple):
     """Updates whose gradients were reduced and then thrown away by zero_grad()."""
 
     def number(self) -> float:
-        """A small number that differs between neighbours: its square, summed over thousands of ranks, is exact in float32."""
+        """Return a small number that differs between neighbours: its square, summed over thousands of ranks, is exact in
+        float32."""
         return float((31 * self.update + 7 * self.reduce + 17 * self.dropped) % 61)
 
     def __str__(self) -> str:
@@ -45,7 +46,7 @@ class Place(NamedTuple):
 
 
 def are_equal(total: float | Tensor, squares: float | Tensor, count: int) -> bool:
-    """Whether `count` numbers with this sum and sum of squares are all the same (Cauchy and Schwarz)."""
+    """Return whether `count` numbers with this sum and sum of squares are all the same (Cauchy and Schwarz)."""
     return float(total) ** 2 == count * float(squares)
 
 
@@ -55,7 +56,7 @@ start."""
 
 
 def looks_after(index: int, every: int) -> bool:
-    """Whether ranks are compared after this update; `every` is 0 where they never are."""
+    """Return whether ranks are compared after this update; `every` is 0 where they never are."""
     return every > 0 and (index in EARLY_LOOKS or index % every == 0)
 
 
@@ -64,7 +65,7 @@ def looks_after(index: int, every: int) -> bool:
 class Checks:
     unused: UnusedCheck
     first_look: FirstLook | None
-    """Once."""
+    """Check of the first batch; None once it has run."""
     finite: NonFiniteGuard
     ranks: RankCheck
     alarms: AlarmReader
@@ -73,11 +74,11 @@ class Checks:
     flips: FlipWatch
     comm: Comm
     deferred: Alarms | None = None
-    """Missing gradients of a window that was reduced by a bare backward: an error in step(), if no other backward fills them."""
+    """Missing gradients of a window that a bare backward has reduced: an error in step(), if no other backward fills them."""
     deferred_alone: bool = False
-    """The same of a rank that trains alone."""
+    """Whether a rank that trains alone has such missing gradients."""
     place: Place | None = None
-    """Of the last reduce."""
+    """Place of the last reduce; None before the first."""
 
     def before_reduce(self, window: Window, *, again: bool = False) -> None:
         """Act on alarms read late; and once, before the first reduce: all ranks weigh or none, and each has its own data.
@@ -119,7 +120,7 @@ class Checks:
         return backward.checks_finite or self.finite.mode != "off"
 
     def judge(self, norm: Tensor | None, *, first: bool, defer: bool = False) -> Verdict:
-        """Whether the window just reduced may update: equal gradients and equal sums give every rank the same answer.
+        """Decide whether the window just reduced may update: equal gradients and equal sums give every rank the same answer.
 
         `norm`: of the gradients, where it is looked at. `first`: of a run, which is read at once, so that a mistake in the script
         is an error where it is made. `defer`: missing gradients are no error before step()."""
@@ -136,7 +137,7 @@ class Checks:
         return Verdict(True) if norm is None else self.alarms.send_with_verdict(norm)
 
     def judge_alone(self, norm: Tensor | None, *, defer: bool = False) -> Verdict:
-        """The same of a window that was not reduced: what all ranks must act on is kept until they meet."""
+        """Judge a window that was not reduced: what all ranks must act on is kept until they meet."""
         if not self.unused.allowed and self.alarms.own().missing:
             if defer:
                 self.deferred_alone = True
@@ -156,7 +157,7 @@ class Checks:
         self.deferred_errors.read_rows(rows, self.comm)
 
     def compares_after(self, index: int) -> bool:
-        """Whether ranks are compared after this update."""
+        """Return whether ranks are compared after this update."""
         return looks_after(index, self.ranks.every)
 
     def after_update(self, index: int) -> None:
@@ -171,25 +172,26 @@ class Checks:
             self.ranks.after_round(index)
 
     def stop(self, step: int, losses: list[Tensor], *, alone: bool) -> None:
-        """Now, or, since the others know of nothing, when the ranks meet."""
+        """Raise now, or, where the others know of nothing, when the ranks meet."""
         if not alone:
             self.finite.refuse(step, losses)
         told = ", ".join(repr(float(loss)) for loss in losses) or "not seen"
         self.deferred_errors.note_failure(step, f"losses {told}; gradients: {self.finite.bad_gradients()}")
 
     def agree_on_edited(self, norm: float, step: int, *, alone: bool, backward: Backward) -> bool:
-        """Whether gradients that were not finite may be applied after all: the user has changed them, and this is their norm.
+        """Agree whether gradients that were not finite may be applied after all: the user has changed them, and this is their
+        norm.
 
         Every rank is here, or has left its step() out: all of them have seen gradients that were not finite."""
         finite = math.isfinite(norm)
         return finite if alone else self.finite.agree(finite, step=step, stops=self.must_stop(backward))
 
     def must_stop(self, backward: Backward) -> bool:
-        """An overflow is what a loss scale expects, while it can shrink; elsewhere it is an accident."""
+        """Return whether an overflow is an error: a loss scale expects it, while it can shrink; elsewhere it is an accident."""
         return self.finite.mode == "stop" and not backward.expects_overflow()
 
     def agree_to_flush(self, window: Window) -> None:
-        """A rank whose window is empty would leave the others waiting in the reduce: asked here, where every rank is."""
+        """Raise on every rank where one has an empty window: it would leave the others waiting in the reduce."""
         if self.half_sent.open is not None:
             self.half_sent.refuse()
         counts = self.comm.gather_json(window.micro_steps) if self.comm.size > 1 else []
@@ -200,14 +202,14 @@ class Checks:
             )
 
     def forget(self) -> None:
-        """A checkpoint was loaded: what is under way is of the weights before."""
+        """Drop what is under way: a checkpoint was loaded, and it is of the weights before."""
         self.alarms.forget()
         self.ranks.forget()
         self.flips.forget()
         self.deferred_errors.forget()
 
     def _read_alarms(self, alarms: Alarms, *, defer: bool = False) -> None:
-        """Every rank has the same sums, and does the same."""
+        """Act on the summed alarms. Every rank has the same sums, and does the same."""
         self._require_one_place(alarms)
         if alarms.stops > 0:
             stop_signal.set_agreed(agreed=True)
@@ -221,7 +223,8 @@ class Checks:
             self.ranks.exchange()
 
     def _require_one_place(self, alarms: Alarms) -> None:
-        """Ranks that reduce different updates together train wrong numbers, and hang at the end: all of them see it here."""
+        """Raise on all ranks where they reduce different updates together: they would train wrong numbers, and hang at the
+        end."""
         if self.comm.size > 1 and not are_equal(alarms.place, alarms.place_squared, self.comm.size):
             places = [Place(*place) for place in self.comm.gather_json(list(self.place or Place(0, 0)))]
             listed = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
@@ -262,14 +265,14 @@ class UnusedCheck:
         """A further sentence on why gradients may be missing."""
 
     def after_reduce(self) -> list[bool] | None:
-        """Which parameters were used by any rank, in bucket order; None when all must have been."""
+        """Return which parameters were used by any rank, in bucket order; None when all must have been."""
         if self.allowed:
             return [count > 0 for count in self.buckets.use_counts()]
         self.missing = self.buckets.missing()
         return None
 
     def read_alarms(self, alarms: Alarms) -> None:
-        """The alarms of the window that was reduced last are known now, on every rank."""
+        """Read the alarms of the window that was reduced last, known now on every rank."""
         if not self.allowed and float(alarms.missing) > 0:
             raise ConfigError(missing_gradients_message(self.comm.gather_json(self.missing), hint=self.hint()))
 
@@ -298,7 +301,7 @@ class DeferredErrors:
         self.failed_at, self.why, self.missing = 0, "", []
 
     def read_rows(self, rows: Sequence[Row], comm: Comm) -> None:
-        """Every rank is here with the same rows, and so all of them gather, or none does.
+        """Raise what the rows announce. Every rank is here with the same rows, and so all of them gather, or none does.
 
         A checkpoint holds nothing of this: the run that saved it has heard, or was ended otherwise."""
         missing, why = self.missing, self.why

@@ -35,31 +35,31 @@ class RankCheck:
         self.tables_change = False
         """Some rank has changed one in this run, as all of them know."""
         self.taken: tuple[str, Tensor] | None = None
-        """After what a fingerprint was taken, and the fingerprint; None: none waits to be compared."""
+        """The place after which a fingerprint was taken, and the fingerprint; None: none waits to be compared."""
         self.pending: tuple[str, Tensor, Any] | None = None
         self._unapplied = 0
         """Reduces so far that came without a step() between them and the one before."""
         self._last_round = 0
         self._left_some_out = False
-        """When the last comparison began, this rank left out buffers that others may not have."""
+        """Whether this rank left out buffers, when the last comparison began, that others may not have left out."""
 
     def forget(self) -> None:
-        """A checkpoint was loaded: what was under way is of the weights before."""
+        """Drop what was under way: a checkpoint was loaded, and it is of the weights before."""
         self.pending = self.taken = None
 
     def _looks_until(self, index: int) -> int:
-        """How many looks are due up to this update."""
+        """Count the looks that are due up to this update."""
         return sum(index >= early for early in EARLY_LOOKS) + index // self.every
 
     def read_alarms(self, alarms: Alarms) -> None:
-        """Every rank has the same sums, and does the same."""
+        """Act on the summed marks. Every rank has the same sums, and does the same."""
         if self._tail is not None:
             self.tables_are_settled = True
             self.tables_change = self.tables_change or bool(alarms.changed_tables > 0)
             self._tail.read_alarms(alarms, self._comm)
 
     def hears_later(self) -> None:
-        """The alarms of this update are read with the next one."""
+        """Note that the alarms of this update are read with the next one."""
         self.tables_are_settled = False
 
     def after_update(self, index: int) -> None:
@@ -74,7 +74,7 @@ class RankCheck:
             self.taken = (f"update {index}", self._mark())
 
     def after_unapplied(self, place: object) -> None:
-        """A reduce is over, and no step() has followed the one before: weights may be changed by hand, and are looked at here.
+        """Look at the weights after a reduce that no step() has followed: they may be changed by hand.
 
         Of those of a run the first, the tenth and every so many: compared in the next reduce, as after an update."""
         if self._comm.size == 1 or self.every == 0:
@@ -92,7 +92,8 @@ class RankCheck:
             self._compare(after, mark)
 
     def after_round(self, index: int) -> None:
-        """Ranks that train alone are equal now and then: looked at in the first such moment after each `every` updates."""
+        """Look at the weights when ranks that train alone have become equal: in the first such moment after each `every`
+        updates."""
         if self._comm.size == 1 or self.every == 0:
             return
         if self.pending is not None:
@@ -102,7 +103,8 @@ class RankCheck:
         self._last_round = index
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Ranks may leave out different buffers: where that makes their marks differ, they are compared name by name."""
+        """Collect what is compared. Ranks may leave out different buffers: where that makes their marks differ, they are compared
+        name by name."""
         left_out: set[str] = set() if self._tail is None else self._tail.local | self._tail.tables.let_go | self._tail.written()
         if self._tail is not None and not self.tables_are_settled:
             left_out |= self._tail.tables.names()
@@ -141,7 +143,8 @@ class RankCheck:
             self._compare_by_name(after)
 
     def _compare_by_name(self, after: str) -> None:
-        """Every rank is here: the extremes are the same for all. Ranks that hold the same after all leave in peace, together."""
+        """Compare tensor by tensor. Every rank is here: the extremes are the same for all, and ranks that are equal after all
+        return together."""
         marks = {name: f"{int(fingerprint([t])):x}" for name, t in self._tensors().items()}
         rates = [float(group.get("lr", 0.0)) for group in self._optimizer.param_groups]
         ranks = self._comm.gather_json([marks, self._left_some_out, rates])

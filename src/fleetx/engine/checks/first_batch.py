@@ -27,7 +27,7 @@ from ..user_loop.ddp import refuse_other_wrapper
 
 
 def digest(value: Any) -> str | None:
-    """A fingerprint of all tensors in a (nested) value, or None when it holds none."""
+    """Hash all tensors in a (nested) value; None when it holds none."""
     hasher = hashlib.sha256()
     found = _feed(hasher, value)
     return hasher.hexdigest()[:16] if found else None
@@ -54,7 +54,7 @@ class FirstLook:
     """Hooks the model's first training forward. Says nothing, and costs nothing, afterwards."""
 
     def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None, parts: Sequence[Part] = ()) -> None:
-        """`wrapper`: of the model, where it reduces. `parts`: of its strategy."""
+        """Watch the first batch. `wrapper`: of the model, where it reduces. `parts`: of its strategy."""
         self._model, self._wrapper, self._parts = model, wrapper, parts
         self._was_called = False
         self._digest: str | None = None
@@ -135,9 +135,9 @@ def _look_at_nothing() -> FirstLook:
 
 ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
 SHUFFLES = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-"""By exact type: a subclass may share out by itself."""
+"""Samplers that shuffle, by exact type: a subclass may share out by itself."""
 ITEMS, VALUES, CHARACTERS = 16, 64, 200
-"""Of a container so many items are looked at, of a row so many values, of a text so many characters: a look at a large dataset
+"""Most items of a container, values of a row and characters of a text that are looked at: a look at a large dataset
 must take milliseconds."""
 DEPTH, LIMIT = 5, 20_000
 """So deep, and at so many things in all."""
@@ -208,7 +208,8 @@ def _iterators() -> Iterator[Any]:
 
 
 def _is_under_way(iterator: Any) -> bool:
-    """Whether its last batch is in use or to come. After that one no worker has a task, though the loop may be training on it.
+    """Return whether the iterator's last batch is in use or to come. After that one no worker has a task, though the loop may be
+    training on it.
 
     An iterator that ends shuts its workers down; one with persistent workers keeps them, and may have ended long ago."""
     if getattr(iterator, "_tasks_outstanding", 1) > 0:
@@ -297,6 +298,6 @@ class _Look:
 
 
 def _some(items: Any) -> list[Any]:
-    """At most ITEMS of them, from the first to the last."""
+    """Select at most ITEMS of them, from the first to the last."""
     places = {round(at) for at in np.linspace(0, len(items) - 1, ITEMS)} if len(items) else set()
     return [items[at] for at in sorted(places)]

@@ -104,7 +104,7 @@ class FlipWatch:
         """Addresses of the tensors that the views are of."""
         self._before = self._now = self._found = torch.zeros(0, PARTS, dtype=torch.int64)
         self.versions: list[int] | None = None
-        """Of the tensors when their bits were summed; None: the bits of this interval are not known."""
+        """Versions of the tensors when their bits were summed; None: the bits of this interval are not known."""
         self._mark: Tensor | None = None
         """Sums after the last averaging that left the same weights on all ranks; None: there was none since a start."""
         self._began = time.perf_counter()
@@ -115,7 +115,7 @@ class FlipWatch:
         """Intervals between two updates that were watched, and those that were left out to save time."""
 
     def forget(self) -> None:
-        """A checkpoint was loaded, or the weights were written by this library."""
+        """Drop what was taken: a checkpoint was loaded, or the weights were written by this library."""
         self.versions = self._mark = None
         self._found.zero_()
 

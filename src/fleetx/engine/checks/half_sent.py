@@ -25,10 +25,12 @@ class HalfSent:
         self._count = 0
         """Backwards that failed so, in this run."""
         self.open: tuple[str, str, str] | None = None
-        """Of the last one: under which keys the ranks leave notes, this rank's note, and the error; None once it is settled."""
+        """The last failed backward: under which keys the ranks leave notes, this rank's note, and the error; None once it is
+        settled."""
 
     def note(self, pair: int, *, place: object, sent: int, total: int) -> None:
-        """A backward has failed after `sent` of `total` buckets were sent. No collective: the other ranks may not be here."""
+        """Note that a backward has failed after `sent` of `total` buckets were sent. No collective: the other ranks may not be
+        here."""
         if self._comm.size == 1:
             return
         self._count += 1

@@ -17,7 +17,7 @@ from ..buckets import Buckets
 from ..buffers.buffer_kinds import buffer_of, sort_buffers
 
 NOT_MADE = "is not made, since its loss or gradients are not finite"
-"""Of an update, in the word that a rank leaves."""
+"""What the note of a rank says of an update."""
 
 OnNanInf: TypeAlias = Literal["stop", "skip", "off"]
 
@@ -29,17 +29,17 @@ class NonFiniteGuard:
     def __init__(
         self, mode: OnNanInf, model: nn.Module, buckets: Buckets, comm: Comm, *, may_skip: bool, local: Collection[str] = ()
     ) -> None:
-        """`local`: names or patterns of buffers that belong to each rank, and are left to it."""
+        """Prepare the guard. `local`: names or patterns of buffers that belong to each rank, and are left to it."""
         self.mode, self._buckets, self._comm = mode, buckets, comm
         self._warned = False
         self.owners = sort_buffers(model, local).floats if may_skip else {}
         self._good = [buffer.clone() for buffer in self._present()]
         """Floating buffers after the last update: a NaN that passed a BatchNorm is in its statistics, update or not."""
         self._finite_on: list[bool] = []
-        """By rank, whether the gradients are finite after the user has edited them; empty where no ranks disagree."""
+        """Whether each rank's gradients are finite after the user has edited them; empty where no ranks disagree."""
 
     def agree(self, finite: bool, *, step: int, stops: bool) -> bool:
-        """Whether the gradients, which were not finite when they were reduced, are finite now on every rank.
+        """Agree whether the gradients, which were not finite when they were reduced, are finite now on every rank.
 
         The user may have made them so on some ranks only, by a loss that the others do not see. `stops`: an update that is not
         finite is an error, which a rank that has left step() out finds as its reason."""
@@ -82,7 +82,7 @@ class NonFiniteGuard:
         return [buffer_of(owner) for owner in self.owners.values()]
 
     def refuse(self, step: int, losses: list[Tensor]) -> NoReturn:
-        """Every rank is here: the answer came from what all of them reduced."""
+        """Raise. Every rank is here: the answer came from what all of them reduced."""
         with self._word(step):
             by_rank = self._comm.gather_json([repr(float(loss)) for loss in losses])
         bad = [f"{loss} on rank {rank}" for rank, told in enumerate(by_rank) for loss in told if "nan" in loss or "inf" in loss]
@@ -115,7 +115,8 @@ class NonFiniteGuard:
 
     @torch.no_grad()
     def settle_buffers(self, *, finite: bool, alone: bool) -> None:
-        """At an update boundary. Buffers are equal on all ranks by now, or this rank's own, and so is what is put back."""
+        """Keep or put back the buffers at an update boundary. They are equal on all ranks by now, or this rank's own, and so is
+        what is put back."""
         if not self.owners:
             return
         buffers = self._present()
@@ -129,7 +130,7 @@ class NonFiniteGuard:
 
     @torch.no_grad()
     def settle_buffers_on_device(self, found: Tensor, *, alone: bool) -> None:
-        """The same where the host does not know yet; `found`: 1.0 where the update is not made, else 0.0."""
+        """Keep or put back the buffers where the host does not know yet; `found`: 1.0 where the update is not made, else 0.0."""
         tail = self._buckets.tail
         pairs = [(b, g) for b, g in zip(self._present(), self._good, strict=True) if b.shape == g.shape and b.numel()]
         if not pairs:
@@ -145,7 +146,7 @@ class NonFiniteGuard:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """What the buffers hold now is good."""
+        """Take what the buffers hold now as good."""
         if not self.owners:
             return
         buffers = self._present()
@@ -155,7 +156,7 @@ class NonFiniteGuard:
             self._good = [buffer.clone() for buffer in buffers]
 
     def good(self) -> dict[str, Tensor] | None:
-        """The floating buffers after the last update; None where no update is ever skipped."""
+        """Return the floating buffers after the last update; None where no update is ever skipped."""
         return dict(zip(self.owners, self._good, strict=True)) if self.owners else None
 
     def resume(self, good: Mapping[str, Tensor] | None) -> None:

@@ -14,7 +14,7 @@ _face: weakref.ref[FleetOptimizer] | None = None
 
 
 def use(face: FleetOptimizer) -> None:
-    """From now on."""
+    """Use this pair's autocast from now on."""
     global _face
     if face.forward_stage is not None:
         _face = weakref.ref(face)
@@ -29,7 +29,7 @@ def context() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def used_by(face: FleetOptimizer) -> Iterator[None]:
-    """Inside, it is this pair's, or none if it has none."""
+    """Use this pair's autocast inside, or none if it has none."""
     global _face
     before, _face = _face, weakref.ref(face)
     try:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Tensors in lists, tuples, named tuples, mappings and dataclasses; anything else is passed through as it is."""
+    """Map tensors in lists, tuples, named tuples, mappings and dataclasses; anything else is passed through as it is."""
     return map_leaves(Tensor, fn, value)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All of them, in the order in which they are found."""
+    """List all tensors, in the order in which they are found."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def map_leaves(kind: type[Any], fn: Callable[[Any], Any], value: Any) -> Any:
-    """The same for leaves of another kind."""
+    """Map leaves of another kind than tensors."""
     if isinstance(value, kind):
         return fn(value)
     if type(value) is dict:

@@ -25,9 +25,9 @@ class Outermost:
 
     def __init__(self) -> None:
         self.is_entered = False
-        """For compiled code, since torch's compiler can read an attribute, and makes a new graph when it changes, but not a
-        ContextVar. It is of all threads: where one is inside while another calls compiled code from outside, that one is taken
-        for inside too."""
+        """Whether a call is under way, for compiled code, since torch's compiler can read an attribute, and makes a new graph
+        when it changes, but not a ContextVar. It is of all threads: where one is inside while another calls compiled code from
+        outside, that one is taken for inside too."""
         self._entered = 0
 
     def is_under_way(self) -> bool:
@@ -130,14 +130,14 @@ class PatchedForward(StandIn):
         return self._is_of_the_whole or (isinstance(inner, PatchedForward) and inner.is_of_the_whole)
 
     def original(self) -> Forward:
-        """The forward before any patch."""
+        """Return the forward before any patch."""
         inner = self.inner
         while isinstance(inner, PatchedForward):
             inner = inner.inner
         return inner
 
     def replaced(self) -> Any:
-        """The forward that the user had set on this very module, or ABSENT: then the class's serves."""
+        """Return the forward that the user had set on this very module, or ABSENT: then the class's serves."""
         return self._replaced
 
     # One that someone has put elsewhere (`model.old_forward = model.forward`) is copied as the original: bound to the copy, so
@@ -193,7 +193,7 @@ def patch_forward(
 
 
 def patch_innermost(module: nn.Module, around: Callable[..., Any], *, only_outermost: bool = False) -> None:
-    """The same, inside of patches that are there already: for one that does what forward does in another way."""
+    """Patch inside of patches that are there already: for one that does what forward does in another way."""
     outer = patch_of(module)
     if outer is None:
         return patch_forward(module, around, only_outermost=only_outermost)
@@ -205,7 +205,7 @@ def patch_innermost(module: nn.Module, around: Callable[..., Any], *, only_outer
 
 @contextlib.contextmanager
 def patched(patches: Iterable[tuple[nn.Module, Callable[..., Any]]], *, only_outermost: bool = False) -> Iterator[None]:
-    """As patch_forward, for a while."""
+    """Patch as patch_forward does, for a while."""
     before: list[tuple[nn.Module, Forward | None]] = []
     try:
         for module, around in patches:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar, final
 from torch import nn
 
 ABSENT = object()
-"""Of an attribute: the module's `__dict__` has none."""
+"""Stands for an attribute that the module's `__dict__` has not."""
 SIDE_TABLES = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
@@ -47,7 +47,7 @@ class StandIn(ABC):
 
     @abstractmethod
     def replaced(self) -> Any:
-        """What a copy has in this place; ABSENT: nothing."""
+        """Return what a copy has in this place; ABSENT: nothing."""
 
 
 def left_out(hook: Hook) -> Hook:
@@ -57,7 +57,7 @@ def left_out(hook: Hook) -> Hook:
 
 
 def keep_copies_plain(module: nn.Module) -> None:
-    """From now on copies and pickles of this module, and of others of its class, leave out what is ours."""
+    """Make copies and pickles of this module, and of others of its class, leave out what is ours."""
     kind = type(module)
     known = copyreg.dispatch_table.get(kind)
     if not isinstance(known, _Reducer):
@@ -83,7 +83,7 @@ class _Reducer:
 
 
 def _without_ours(state: Any, depth: int) -> Any:
-    """The same value if nothing in it is ours."""
+    """Return the value without what is ours: the same object if nothing in it is."""
     if depth < 0:
         return state
     if type(state) is tuple or type(state) is list:  # (state, slots), or what the user's own method has made

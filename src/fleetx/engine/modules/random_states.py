@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 NUMPY_WORDS = 625
-"""Of a Mersenne twister: 624 words, and the position among them."""
+"""Length of a Mersenne twister's state: 624 words, and the position among them."""
 
 
 class Source(NamedTuple):
@@ -32,7 +32,7 @@ HELD: dict[type, Callable[[Any], Source]] = {
     np.random.RandomState: lambda held: Source(held.get_state, held.set_state),
     np.random.Generator: lambda held: Source(lambda: held.bit_generator.state, partial(setattr, held.bit_generator, "state")),
 }
-"""Those that are objects: a module's attribute, or an argument of its forward."""
+"""Generators that are objects: a module's attribute, or an argument of its forward."""
 
 
 @contextlib.contextmanager
@@ -75,7 +75,8 @@ def kept(sources: Iterable[Source], drawn: set[Source], states: States) -> Itera
 
 
 def _python_drew(before: Any, after: Any) -> bool:
-    """A draw moves the position, the last of the words, or a new round changes all the others; or it uses up a spare normal."""
+    """Return whether Python's generator was used: a draw moves the position, the last of the words, or a new round changes all
+    the others; or it uses up a spare normal."""
     return bool(before[1][-8:] != after[1][-8:] or before[2] != after[2])
 
 
@@ -85,7 +86,8 @@ _numpy_last: tuple[bytes, Any] | None = None
 
 
 def _numpy_now() -> tuple[bytes, Any]:
-    """Its words and its state, which takes 40 us to ask for: while the words are the same, the last answer holds."""
+    """Return the words of NumPy's generator and its state, which takes 40 us to ask for: while the words are the same, the last
+    answer holds."""
     global _numpy_last
     words = _numpy_words()
     if _numpy_last is None or _numpy_last[0] != words or _numpy_last[1]["has_gauss"]:

@@ -11,7 +11,8 @@ A number of the state that is on the host (how many steps there were) is put bac
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -22,17 +23,19 @@ from torch.optim import optimizer as optimizer_module
 from ..bucket import view_like
 from ..setup.own_optimizer import Update
 from ..user_loop.optimizer_hooks import may_change_gradients
-from .device_copy import PutBack
+from .triton_support import has_triton, runs_here
 
 PutBackOnHost = Callable[[], None]
 
 MOST_BYTES_KEPT = 256 * 2**20
-"""Of parameters and state beside which copies are kept: writing these takes a GPU less time than a wait costs it."""
+"""Largest size of parameters and state beside which copies are kept: writing these takes a GPU less time than a wait costs it."""
 TAKES_FOUND = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""With fused=True."""
+"""Optimizers whose fused kernel (fused=True) takes a flag on the device."""
 NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 HOLDS_TENSORS = tuple(getattr(torch.optim, name) for name in NAMES)
-"""Of torch: all that a step changes is parameters, and what `state` holds."""
+"""Torch's optimizers of which all that a step changes is parameters, and what `state` holds."""
+CHUNK_BYTES = 2**14
+"""Bytes that one program of the kernel copies back."""
 
 
 class Way(enum.Enum):
@@ -42,7 +45,7 @@ class Way(enum.Enum):
 
 
 def way_of(optimizer: Optimizer) -> Way:
-    """How a step of this optimizer is made before the host knows whether it should be. The same on every rank."""
+    """Return how a step of this optimizer is made before the host knows whether it should be. The same on every rank."""
     mine = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = (optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)
     if any(may_change_gradients(hooks) for hooks in (*mine, *of_all)):
@@ -64,12 +67,12 @@ class ConditionalStep:
         self._kept: _KeptValues | None = None
 
     def can_be_made(self) -> bool:
-        """Whether the coming step can do without the host's knowing."""
+        """Return whether the coming step can be made before the host knows."""
         way = way_of(self._optimizer)
         return way is Way.TAKES or (way is Way.KEEPS and self._find_kept() is not None)
 
     def make_room(self) -> None:
-        """After an update was made: take the memory that later ones need, while it is being measured what a run takes."""
+        """Allocate, after an update that was made, what later ones need, so that it is part of what a run is measured to take."""
         if way_of(self._optimizer) is Way.KEEPS:
             kept = self._find_kept()
             if kept is not None:
@@ -112,7 +115,8 @@ class ConditionalStep:
 
 
 def _is_on_host(value: Any) -> bool:
-    """Whether this is one number that the optimizer reads and writes on the host, also in the state of a GPU's parameters."""
+    """Return whether this is one number that the optimizer reads and writes on the host, also in the state of a GPU's
+    parameters."""
     return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
 
 
@@ -175,3 +179,53 @@ class _KeptValues:
     def put_back(self, found: Tensor) -> None:
         assert self._put_back is not None
         self._put_back(found)
+
+
+@final
+class PutBack:
+    """Copies `copies` back into `tensors` of the same types, shapes and strides where a flag on the device says so: by one kernel
+    that ends at once where it does not, or by a select."""
+
+    def __init__(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        self._tensors, self._copies = list(tensors), list(copies)
+        self._places: list[int] = []
+        self._table: Tensor | None = None
+        device = self._tensors[0].device
+        by_kernel = has_triton() and runs_here(device) and all(map(_is_alike, self._tensors, self._copies))
+        self._kernel: Any = _kernel() if by_kernel else None
+
+    def __call__(self, found: Tensor) -> None:
+        """Copy where `found` is not 0."""
+        if self._kernel is None:
+            flag = found != 0.0
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                torch.where(flag, copy, tensor, out=tensor)
+            return
+        table = self._chunks()
+        self._kernel[(len(table),)](table, found, CHUNK_BYTES, num_warps=4)
+        torch.autograd.graph.increment_version(self._tensors)
+
+    def _chunks(self) -> Tensor:
+        """Return addresses and lengths, a row for each chunk; written again where a tensor has moved (`param.data = ...`)."""
+        places = list(map(Tensor.data_ptr, self._tensors))
+        if self._table is None or places != self._places:
+            rows = []
+            for place, tensor, copy in zip(places, self._tensors, self._copies, strict=True):
+                for start in range(0, tensor.nbytes, CHUNK_BYTES):
+                    rows.append([place + start, copy.data_ptr() + start, min(CHUNK_BYTES, tensor.nbytes - start)])
+            on_gpu = self._tensors[0].device.type == "cuda"
+            host = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+            self._places, self._table = places, host.to(self._tensors[0].device, non_blocking=on_gpu)
+        return self._table
+
+
+def _is_alike(tensor: Tensor, copy: Tensor) -> bool:
+    """Return whether both are the same in memory, so that bytes can be copied."""
+    return tensor.stride() == copy.stride() and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+@functools.cache
+def _kernel() -> Any:
+    from .device_copy_triton import put_back  # Triton is imported only where it is used
+
+    return put_back

@@ -43,7 +43,7 @@ class Undecided:
 
 @final
 class Outcomes:
-    """Of the updates of one pair, in their order."""
+    """Keeps the outcomes of one pair's updates, in their order."""
 
     def __init__(self, checks: Checks, backward: Backward) -> None:
         self._checks, self._backward = checks, backward
@@ -61,7 +61,7 @@ class Outcomes:
         return self._skipped + int(is_out)
 
     def restart(self, *, skipped: int) -> None:
-        """A checkpoint was loaded: what there was to hear is of the weights before."""
+        """Drop what there was to hear: a checkpoint was loaded, and it is of the weights before."""
         self._skipped, self.open, self.refused = skipped, None, None
         _unheard.pop(self._number, None)
 
@@ -120,12 +120,12 @@ class Outcomes:
 
 _numbers = itertools.count()
 _unheard: dict[int, tuple[int, Verdict]] = {}
-"""By number of the pair's outcomes: the last update, if it may be one for which all ranks stop. Pairs may be gone before the run
+"""The last update by number of the pair's outcomes, if it may be one for which all ranks stop. Pairs may be gone before the run
 ends, so this holds nothing of theirs."""
 
 
 def _say_last_words() -> None:
-    """Of a run that asked for nothing after its last update, and that update was not made."""
+    """Warn at the exit of a run that asked for nothing after its last update, if that update was not made."""
     while _unheard:
         _, (step, verdict) = _unheard.popitem()
         try:

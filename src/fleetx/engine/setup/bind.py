@@ -69,7 +69,8 @@ def bind(
     checks: DistributedStrategy | None = None,
     is_placed: bool = False,
 ) -> None:
-    """What can be refused is refused before the model is touched; parts may still refuse while they are built.
+    """Bind a model to its optimizer. What can be refused is refused before the model is touched; parts may still refuse while
+    they are built.
 
     `checks`: the strategy that is looked at for that, where another one is built. `is_placed`: the model is on its device, and
     the same on all ranks, since an earlier pair was bound to it."""
@@ -122,7 +123,8 @@ def _forward_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def _refuse_unlike_forward(model: nn.Module, mine: Sequence[Part]) -> None:
-    """Two optimizers of one model share its forward: a part that acts there acts for both, or for none."""
+    """Raise where two optimizers of one model would have different forwards: a part that acts there acts for both, or for
+    none."""
     modules = set(model.modules())
     for pipeline, (held, theirs) in list(_in_forward.items()):
         other = held()
@@ -189,7 +191,7 @@ def _connect(
 
 
 def replaced_parameter(model: nn.Module, ids: Mapping[str, int], held: Collection[int]) -> str:
-    """A sentence on a parameter of the model that is not the tensor which was distributed; empty if all are.
+    """Return a sentence on a parameter of the model that is not the tensor which was distributed; empty if all are.
 
     `ids`: of those that were distributed, by name. `held`: of those that the optimizer holds now."""
     found = {plain_name(name): id(param) for name, param in model.named_parameters()}
@@ -229,7 +231,7 @@ def rehearsal_of(model: nn.Module, face: FleetOptimizer, sample: Any, loss_fn: L
 
 
 def give_up(model: nn.Module, face: FleetOptimizer) -> None:
-    """Nothing of this pair may act in the next one."""
+    """Undo what this pair has attached to the model, so that nothing of it acts in the next one."""
     restore_forwards(model)
     let_go(face)
     face.pipeline.give_up()

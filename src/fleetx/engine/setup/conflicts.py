@@ -17,7 +17,7 @@ def check_parts(parts: Sequence[Part], *, by_ddp: bool = False) -> None:
 
 
 def conflict_lines(parts: Sequence[Part]) -> list[str]:
-    """One line per set of parts that claim the same slots, with each claimant's reason."""
+    """Return one line per set of parts that claim the same slots, with each claimant's reason."""
     why = {part.name: part.why for part in parts}
     shared: dict[tuple[str, ...], list[Slot]] = {}
     for slot, names in conflicts((part.name, part.claims()) for part in parts).items():

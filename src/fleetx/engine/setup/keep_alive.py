@@ -44,7 +44,7 @@ def keep_with(model: nn.Module, optimizer: FleetOptimizer) -> None:
 
 
 def let_go(optimizer: FleetOptimizer) -> None:
-    """No module holds this pair any more."""
+    """Remove this pair from all modules that hold it."""
     for kept in optimizer.kept_by:
         kept.optimizers.remove(optimizer)
     optimizer.kept_by = []

@@ -20,7 +20,7 @@ SHAPED_AS_THE_PARAMETER = frozenset(
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict and the class: Adam's state looks like AdamW's, and would silently turn one into the other.
+    """Return the state dict and the class: Adam's state looks like AdamW's, and would silently turn one into the other.
 
     Of LARS and LAMB also who is decayed and adapted: settings of the script, which the state dict does not hold."""
     said: dict[str, Any] = {CLASS: type(optimizer).__name__}
@@ -47,7 +47,8 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
 
 
 def _check_rule(optimizer: Update, state: Mapping[str, Any]) -> None:
-    """torch would let the file's settings win; those that the script has asked for would be dropped without a word."""
+    """Raise where the file's settings differ from the script's: torch would let the file win, and drop the script's without a
+    word."""
     differ = [
         f"{key} {saved[key]!r} in group {number}, this one {group[key]!r}"
         for number, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True))
@@ -72,7 +73,8 @@ def _check_rule(optimizer: Update, state: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """torch loads state of any shape, and fails in the next step or, worse, broadcasts. It tells parameters by number alone."""
+    """Raise where state and parameter differ in shape: torch loads any, and fails in the next step or, worse, broadcasts. It
+    tells parameters by number alone."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     wrong = [
         f"{key} of parameter {number} {tuple(value.shape)} instead of {tuple(params[number].shape)}"
@@ -87,7 +89,8 @@ def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """load_state_dict, which casts state to its parameter's type: what was kept wider than a 16-bit parameter is put back."""
+    """Load the state; what was kept wider than a 16-bit parameter is put back after load_state_dict, which casts state to the
+    parameter's type."""
     plain = {key: value for key, value in state.items() if key not in (CLASS, FLAGS)}
     load_in_place(optimizer, optimizer.load_state_dict, plain)
     params = [p for group in optimizer.param_groups for p in group["params"]]

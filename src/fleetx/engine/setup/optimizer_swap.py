@@ -26,7 +26,7 @@ NEUTRAL: Mapping[str, Any] = {"nesterov": False, "dampening": 0, "amsgrad": Fals
 
 
 def require_inner(part: Part, optimizer: Optimizer, *, write: str) -> None:
-    """Of exactly these classes: a step of the user's own, in a subclass, would be lost without a word."""
+    """Require exactly one of these classes: a step of the user's own, in a subclass, would be lost without a word."""
     if type(optimizer) in part.inner:
         return
     given = type(optimizer).__name__
@@ -66,7 +66,7 @@ def require_no_state(part: Part, site: Site, *, why: str) -> None:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Of each group; the model's own names, where it has the parameter."""
+    """List the parameters' names by group; the model's own names, where it has the parameter."""
     named = {id(p): plain_name(name) for name, p in model.named_parameters()}
     found: list[list[str]] = []
     for i, group in enumerate(optimizer.param_groups):
@@ -86,7 +86,7 @@ def named_groups(site: Site, *, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def way_to_run(optimizer: Optimizer) -> dict[str, Any]:
-    """What the user has said of foreach and fused. fused=True is what happens by itself, where there are kernels."""
+    """Return what the user has set of foreach and fused. fused=True is the default, where there are kernels."""
     said = {(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups}
     foreach, fused = said.pop() if len(said) == 1 else (None, None)
     if foreach is False and not fused:
@@ -95,7 +95,7 @@ def way_to_run(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def take_over(inner: Optimizer, update: Update, settings: Mapping[str, Any]) -> None:
-    """`update` gets the group dicts, the state and the hooks of `inner`, which from now on only holds them.
+    """Give `update` the group dicts, the state and the hooks of `inner`, which from now on only holds them.
 
     A key that a group has of its own counts more than the strategy's."""
     added = [{key: value for key, value in settings.items() if key not in group} for group in inner.param_groups]
@@ -126,7 +126,7 @@ def _take_back(inner: Optimizer) -> None:
 
 
 def give_back(inner: Optimizer) -> None:
-    """The pair is given up: the optimizer is the user's again, as it was."""
+    """Give the optimizer back to the user as it was: the pair has ended."""
     _take_back(inner)
     inner.__dict__[STAND_IN] = None
 

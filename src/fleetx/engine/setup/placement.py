@@ -42,7 +42,7 @@ def _restore(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> 
 
 
 def strip_compiled_prefix(model: nn.Module) -> None:
-    """A compiled model's state dict gets the keys of the model inside it; loading takes both spellings."""
+    """Make a compiled model's state dict use the keys of the model inside it; loading takes both spellings."""
     if type(model).__name__ != "OptimizedModule" or _strip in model._state_dict_hooks.values():
         return
     model.register_state_dict_post_hook(_strip)
@@ -51,7 +51,7 @@ def strip_compiled_prefix(model: nn.Module) -> None:
 
 
 def named_trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's trainable parameters in the model's registration order; tied ones once."""
+    """Return the optimizer's trainable parameters in the model's registration order; tied ones once."""
     wanted = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = {plain_name(name): p for name, p in model.named_parameters() if id(p) in wanted}
     inside = {id(p) for p in named.values()}
@@ -70,7 +70,8 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_unsuited(model: nn.Module, params: dict[str, nn.Parameter]) -> None:
-    """One clear sentence for each kind of model that would train wrongly. Of a model in DDP: of the module inside it."""
+    """Raise one clear sentence for each kind of model that would train wrongly. Of a model in DDP, the module inside it is
+    checked."""
     wrapped = sharding_of(model)
     if wrapped is not None:
         raise ConfigError(f"the model is already distributed ({wrapped}). Give fleet.distribute(...) the bare module.")
@@ -136,7 +137,7 @@ def warn_of_unowned_gradients(model: nn.Module, comm: Comm) -> None:
 
 
 def _holders(parameters: dict[str, Any]) -> list[nn.Module]:
-    """The modules whose dict of parameters this is."""
+    """Return the modules whose dict of parameters this is."""
     spaces = [space for space in gc.get_referrers(parameters) if type(space) is dict and space.get("_parameters") is parameters]
     direct = [m for m in gc.get_referrers(parameters) if isinstance(m, nn.Module) and m._parameters is parameters]
     held = [m for space in spaces for m in gc.get_referrers(space) if isinstance(m, nn.Module) and m.__dict__ is space]
@@ -144,7 +145,7 @@ def _holders(parameters: dict[str, Any]) -> list[nn.Module]:
 
 
 def move(model: nn.Module, optimizer: Optimizer, params: dict[str, nn.Parameter], device: torch.device) -> None:
-    """In place: parameters stay the same objects, and the optimizer's state follows them."""
+    """Move to the device in place: parameters stay the same objects, and the optimizer's state follows them."""
     if any(t.device != device for t in [*model.parameters(), *model.buffers()]):
         model.to(device)
     for param in params.values():
@@ -158,7 +159,7 @@ def move(model: nn.Module, optimizer: Optimizer, params: dict[str, nn.Parameter]
 def agree_on_model(
     params: dict[str, nn.Parameter], model: nn.Module, optimizer: Optimizer, strategy_text: str, comm: Comm
 ) -> None:
-    """The same names, shapes, settings and strategy on all ranks, or an error on all of them."""
+    """Require the same names, shapes, settings and strategy on all ranks; raise on all of them otherwise."""
     everything = {plain_name(name): p for name, p in model.named_parameters()} | params
     shapes = [f"{name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p in everything.items()]
     # Classes too: a part may refuse one, and norm layers are told by theirs; what differs must differ for all or for none.
@@ -182,7 +183,8 @@ def agree_on_model(
 
 
 def _group_settings(optimizer: Optimizer) -> list[str]:
-    """A learning rate that differs between ranks would drive them apart without a word."""
+    """List the settings of each group as text: a learning rate that differs between ranks would drive them apart without a
+    word."""
     plain = (bool, int, float, str, tuple, type(None))
     settings = [
         (i, key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)

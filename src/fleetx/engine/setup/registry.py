@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Pair:
     number: int
-    """From 1."""
+    """Number of the pair, from 1."""
     model: weakref.ref[nn.Module]
     optimizer_name: str
     model_name: str
@@ -51,12 +51,12 @@ def count() -> int:
 
 
 def pairs() -> tuple[Pair, ...]:
-    """Those whose model is still there: a notebook's cell that is run again has made others before."""
+    """Return the pairs whose model is still alive: a notebook's cell that is run again has made others before."""
     return tuple(pair for pair in _pairs if pair.model() is not None)
 
 
 def forget() -> None:
-    """With the world they were distributed in."""
+    """Forget all pairs, with the world they were distributed in."""
     _pairs.clear()
 
 

@@ -29,7 +29,7 @@ UNCLAIMED = {
 
 
 def overview(settings: Mapping[str, Any], *, scalars: Mapping[str, Collection[str]]) -> str:
-    """The table of `print(strategy)`, from `strategy.to_dict()` and, by title, the settings that belong to no part."""
+    """Format the table of `print(strategy)`, from `strategy.to_dict()` and, by title, the settings that belong to no part."""
     blocks: list[tuple[list[str], list[str]]] = [(["", "DistributedStrategy Overview", ""], [])]
     for title, block in _blocks(settings, scalars):
         blocks.append(([title], [row for key, value in block.items() for row in _setting(key, value)]))
@@ -61,14 +61,14 @@ def _setting(key: str, value: Any) -> Iterator[str]:
 
 
 def _chunks(value: Any) -> list[str]:
-    """The value as text, cut to the column: a long module name must not break the frame."""
+    """Cut the value's text to the column: a long module name must not break the frame."""
     text = str(value)
     text = text if text.isprintable() else repr(value)
     return [text[start : start + COLUMN] for start in range(0, len(text), COLUMN)]
 
 
 def slot_table(parts: Sequence[Part]) -> str:
-    """One row per slot in the order of a step, then what stands in the way of running it."""
+    """Format one row per slot in the order of a step, then what stands in the way of running it."""
     rows = [
         (slot.value, ", ".join(described(part) for part in parts if slot in part.claims()) or UNCLAIMED[slot]) for slot in Slot
     ]
@@ -79,12 +79,12 @@ def slot_table(parts: Sequence[Part]) -> str:
 
 
 def without_effect(parts: Sequence[Part]) -> list[str]:
-    """One sentence for each part whose settings leave training as it is without it."""
+    """Return one sentence for each part whose settings leave training as it is without it."""
     return [said for part in parts if (said := part.no_effect()) is not None]
 
 
 def described(part: Part) -> str:
-    """The part's name with the settings that differ from its defaults."""
+    """Format the part's name with the settings that differ from its defaults."""
     default = type(part)()
     pairs = [(field.name, getattr(part, field.name), getattr(default, field.name)) for field in dataclasses.fields(part)]
     changed = [f"{name}={value!r}" for name, value, usual in pairs if value != usual]

@@ -76,7 +76,7 @@ class BareBackward:
         return False
 
     def _begin(self, pipeline: Pipeline, task: int) -> None:
-        """Every rank is here: a bare backward reaches a model on all ranks or on none, as under DDP."""
+        """Begin a bare backward. Every rank is here: it reaches a model on all ranks or on none, as under DDP."""
         if model_pairs.is_inside_function() and not model_pairs.is_inside_segment():
             raise FleetError(
                 "a backward inside another one (a custom autograd function calls it) has reached the model: when it ends, the "

@@ -36,18 +36,18 @@ UNWRAPPED = (
 
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The model itself, where it is a DDP wrapper. One deeper inside may leave parameters unreduced: refused elsewhere."""
+    """Return the model itself, where it is a DDP wrapper. One deeper inside may leave parameters unreduced: refused elsewhere."""
     return model if isinstance(model, DistributedDataParallel) else None
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside of DDP; any other model as it is."""
+    """Return the module inside of DDP; any other model as it is."""
     wrapper = wrapper_of(model)
     return model if wrapper is None else wrapper.module
 
 
 def reduce_conflicts(parts: Sequence[Part]) -> list[str]:
-    """A sentence where parts claim what DDP does already."""
+    """Return a sentence for each part that claims what DDP does already."""
     names = [part.name for part in parts if Slot.REDUCE in part.claims()]
     if not names:
         return []
@@ -142,12 +142,13 @@ class ReducedByDDP(KeepsNothing):
             self._buckets.show_window()  # model.zero_grad() in a merge window loses nothing, as without the wrapper
 
     def after_backward(self) -> None:
-        """A micro-step is over: count what DDP has sent in it."""
+        """Count what DDP has sent in the micro-step that is over."""
         if self._reduces:
             self.comm.bytes_sent += 2 * (self.comm.size - 1) / self.comm.size * self._gradient_bytes
 
     def require_done(self, missing: Sequence[str]) -> None:
-        """Before an update: no rank may go on with gradients of its own. No collective: DDP may be in the middle of one."""
+        """Raise before an update if a rank would go on with gradients of its own. No collective: DDP may be in the middle of
+        one."""
         if self.comm.size == 1:
             return
         if missing and not self.allows_unused:
@@ -171,7 +172,7 @@ class ReducedByDDP(KeepsNothing):
         raise FleetError(text)
 
     def compare(self, buckets: Buckets) -> None:
-        """Once, at the first update, where every rank is: DDP has left the same gradients on all of them."""
+        """Check once, at the first update, where every rank is, that DDP has left the same gradients on all of them."""
         self._reduces = None
         if self._compared:
             return

@@ -40,7 +40,7 @@ def is_inside_segment() -> bool:
 
 
 def is_inside_function() -> bool:
-    """Whether a custom autograd function's backward is on the call stack: a backward that it runs is an inner one."""
+    """Return whether a custom autograd function's backward is on the call stack: a backward that it runs is an inner one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is BackwardCFunction.apply.__code__:
@@ -88,7 +88,7 @@ def queue_callback(action: Callable[[], None]) -> None:
 
 
 def leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors whose `.grad` a backward of `loss` would write, found by walking its graph."""
+    """Return the tensors whose `.grad` a backward of `loss` would write, found by walking its graph."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
     found: list[Tensor] = []
@@ -129,7 +129,7 @@ class Pair(Protocol):
         """Raise where this optimizer steps parameters of the model that no pair trains."""
 
     def before_other_step(self, optimizer: Optimizer) -> None:
-        """An optimizer that is not this pair's is about to step some of its parameters."""
+        """Refuse or reduce: an optimizer that is not this pair's is about to step some of its parameters."""
 
     def reduce_before_scaler(self, optimizer: Optimizer) -> None:
         """Reduce gradients that are this rank's own before a GradScaler looks at them, for a step of this optimizer."""
@@ -165,12 +165,12 @@ def forget() -> None:
 
 
 def owner_of(param: Tensor) -> Pair | None:
-    """The pair that trains this parameter. A discarded pair owns nothing."""
+    """Return the pair that trains this parameter. A discarded pair owns nothing."""
     return next((pair for pair in alive if id(param) in pair.param_ids), None)
 
 
 def reached_by(optimizer: Optimizer) -> list[Pair]:
-    """The pairs that have parameters which this optimizer steps, in the order of their making."""
+    """Return the pairs that have parameters which this optimizer steps, in the order of their making."""
     reached = [
         pair
         for pair in alive
@@ -185,7 +185,7 @@ def refuse_unreduced(optimizer: Optimizer) -> None:
 
 
 def trained_by_others(own: set[int]) -> set[int]:
-    """The parameters, by id, of the pairs that train none of these."""
+    """Return the parameters, by id, of the pairs that train none of these."""
     return {param for pair in alive if own.isdisjoint(pair.param_ids) for param in pair.param_ids}
 
 
@@ -197,7 +197,7 @@ def end_owners(params: Iterable[Tensor], why: str) -> None:
 
 
 def is_alive(pair: Pair) -> bool:
-    """Whether the pair trains: it has not ended."""
+    """Return whether the pair trains: it has not ended."""
     return pair in alive
 
 

@@ -20,7 +20,7 @@ def only_refuses(hook: Refusal) -> Refusal:
 
 
 def refuse_before_step(optimizer: Optimizer, refuse: Callable[..., None]) -> None:
-    """`refuse(optimizer, *_)` before every step; registered once."""
+    """Call `refuse(optimizer, *_)` before every step; registered once."""
     only_refuses(refuse)
     if refuse not in optimizer._optimizer_step_pre_hooks.values():
         optimizer.register_step_pre_hook(refuse)
@@ -42,14 +42,15 @@ BEFORE = "_fleetx_before"
 
 
 _OURS: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-"""By identity: a scheduler's wrapper around one of ours copies its attributes."""
+"""Our own wrappers, by identity: a scheduler's wrapper around one of ours copies its attributes."""
 
 
 class Target(Protocol):
     """The optimizer that fleet.distribute has returned."""
 
     def takes_calls(self) -> bool:
-        """Whether calls of the given optimizer are for the pair: it has not ended, and is not making one of them itself."""
+        """Return whether calls of the given optimizer are for the pair: it has not ended, and is not making one of them
+        itself."""
 
 
 def route(given: Optimizer, target: Target) -> None:

@@ -37,7 +37,7 @@ _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def part_in_step(parts: Iterable[Part], *, on_nan_inf: str) -> str | None:
-    """What of a strategy a step of another optimizer would leave out; None: nothing."""
+    """Name the part of a strategy that a step of another optimizer would leave out; None: none."""
     for part in parts:
         acts = part.claims() & IN_STEP
         if acts and not (acts == {Slot.MERGE} and part.no_effect()):

@@ -83,7 +83,7 @@ def refuse_unjudged() -> NoReturn:
 
 
 def scaling_of(optimizer: Any, *, by_kernel: bool = False) -> GradScaling | None:
-    """What a GradScaler has left on an optimizer that it is about to step; None where there is none."""
+    """Return what a GradScaler has left on an optimizer that it is about to step; None where there is none."""
     found_inf = vars(optimizer).get("found_inf")
     if found_inf is None:
         return None
