@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 from fleetx import fleet
 from fleetx.dist import comm
-from tests.helpers.ddp_loops import loss_of, make_pair, sgd, small_buckets
+from tests.helpers.ddp_loops import STEPS, loss_of, make_pair, ours, plain_loop, rows, sgd, small_buckets, weights
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.models import mlp
 
@@ -199,6 +200,66 @@ def test_a_rank_in_backward_and_one_in_a_call_of_the_script_name_each_other_inst
     for message in run_ranks(_one_batch_more_before_a_call, 2, call):
         assert message.startswith("PeerError: ranks wait for each other in different calls: rank 0 in fleet.util."), message
         assert "test_ranks_out_of_step.py:" in message and "before update 4; rank 1 in backward 1 of update 4." in message
+
+
+def _second_model_left_out(rank: int, first_width: int, steps: int) -> str:
+    """A GAN's trick: a rank whose second model is ahead leaves its update out, and the others do not."""
+    comm.PIECE = timedelta(seconds=0.5)
+    first, second = torch.nn.Linear(8, first_width).double(), torch.nn.Linear(8, 4).double()
+    pairs = [fleet.distribute(model, sgd(model), small_buckets(desync_check_steps=0)) for model in (first, second)]
+
+    def train() -> None:
+        for step in range(steps + 2):
+            for turn, (model, optimizer) in enumerate(pairs):
+                if rank == 1 and step == steps and turn == 1:
+                    continue
+                optimizer.zero_grad()
+                model(rows(rank, step)[0]).square().mean().backward()
+                optimizer.step()
+
+    return raised(train)
+
+
+def test_first_backwards_of_a_model_on_some_ranks_alone_are_named_instead_of_waiting_for_ever() -> None:
+    for message in run_ranks(_second_model_left_out, 2, 400, 0):
+        assert message.startswith("PeerError: ranks wait for each other in different calls: "), message
+        assert "rank 0 in backward 1 of update 1 of model 2; rank 1 in backward 1 of update 2." in message, message
+        assert "a backward or a call stands under a condition" in message
+
+
+def test_backwards_of_models_of_one_size_that_meet_are_told_instead_of_mixing_their_gradients() -> None:
+    for message in run_ranks(_second_model_left_out, 2, 4, 2):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+        assert "rank 0: backward 1 of update 3 of model 2; rank 1: backward 1 of update 4." in message, message
+
+
+def _map_of_inputs(rank: int, local: bool) -> Any:
+    """Rank 0 alone draws what the model looks at."""
+    model, optimizer = make_pair(desync_check_steps=0)
+
+    def train() -> None:
+        for step in range(STEPS):
+            if rank == 0 and step == 2:
+                with fleet.no_sync() if local else contextlib.nullcontext():
+                    x = rows(rank, step)[0].requires_grad_()
+                    model(x).max().backward()
+                    assert x.grad is not None
+                optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return raised(train), weights(model)
+
+
+def test_a_backward_on_one_rank_alone_is_named_with_the_line_to_write_and_changes_nothing_when_local() -> None:
+    for message, _ in run_ranks(_map_of_inputs, 2, False):
+        assert message.startswith("FleetError: the ranks have reduced different backwards together"), message
+        assert "with fleet.no_sync()" in message
+    plain = run_ranks(ours, 2, plain_loop)
+    for (message, trained), (expected, _) in zip(run_ranks(_map_of_inputs, 2, True), plain, strict=True):
+        assert message == "nothing raised"
+        torch.testing.assert_close(trained, expected, rtol=0, atol=0)
 
 
 def _slow_in_a_call(rank: int) -> float:

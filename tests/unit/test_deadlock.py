@@ -25,6 +25,14 @@ def later(wait: Wait) -> Wait:
         ([IN_A_CALL, IN_A_CALL], False),
         # The rank in the call has launched the reduce before, which is still under way (overlapped averaging).
         ([replace(IN_A_CALL, launched={"training": 8, "calls": 3}), IN_BACKWARD], False),
+        # Backwards of two models: the same number is a reduce of other bytes, and neither rank gets those that it waits for.
+        ([replace(IN_BACKWARD, shape="all_reduce of 64 bytes"), replace(IN_BACKWARD, shape="all_reduce of 32 bytes")], True),
+        ([replace(IN_BACKWARD, shape="all_reduce of 64 bytes")] * 2, False),
+        # One has its reduce behind it, and the other may be about to: nothing is known of it.
+        (
+            [replace(IN_BACKWARD, shape="all_reduce of 64 bytes"), replace(IN_BACKWARD, number=7, shape="all_gather of 8 bytes")],
+            False,
+        ),
     ],
 )
 def test_only_waits_that_no_rank_can_end_are_a_deadlock(waits: list[Wait], expected: bool) -> None:

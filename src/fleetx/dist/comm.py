@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import ctypes
 import functools
 import itertools
 import json
@@ -270,19 +271,21 @@ def _explain_lost_connection() -> Iterator[None]:
 class Stall:
     """A wait that lasts: what this rank waits for is noted in the store, and compared with what the others wait for."""
 
-    def __init__(self, comm: Comm, channel: str, number: int) -> None:
-        self._comm, self._channel, self._number = comm, channel, number
+    def __init__(self, comm: Comm, channel: str, number: int, shape: str) -> None:
+        self._comm, self._channel, self._number, self._shape = comm, channel, number, shape
         self._ticks = itertools.count(1)
         self._before: list[Wait] | None = None
 
     def look(self) -> None:
-        """Note this wait; raise if no rank can go on. Ranks in calls of the script compare all waits, and post what they find."""
+        """Note this wait; raise if no rank can go on. Rank 0 and ranks in calls of the script compare all waits, and post what
+        they find: all ranks of a large job would load the store."""
         place = heartbeat.where()
         if self._channel == "calls":
             place = f"{self._comm.call} at {user_line()}, before update {max(heartbeat.record.step, 1)}"
-        mine = Wait(next(self._ticks), self._channel, self._number, dict(deadlock.launched), place)
+        mine = Wait(next(self._ticks), self._channel, self._number, dict(deadlock.launched), place, self._shape)
         self._comm.post_note(f"{WAIT_KEY}/{self._comm.rank}", mine.to_json())
-        waits = self._read([f"{WAIT_KEY}/{rank}" for rank in range(self._comm.size)]) if self._channel == "calls" else None
+        compares = self._channel == "calls" or self._comm.rank == 0
+        waits = self._read([f"{WAIT_KEY}/{rank}" for rank in range(self._comm.size)]) if compares else None
         if waits is not None and self._before is not None and deadlock.is_certain(waits, self._before):
             self._comm.post_note(DEADLOCK_KEY, json.dumps([wait.to_json() for wait in waits]))
             self._stop(waits)
@@ -298,7 +301,7 @@ class Stall:
         return None if notes is None else [Wait.from_json(note) for note in notes]
 
     def _stop(self, waits: Sequence[Wait]) -> None:
-        deadlock.found = deadlock.sentence(waits)
+        deadlock.found, deadlock.holds_all = deadlock.sentence(waits), deadlock.are_unlike(waits)
         self._comm.post_error(deadlock.found)  # for ranks whose connection breaks when this one leaves
         raise PeerError(deadlock.found)
 
@@ -383,26 +386,27 @@ class TorchComm(Comm):
 
     def all_reduce(self, tensor: Tensor, mode: str = "sum") -> Pending:
         self.bytes_sent += 2 * (self.size - 1) / self.size * tensor.nbytes
-        return self._pending(dist.all_reduce(tensor, op=OPS[mode], group=self._group, async_op=True), tensor)
+        return self._pending(dist.all_reduce(tensor, op=OPS[mode], group=self._group, async_op=True), tensor, "all_reduce")
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         self.bytes_sent += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
         flat = gathered.view(-1) if tensor.dim() else gathered
         work = _all_gather_single(flat, tensor.contiguous().view(-1), group=self._group, async_op=True)
-        return gathered, self._pending(work, tensor)
+        return gathered, self._pending(work, tensor, "all_gather")
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         self.bytes_sent += (self.size - 1) / self.size * tensor.nbytes
-        return self._pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True), tensor)
+        return self._pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True), tensor, "broadcast")
 
-    def _pending(self, work: dist.Work | None, tensor: Tensor) -> Pending:
+    def _pending(self, work: dist.Work | None, tensor: Tensor, kind: str) -> Pending:
         if self._channel is None:
             return Pending(work)
         deadlock.launched[self._channel] += 1
         if tensor.is_cuda and "nccl" in str(self.backend):  # waits in the stream; waiting in pieces would stop the host
             return Pending(work)
-        return Pending(work, stall=functools.partial(Stall, self, self._channel, deadlock.launched[self._channel]))
+        number, shape = deadlock.launched[self._channel], f"{kind} of {tensor.nbytes} bytes"
+        return Pending(work, stall=functools.partial(Stall, self, self._channel, number, shape))
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> Comm:
         mine: Comm | None = None
@@ -449,11 +453,20 @@ def close_group() -> None:
     if is_initialized():
         if deadlock.found:  # else it would be waited for collectives that never end
             for group in list(dist.distributed_c10d._world.pg_map):
+                if deadlock.holds_all and "gloo" in str(dist.get_backend_config(group)):
+                    _keep_for_ever(group)
                 group.abort()
         dist.destroy_process_group()
     deadlock.forget()
     gloo_threads.wait_until_idle()
     _wait_for_readers()
+
+
+def _keep_for_ever(group: dist.ProcessGroup) -> None:
+    """Keep the destructor from running: it joins threads, and one of them waits for bytes that the other ranks never send, as
+    theirs do. The connections close with the process."""
+    for held in (group, group._get_backend(torch.device("cpu"))):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def _wait_for_readers() -> None:

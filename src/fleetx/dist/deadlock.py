@@ -1,7 +1,9 @@
-"""Find ranks that wait for each other in different collectives: one in backward, another in a call such as fleet.util.all_reduce.
+"""Find ranks that wait for each other in different collectives: one in backward, another in a call such as fleet.util.all_reduce,
+or in a backward of another model.
 
 A rank that waits long notes in the store what it waits for. Two readings of all ranks' notes, with no change between them but
-their ticks, show that no rank has gone on; they are a deadlock if no collective that a rank waits for was launched by all.
+their ticks, show that no rank has gone on; they are a deadlock if no collective that a rank waits for was launched by all, or if
+the same number is an unlike collective on two ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ launched: collections.Counter[str] = collections.Counter()
 START = "ranks wait for each other in different calls"
 found = ""
 """The sentence about a deadlock this rank is part of; its collectives never end, so every later wait raises at once."""
+holds_all = False
+"""In this deadlock ranks hold each other within one group: closing it would wait for a collective that no connection ends."""
 
 
 def forget() -> None:
     """Begin afresh, with another process group."""
-    global found
-    found = ""
+    global found, holds_all
+    found, holds_all = "", False
     launched.clear()
 
 
@@ -41,6 +45,8 @@ class Wait:
     """Collectives the rank has launched, by channel."""
     place: str
     """Where the rank is, for the error."""
+    shape: str = ""
+    """Kind and bytes of the collective: the same on all ranks, or they have paired two that do not belong together."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -56,7 +62,13 @@ def is_certain(waits: Sequence[Wait], before: Sequence[Wait]) -> bool:
         now.tick > then.tick and dataclasses.replace(now, tick=then.tick) == then for now, then in zip(waits, before, strict=True)
     )
     differ = len({wait.channel for wait in waits}) > 1
-    return unchanged and differ and not any(_can_end(wait, waits) for wait in waits)
+    return unchanged and (are_unlike(waits) or (differ and not any(_can_end(wait, waits) for wait in waits)))
+
+
+def are_unlike(waits: Sequence[Wait]) -> bool:
+    """Tell whether two ranks wait in one channel for the same number, but for different collectives: backwards of two models of
+    different sizes, say, where the generator's stands under a condition. Neither gets the bytes that it waits for."""
+    return len({(wait.channel, wait.number) for wait in waits}) < len({(wait.channel, wait.number, wait.shape) for wait in waits})
 
 
 def _can_end(wait: Wait, waits: Sequence[Wait]) -> bool:
@@ -71,9 +83,9 @@ def sentence(waits: Sequence[Wait]) -> str:
         places.setdefault(wait.place, []).append(rank)
     where = "; ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(ranks)} in {place}" for place, ranks in places.items())
     return (
-        f"{START}: {where}. They ran different numbers of batches, or a call stands under a "
+        f"{START}: {where}. They ran different numbers of batches, or a backward or a call stands under a "
         "condition that holds on some ranks only. Give every rank equally many batches, as fleet.sampler(data) does, and make "
-        "each such call on all ranks."
+        "each backward and each such call on all ranks."
     )
 
 

@@ -24,7 +24,7 @@ from ..errors import ConfigError, FleetError
 from . import dry_steps
 from .bucket import Bucket
 from .buckets import Buckets, GradientNorms
-from .checks.checks import Checks
+from .checks.checks import Checks, Place
 from .noise_scale import NoiseScaleMeter
 from .on_device.conditional_step import ConditionalStep
 from .on_device.undecided import Outcomes, Undecided
@@ -378,11 +378,15 @@ class Pipeline:
             self.checks.finite.refuse_left_out()
         if not again:
             self._hear_outcome()
+        # Noted first: where ranks have come here in backwards of different models, the collectives of before_reduce may be those
+        # that never end, and the error names this place.
+        place = Place(self.index + 1, self.window.reduces + 1, self.dropped, self.report_builder.pair)
+        heartbeat.record.reduce = place
         self.checks.before_reduce(self.window, again=again)
         self.window.reduces += 1
         if self.meter.every:
             self.meter.begin_reduce()
-        alarms = self.checks.alarms_of(self.window, self.index, self.dropped)
+        alarms = self.checks.alarms_of(self.window, place)
         self._bad_losses = alarms.bad_losses
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
         self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from torch import Tensor
 
 from ...config.text import listed
-from ...dist import heartbeat, stop_signal
+from ...dist import stop_signal
 from ...dist.comm import Comm
 from ...errors import ConfigError, FleetError
 from ..buckets import Buckets
@@ -34,15 +34,18 @@ class Place(NamedTuple):
     reduce: int
     dropped: int = 0
     """Updates whose gradients were reduced and then thrown away by zero_grad()."""
+    pair: int = 1
+    """Of model and optimizer, in the order of fleet.distribute(...), the same on all ranks."""
 
     def number(self) -> float:
         """Return a small number that differs between neighbours: its square, summed over thousands of ranks, is exact in
         float32."""
-        return float((31 * self.update + 7 * self.reduce + 17 * self.dropped) % 61)
+        return float((31 * self.update + 7 * self.reduce + 17 * self.dropped + 9 * self.pair) % 61)
 
     def __str__(self) -> str:
         dropped = f", {self.dropped} dropped by zero_grad() so far" if self.dropped else ""
-        return f"backward {self.reduce} of update {self.update}{dropped}"
+        model = f" of model {self.pair}" if self.pair > 1 else ""
+        return f"backward {self.reduce} of update {self.update}{model}{dropped}"
 
 
 def are_equal(total: float | Tensor, squares: float | Tensor, count: int) -> bool:
@@ -109,10 +112,9 @@ class Checks:
             self.deferred_alone = False
             self.deferred_errors.note_missing(self.unused.missing)
 
-    def alarms_of(self, window: Window, index: int, dropped: int) -> Alarms:
+    def alarms_of(self, window: Window, place: Place) -> Alarms:
         bad_losses = 0.0 if self.finite.mode == "off" else window.count_bad_losses(self.alarms.stays_on)
-        self.place = Place(index + 1, window.reduces, dropped)
-        heartbeat.record.reduce = self.place
+        self.place = place
         number = self.place.number()
         return Alarms(bad_losses=bad_losses, stops=float(stop_signal.requested), place=number, place_squared=number * number)
 
@@ -230,7 +232,8 @@ class Checks:
             listed = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise FleetError(
                 f"the ranks have reduced different backwards together. {listed}. A rank has skipped a step() or a backward that "
-                "the others made: let every rank make the same calls, or decide by fleet.util.all_reduce."
+                "the others made, or made one alone: let every rank make the same calls, or decide by fleet.util.all_reduce. A "
+                "backward for one rank alone (a map of what the model looks at, say) stays local under with fleet.no_sync():."
             )
 
     def _losses_are_bad(self, alarms: Alarms) -> bool:
