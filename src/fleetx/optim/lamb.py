@@ -10,7 +10,7 @@ p     = p - lr * ratio * u
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..config.kinds import boolean, number
 from ..errors import ConfigError
 from .layerwise import Layerwise
-from .list_ops import Norm, adam_by_kernel, directions_by_adam, kernels_take, norms, scaled_rates, subtract
+from .list_ops import Norm, Numbers, adam_by_kernel, directions_by_adam, kernels_take, norms, scaled_rates, subtract
 from .options import Default
 from .param_groups import DEFAULT_EXCLUSIONS, Flags
 from .work import Work, as_number
@@ -84,7 +84,14 @@ def directions(
     return result
 
 
-def lamb_lists(
+class Ready(NamedTuple):
+    """Parameters and their directions, block by block; nothing, where the moments' kernel has made the whole update."""
+
+    weights: list[Tensor]
+    moves: list[Tensor]
+
+
+def prepare_lists(
     params: list[Tensor],
     grads: list[Tensor],
     means: list[Tensor],
@@ -97,21 +104,25 @@ def lamb_lists(
     eps: float,
     decay: float,
     adapt: bool,
-) -> Tensor | None:
-    """Update many tensors as `lamb_update`, in place; return their trust ratios, None where they are not adapted."""
+) -> tuple[Ready, Numbers]:
+    """Update the moments of many tensors; return their directions, and the norms of parameters and directions if adapted."""
     fixed = {"beta1": beta1, "beta2": beta2, "eps": eps}
     on_kernels = kernels_take(params, grads, means, squares)
     if on_kernels and not adapt and not decay:
         adam_by_kernel(params, grads, means, squares, steps=steps, lr=float(lr), **fixed)
-        return None
+        return Ready([], []), []
     if on_kernels:
         weights, moves, lengths = directions_by_adam(params, grads, means, squares, steps=steps, decay=decay, **fixed)
-    else:
-        weights, moves = params, directions(params, grads, means, squares, steps=steps, decay=decay, **fixed)
-        lengths = norms([*params, *moves]) if adapt else []
-    ratios, rates = scaled_rates(lr, lengths, trust_ratio) if adapt else (None, [lr] * len(params))
-    blocks_of_each = len(weights) // len(params)
-    subtract(weights, moves, factors=rates * blocks_of_each)
+        return Ready(weights, moves), lengths
+    moves = directions(params, grads, means, squares, steps=steps, decay=decay, **fixed)
+    return Ready(params, moves), norms([*params, *moves]) if adapt else []
+
+
+def apply_lists(ready: Ready, lengths: Numbers, *, lr: float | Tensor, tensors: int, adapt: bool) -> Tensor | None:
+    """Subtract the directions of so many tensors; return their trust ratios, None where they are not adapted."""
+    ratios, rates = scaled_rates(lr, lengths, trust_ratio) if adapt else (None, [lr] * tensors)
+    if ready.weights:
+        subtract(ready.weights, ready.moves, factors=rates * (len(ready.weights) // tensors))
     return ratios
 
 
@@ -208,6 +219,10 @@ class Lamb(Layerwise):
             ratios.append(ratio)
         return ratios
 
-    def update_lists(self, work: Work) -> list[Tensor]:
-        ratios = lamb_lists(work.params, work.grads, *work.moments, steps=work.counts, **self._settings(work))
+    def prepare(self, work: Work) -> tuple[Ready, Numbers]:
+        return prepare_lists(work.params, work.grads, *work.moments, steps=work.counts, **self._settings(work))
+
+    def apply(self, work: Work, ready: Ready, lengths: Numbers) -> list[Tensor]:
+        lr = as_number(work.group["lr"])
+        ratios = apply_lists(ready, lengths, lr=lr, tensors=len(work.params), adapt=work.adapt)
         return [] if ratios is None else [ratios]

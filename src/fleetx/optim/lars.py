@@ -65,13 +65,16 @@ def lars_lists(
     coefficient: float,
     epsilon: float,
     adapt: bool,
+    lengths: Numbers = None,
 ) -> Tensor | None:
-    """Update many tensors as `lars_update`, in place; return their trust ratios, None where they are not adapted."""
+    """Update many tensors as `lars_update`, in place; return their trust ratios, None where they are not adapted.
+
+    `lengths`: norms of the parameters, then of the gradients; None: of these tensors."""
     ratios = None
     rates: Numbers = [lr] * len(params)
     if adapt:
         ratio = functools.partial(trust_ratio, decay=decay, coefficient=coefficient, epsilon=epsilon)
-        ratios, rates = scaled_rates(lr, norms([*params, *grads]), ratio)
+        ratios, rates = scaled_rates(lr, norms([*params, *grads]) if lengths is None else lengths, ratio)
     if momentum and kernels_take(params, grads, velocities) and all(rate_survives(r, params[0].dtype) for r in set(rates)):
         lars_by_sgd(params, grads, velocities, rates=rates, momentum=momentum, decay=decay)
         return ratios
@@ -192,6 +195,9 @@ class Lars(Layerwise):
             ratios.append(ratio)
         return ratios
 
-    def update_lists(self, work: Work) -> list[Tensor]:
-        ratios = lars_lists(work.params, work.grads, work.moments[0], **self._settings(work))
+    def prepare(self, work: Work) -> tuple[None, Numbers]:
+        return None, norms([*work.params, *work.grads]) if work.adapt else []
+
+    def apply(self, work: Work, ready: None, lengths: Numbers) -> list[Tensor]:
+        ratios = lars_lists(work.params, work.grads, work.moments[0], **self._settings(work), lengths=lengths)
         return [] if ratios is None else [ratios]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..config.kinds import boolean, names, number
 from ..engine.setup.own_optimizer import Update, load_in_place
 from ..errors import ConfigError
+from .list_ops import Numbers, as_vector
 from .options import (
     Default,
     in_own_names,
@@ -112,8 +113,14 @@ class Layerwise(Update, abc.ABC):
         """Update tensor by tensor, by the pure function; return the trust ratio of each."""
 
     @abc.abstractmethod
-    def update_lists(self, work: Work) -> list[Tensor]:
-        """Update by list operations; return vectors of trust ratios of adapted tensors."""
+    def prepare(self, work: Work) -> tuple[Any, Numbers]:
+        """Do by list operations all that comes before the trust ratios; return what `apply` goes on with, and the norms that
+        make the ratios: of the parameters, then of what each is compared with. The norms of tensors that are not adapted are
+        not used."""
+
+    @abc.abstractmethod
+    def apply(self, work: Work, ready: Any, lengths: Numbers) -> list[Tensor]:
+        """Update by list operations, given those norms; return vectors of trust ratios of adapted tensors."""
 
     def after_kernels(self) -> None:
         """Drop what was accepted for one step alone."""
@@ -232,18 +239,43 @@ class Layerwise(Update, abc.ABC):
             return loss
         if self.carry_norms:
             raise ConfigError("carry_norms=True saves the kernels a pass, and they do not run here. Leave it out.")
-        one_by_one = self._want_foreach is False
         names: list[str] = []
         ratios: list[Tensor] = []
-        for work in gather(self):
-            for part in work.cut():
-                values = self.update_one_by_one(part) if one_by_one else self.update_lists(part)
-                if part.adapt:
-                    names += part.names
-                    ratios += values
+        for part, values in self._update_shares() if self.sum_over_ranks is not None else self._update_whole():
+            if part.adapt:
+                names += part.names
+                ratios += values
         write_back(self)
         self._ratios = TrustRatios(names, ratios) if names else None
         return loss
+
+    def _update_whole(self) -> Iterator[tuple[Work, list[Tensor]]]:
+        for work in gather(self):
+            for part in work.cut():
+                if self._want_foreach is False:
+                    yield part, self.update_one_by_one(part)
+                else:
+                    yield part, self.apply(part, *self.prepare(part))
+
+    def _update_shares(self) -> Iterator[tuple[Work, list[Tensor]]]:
+        """Update this rank's shares of tensors by the norms of whole tensors.
+
+        Every rank is here, also one whose shares have no gradient: the norms are summed in one vector with two entries for each
+        parameter, in the order of the groups, which is the same on all ranks."""
+        assert self.sum_over_ranks is not None
+        parts = [part for work in gather(self) for part in work.cut()]
+        ready = [self.prepare(part) for part in parts]
+        count = sum(len(group["params"]) for group in self.param_groups)
+        device = self.param_groups[0]["params"][0].device
+        squares = torch.zeros(2, count, dtype=torch.float64, device=device)
+        for part, (_, lengths) in zip(parts, ready, strict=True):
+            if part.adapt:
+                squares[:, part.places] = as_vector(lengths, device).square().view(2, -1)
+        whole = self.sum_over_ranks(squares).sqrt()
+        on_cpu = device.type == "cpu"
+        for part, (state, _) in zip(parts, ready, strict=True):
+            lengths = whole[:, part.places].flatten()
+            yield part, self.apply(part, state, lengths.tolist() if on_cpu else lengths.to(part.params[0].dtype))
 
     def _fused(self) -> Any:
         """Return the kernels where they are wanted and possible, else None; chosen again when parameters were replaced."""
@@ -255,7 +287,7 @@ class Layerwise(Update, abc.ABC):
 
     def kernels(self) -> Any:
         """Return the kernels where they are wanted and possible, else None."""
-        if self._want_fused is False or self._want_foreach:
+        if self._want_fused is False or self._want_foreach or self.sum_over_ranks is not None:
             return None
         device = next((p.device for group in self.param_groups for p in group["params"]), None)
         if device is None:

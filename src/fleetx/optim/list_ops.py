@@ -48,6 +48,11 @@ def norms(tensors: list[Tensor]) -> Numbers:
     return cpu_norms(tensors) if tensors[0].device.type == "cpu" else torch.stack(torch._foreach_norm(tensors))
 
 
+def as_vector(lengths: Numbers, device: torch.device) -> Tensor:
+    """Return norms, of which `norms` makes numbers or a vector, as a vector in float64."""
+    return lengths.double() if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.float64, device=device)
+
+
 def scaled_rates(lr: float | Tensor, lengths: Numbers, trust_ratio: Callable[..., Any]) -> tuple[Tensor, Numbers]:
     """Return trust ratios as a vector, and each tensor's rate; `lengths` are norms of parameters, then those paired with them."""
     half = len(lengths) // 2

@@ -31,6 +31,8 @@ class Work:
     decay: bool
     adapt: bool
     names: list[str] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """Of the tensors among all parameters, in the order of the groups."""
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     moments: tuple[list[Tensor], ...] = ()
@@ -44,6 +46,7 @@ class Work:
                 self.decay,
                 self.adapt,
                 self.names[part],
+                self.places[part],
                 self.params[part],
                 self.grads[part],
                 tuple(moment[part] for moment in self.moments),
@@ -54,7 +57,7 @@ class Work:
 def gather(optimizer: Layerwise) -> list[Work]:
     """Gather all tensors with a gradient, and count their steps."""
     works: dict[Any, Work] = {}
-    for group, param, name, flags in optimizer.parameters_with_flags():
+    for place, (group, param, name, flags) in enumerate(optimizer.parameters_with_flags()):
         if param.grad is None:
             continue
         if param.grad.layout is not torch.strided:
@@ -67,6 +70,7 @@ def gather(optimizer: Layerwise) -> list[Work]:
         work = works[key]
         grad = param.grad.to(weight.dtype)
         work.names.append(name)
+        work.places.append(place)
         work.params.append(weight)
         work.grads.append(-grad if group["maximize"] else grad)
         for tensors, moment in zip(work.moments, optimizer.moments, strict=True):

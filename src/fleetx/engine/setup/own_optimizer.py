@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
@@ -13,6 +14,8 @@ from ...errors import ConfigError
 class Update(Optimizer):
     """Base of our own optimizers, which fill the slot UPDATE; the user's others are used as they are."""
 
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Set where each rank updates its share of the parameters: sums a vector over the ranks that have the others."""
     rule_settings: ClassVar[tuple[str, ...]] = ()
     """Keys of a group that only this rule has: a checkpoint must not undo what a script says of them. Empty: torch's own."""
 
