@@ -1,7 +1,8 @@
 """The only user of torch.distributed: collectives that count what they put on the wire.
 
 Bytes are what this rank sends, by the usual ring algorithms for N ranks and S bytes: all-reduce 2(N-1)/N*S,
-all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in byte tensors, never pickle.
+reduce-scatter (N-1)/N*S, all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in byte tensors, never
+pickle.
 """
 
 from __future__ import annotations
@@ -108,6 +109,16 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """Overwrite the tensor in place with that of rank `source`."""
+
+    def reduce_scatter(self, row: Tensor, own: Tensor) -> Pending:
+        """Sum a row over all ranks, and write this rank's part of the sum into `own`: the parts are equal, in rank order.
+
+        `own` may be part of the row, and of a wider type."""
+        raise NotImplementedError
+
+    def all_gather_into(self, row: Tensor, own: Tensor) -> Pending:
+        """Fill the row with the parts of all ranks, in rank order; `own` is this rank's, and no part of the row."""
+        raise NotImplementedError
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -395,6 +406,31 @@ class TorchComm(Comm):
         work = _all_gather_single(flat, tensor.contiguous().view(-1), group=self._group, async_op=True)
         return gathered, self._pending(work, tensor, "all_gather")
 
+    def reduce_scatter(self, row: Tensor, own: Tensor) -> Pending:
+        self.bytes_sent += (self.size - 1) / self.size * row.nbytes
+        if self._is_over_nccl(row):
+            received = row.new_empty(own.shape)
+            work = dist.reduce_scatter_tensor(received, row, group=self._group, async_op=True)
+        else:
+            # gloo's own reduce-scatter sends as much as an all-reduce; this sends each part to its owner alone.
+            received = torch.empty_like(row)
+            work = dist.all_to_all_single(received, row, group=self._group, async_op=True)
+        parts = received.view(-1, own.numel())
+
+        def add() -> None:
+            for part in parts[1:]:  # in rank order
+                parts[0].add_(part)
+            own.copy_(parts[0])
+
+        return self._pending(work, row, "reduce_scatter").then(add)
+
+    def _is_over_nccl(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and "nccl" in str(self.backend)
+
+    def all_gather_into(self, row: Tensor, own: Tensor) -> Pending:
+        self.bytes_sent += (self.size - 1) * own.nbytes
+        return self._pending(_all_gather_single(row, own, group=self._group, async_op=True), row, "all_gather_into")
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         self.bytes_sent += (self.size - 1) / self.size * tensor.nbytes
         return self._pending(dist.broadcast(tensor, group_src=source, group=self._group, async_op=True), tensor, "broadcast")
@@ -403,7 +439,7 @@ class TorchComm(Comm):
         if self._channel is None:
             return Pending(work)
         deadlock.launched[self._channel] += 1
-        if tensor.is_cuda and "nccl" in str(self.backend):  # waits in the stream; waiting in pieces would stop the host
+        if self._is_over_nccl(tensor):  # waits in the stream; waiting in pieces would stop the host
             return Pending(work)
         number, shape = deadlock.launched[self._channel], f"{kind} of {tensor.nbytes} bytes"
         return Pending(work, stall=functools.partial(Stall, self, self._channel, number, shape))
