@@ -321,7 +321,8 @@ def test_auto_keeps_other_parts_with_their_settings() -> None:
 
 def test_auto_beside_both_spellings_of_localsgd_is_a_conflict() -> None:
     strategy = DistributedStrategy(auto=True, localsgd=True, adaptive_localsgd=True)
-    assert "adaptive_localsgd and localsgd both claim `reduce`" in strategy.explain()
+    claims = "both claim `shard`, both claim `reduce` and both claim `average`"
+    assert f"adaptive_localsgd and localsgd {claims}" in strategy.explain()
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -336,9 +337,10 @@ def test_the_neutral_setting_of_a_part_is_legal(name: str) -> None:
         ("recompute", {Slot.MODULE}),
         ("lars", {Slot.UPDATE, Slot.MOMENTUM}),
         ("lamb", {Slot.UPDATE, Slot.MOMENTUM}),
-        ("localsgd", {Slot.REDUCE, Slot.AVERAGE}),
-        ("adaptive_localsgd", {Slot.REDUCE, Slot.AVERAGE}),
+        ("localsgd", {Slot.SHARD, Slot.REDUCE, Slot.AVERAGE}),
+        ("adaptive_localsgd", {Slot.SHARD, Slot.REDUCE, Slot.AVERAGE}),
         ("powersgd", {Slot.REDUCE}),
+        ("sharding", {Slot.SHARD}),
         ("auto", set()),
     ],
 )
@@ -568,6 +570,7 @@ def test_a_plain_strategy_explains_every_slot() -> None:
     assert DistributedStrategy().explain().split("\n") == [
         "slot      filled by",
         "module    none",
+        "shard     none",
         "forward   plain",
         "backward  plain",
         "merge     none",

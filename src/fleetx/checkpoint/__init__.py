@@ -17,6 +17,7 @@ from ..dist.agree import ranks_where, run_on_all
 from ..dist.comm import Comm
 from ..dist.heartbeat import Phase
 from ..engine.optimizer import FleetOptimizer
+from ..engine.state import shares_collected
 from ..engine.user_loop.model_pairs import owner_of
 from ..errors import CheckpointError, ConfigError, warn_user
 from .folder import newest_first, step_of
@@ -61,7 +62,8 @@ def save_checkpoint(
     path = Path(os.path.abspath(directory))  # absolute: the script may change its directory during a background save
     with heartbeat.during(Phase.SAVE):
         _finish_last(here.comm)
-        share = take_share(objects, here.comm, here.device, copies=async_save)
+        with shares_collected(objects.values()):
+            share = take_share(objects, here.comm, here.device, copies=async_save)
         comm = _background_comm(here.comm) if async_save else here.comm
 
         def write() -> Path:

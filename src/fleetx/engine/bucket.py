@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, FleetError
+from .gradient_share import open_shares, require_open
 from .user_loop.model_pairs import current_task
 
 LARGE_BYTES = 2**20
@@ -58,22 +59,42 @@ def view_like(piece: Tensor, param: Tensor) -> Tensor:
     return shared.set_(piece.untyped_storage(), int(piece.storage_offset()), param.shape, stride)
 
 
+SHARE_MULTIPLE = 64
+"""Elements by which shares are measured: a vector unit then finds the same elements side by side in a share as in the whole."""
+
+
+def share_of(numel: int, shares: int) -> int:
+    """Return the elements of one of so many equal shares, the last of which may reach past the end."""
+    return numel if shares == 1 else -(-numel // (shares * SHARE_MULTIPLE)) * SHARE_MULTIPLE
+
+
 @final
 class Bucket:
     """One flat buffer and the parameters whose gradients live in it."""
 
-    def __init__(self, index: int, named: Sequence[tuple[str, nn.Parameter]], *, tail_numel: int, whole: bool = False) -> None:
+    def __init__(
+        self,
+        index: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        tail_numel: int,
+        whole: bool = False,
+        shares: int = 1,
+        dress: Callable[[Tensor], Tensor] = lambda view: view,
+    ) -> None:
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
         numel = sum(p.numel() for p in self.params)
         first = self.params[0]
-        self.wire = torch.zeros(numel + tail_numel, dtype=first.dtype, device=first.device)
+        self.share_numel = share_of(numel, shares)
+        """Elements of each of the equal parts into which the buffer is divided, with zeros at its end."""
+        self.wire = torch.zeros(self.share_numel * shares + tail_numel, dtype=first.dtype, device=first.device)
         """The gradients and, in the last bucket, the tail: one collective moves both."""
         self.flat = self.wire[:numel]
-        self.tail = self.wire[numel:]
+        self.tail = self.wire[self.share_numel * shares :]
         pieces = self.flat.split([p.numel() for p in self.params])
-        self.views = [view_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
+        self.views = [dress(view_like(piece, p)) for piece, p in zip(pieces, self.params, strict=True)]
         self.whole = whole
         """`param.grad` is of the whole window when backward ends, whether DDP reduced it in place or in a buffer of its own."""
         self._renewed = False
@@ -183,6 +204,7 @@ class Bucket:
 
     def make_room(self) -> None:
         """Ready for new gradients."""
+        open_shares(self.views)
         if not self._small_are_zero:
             self.zero_small()
         for param, view, in_place in zip(self.params, self.views, self.in_place, strict=True):
@@ -202,6 +224,8 @@ class Bucket:
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is view:
+                if not reopened:
+                    require_open(view, self.names[i])
                 self.filled[i] |= not reopened  # left there by zero_grad(set_to_none=False), or from the last update
             elif grad is not None:
                 self.elsewhere = True
@@ -213,6 +237,7 @@ class Bucket:
                     stale.append(view)
                     param.grad = view
         self.hidden = False
+        open_shares(self.views)
         if stale and not self._small_are_zero:
             torch._foreach_zero_(stale)
         self._small_are_zero = False

@@ -15,7 +15,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,14 @@ from torch.optim import optimizer as optimizer_module
 from ..dist.comm import Comm, Pending, is_initialized
 from ..errors import ConfigError, PeerError
 from .bucket import Bucket, Hook
+from .gradient_share import close_shares
 from .layout import bucket_runs
 from .sidecar import ALARMS, NO_ALARMS, Alarms, Tail
 from .user_loop.model_pairs import owner_of
 from .user_loop.optimizer_hooks import may_change_gradients
+
+if TYPE_CHECKING:
+    from .slots import Shard
 
 Start = Callable[[Bucket], Pending]
 
@@ -52,14 +56,18 @@ class Buckets:
         carries_tail: bool,
         comm: Comm,
         whole: bool = False,
+        shard: Shard | None = None,
     ) -> None:
+        """Lay out the buckets. `shard`: divides them between the ranks; None: each rank has all of them."""
         self.comm = comm
+        self.shard = shard
         self.tail = tail
         runs = bucket_runs(list(params.items())[::-1], bucket_bytes=bucket_bytes)
         joins = tail is not None and carries_tail and runs[-1][0][1].dtype == tail.dtype
         tail_numels = [0] * (len(runs) - 1) + [tail.numel if tail is not None and joins else 0]
         pieces = enumerate(zip(runs, tail_numels, strict=True))
-        self._buckets = [Bucket(i, run, tail_numel=n, whole=whole) for i, (run, n) in pieces]
+        divided: dict[str, Any] = {} if shard is None else {"shares": shard.shares, "dress": shard.dress}
+        self._buckets = [Bucket(i, run, tail_numel=n, whole=whole, **divided) for i, (run, n) in pieces]
         last = self._buckets[-1]
         self._tail_tensor = last.tail
         if tail is not None and not joins:
@@ -294,6 +302,13 @@ class Buckets:
         """Return the alarms after `close`, summed over ranks; None where there is no other rank to sum with."""
         return None if self.tail is None or self.alone else self._tail_tensor[:ALARMS]
 
+    def not_finite(self) -> list[str]:
+        """Return the names of the reduced gradients that hold a NaN or an infinity."""
+        if self.shard is not None and self.shard.scatters:
+            return self.shard.not_finite()
+        named = (pair for bucket in self._buckets for pair in zip(bucket.names, bucket.views, strict=True))
+        return [name for name, view in named if not bool(view.isfinite().all())]
+
     def use_counts(self) -> list[float]:
         """Return on how many ranks each parameter was used, in bucket order."""
         if self.tail is None or self.alone:
@@ -304,6 +319,8 @@ class Buckets:
     def expose(self, used: Sequence[bool] | None) -> None:
         """Let `param.grad` be the reduced gradient, or None where no rank used the parameter."""
         wanted = iter(used) if used is not None else itertools.repeat(True)
+        for bucket in self._buckets if self.shard is not None else ():
+            close_shares(bucket.views)
         for bucket in self._buckets:
             if used is None and not (bucket.elsewhere or bucket.hidden) and all(bucket.filled):
                 continue
@@ -418,19 +435,26 @@ def global_norm(flats: Sequence[Tensor]) -> Tensor:
 
 @final
 class GradientNorms:
-    def __init__(self, buckets: Buckets, update: Optimizer) -> None:
+    def __init__(self, buckets: Buckets, update: Optimizer, shard: Shard | None = None) -> None:
         self._buckets, self._update = buckets, update
+        self._shard = shard if shard is not None and shard.scatters else None
         self._by_bucket: list[list[Tensor]] | None = None
         self._versions: list[int] = []
 
     def measure(self) -> Tensor:
-        """Measure the global norm of what the buckets hold now."""
+        """Measure the global norm of what the buckets hold now. Every rank is here: under sharding each knows a share alone."""
         self._by_bucket = None
+        if self._shard is not None:
+            return self._shard.measure_norms()
         if not getattr(self._update, "wants_gradient_norms", False):
             return global_norm(self._buckets.flats)
         self._by_bucket = [norms_of(bucket.views) for bucket in self._buckets]
         self._versions = [bucket.version() for bucket in self._buckets]
         return joined([norm for norms in self._by_bucket for norm in norms])
+
+    def measure_again(self) -> Tensor:
+        """Return the norm after what the script has done to the gradients. No rank is asked: another may not look again."""
+        return self.measure() if self._shard is None else self._shard.current_norm()
 
     def hold(self) -> bool:
         """Return whether the norms of each tensor are known, and the gradients are what they were: not written to, not

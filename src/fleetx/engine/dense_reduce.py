@@ -6,6 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import Tensor
 
 from ..dist.comm import Comm, Pending
@@ -20,6 +21,8 @@ class KeepsNothing(abc.ABC):
     """What all reducers share that send whole gradients."""
 
     is_linear = True
+    is_plain_sum = False
+    wire_dtype: torch.dtype | None = None
 
     def is_local(self) -> bool:
         return False
@@ -63,6 +66,7 @@ class DenseAllReduce(KeepsNothing):
     """Sum in place; buckets come pre-divided, so the sum is the mean. Starts as soon as a bucket is complete."""
 
     carries_tail = True
+    is_plain_sum = True
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm

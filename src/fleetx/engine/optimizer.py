@@ -134,6 +134,12 @@ class FleetOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle or copy the optimizer inside: a plain one, that needs no pair to be loaded."""
+        if self._bound is not None and self._bound.stages.shard is not None:
+            raise ConfigError(
+                "a copy of the optimizer, or torch.save of it, would hold this rank's share of the state alone "
+                "(strategy.sharding). Save optimizer.state_dict(), called on every rank; or write "
+                "fleet.save_checkpoint(..., optimizer=optimizer)."
+            )
         return self.update.__reduce_ex__(1)  # a later protocol makes pickle insist on the class of this very object
 
     def handles_step_of(self, optimizer: Optimizer) -> bool:
@@ -307,10 +313,25 @@ class FleetOptimizer(Optimizer):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's plain form, which has no place for what a compressor keeps back: fleet.save_checkpoint(...) has."""
+        """Return torch's plain form, which has no place for what a compressor keeps back: fleet.save_checkpoint(...) has.
+
+        Under strategy.sharding every rank must call it: it gathers the shares of all, as much as the whole state, on each."""
         if self._bound is not None:
             self._bound.outcomes.learn()  # counts of steps are on the host; no collective, since one rank may ask alone
-        return self.update.state_dict()
+        whole = self.gather_state()
+        return self.update.state_dict() if whole is None else whole
+
+    def gather_state(self) -> dict[str, Any] | None:
+        """Return the state dict of all ranks' shares; None where each has the whole. Every rank is here, or is named."""
+        shard = None if self._bound is None or self.ended else self._bound.stages.shard
+        if shard is None:
+            return None
+        self.pipeline.comm.wait_for_all(
+            f"fleetx/state_dict/{self.pipeline.report_builder.pair}/{self.pipeline.index}",
+            missing="does not save this optimizer, nor ask for its state_dict(): under strategy.sharding both gather the shares "
+            "of all ranks. Do so on every rank, and use on one what state_dict() returns.",
+        )
+        return shard.whole_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's plain form. What a compressor had kept back belongs to the weights before, and is dropped."""
@@ -320,6 +341,8 @@ class FleetOptimizer(Optimizer):
             self.update.load_state_dict(state_dict)
         if self._bound is not None:
             self._bound.stages.reduce.forget()
+            if self._bound.stages.shard is not None:
+                self._bound.stages.shard.cut_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters from the next update on. Every rank must call it, between two updates."""

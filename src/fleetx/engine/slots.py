@@ -1,6 +1,7 @@
 """The vocabulary of a step: slots, parts that claim them, stages that fill them. No behaviour lives here.
 
     build once        MODULE    recompute, sync_batch_norm
+                      SHARD     none | sharding: each rank makes its share of UPDATE, and has the state of that share alone
     per micro-batch   FORWARD   autocast                          -> loss
                       BACKWARD  plain | fp16 loss scaling         -> param.grad, accumulating
     every k-th        MERGE     how many micro-batches make one update
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 class Slot(enum.Enum):
     MODULE = "module"
+    SHARD = "shard"
     FORWARD = "forward"
     BACKWARD = "backward"
     MERGE = "merge"
@@ -127,6 +129,10 @@ class Reduce(Protocol):
 
     is_linear: bool
     """Reducing what was reduced once more, with new gradients added, gives the same as reducing these alone and adding."""
+    is_plain_sum: bool
+    """Gradients are summed on the wire as they are, so that each share could as well be sent to the rank that updates it."""
+    wire_dtype: torch.dtype | None
+    """Type in which they travel then; None: their own."""
     carries_tail: bool
     """The last bucket's own collective also moves the tail (buffers, flags), in the bucket's own type."""
 
@@ -158,6 +164,51 @@ class Reduce(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def forget(self) -> None:
         """Clear what was kept: a state without it was loaded."""
+
+
+class Shard(Protocol):
+    """Divide the update between the ranks: each has the optimizer's state of its share, and updates that share for all."""
+
+    shares: int
+    """Ranks that divide each bucket between them."""
+    scatters: bool
+    """Whether each rank gets the mean of its share of the gradients alone; set by `reduce_by`."""
+
+    def reduce_by(self, reduce: Reduce) -> Reduce:
+        """Return the stage that brings each rank the mean of its share alone; or `reduce`, where that leaves the mean on all."""
+
+    def dress(self, view: Tensor) -> Tensor:
+        """Return the same memory as `param.grad` shows it: where only a share of it holds the mean, reading it is refused."""
+
+    def attach(self, buckets: Buckets, update: Optimizer, *, given: Optimizer) -> None:
+        """Once, before the first update. `given`: what was given to fleet.distribute, in whose place `update` may be."""
+
+    def measure_norms(self) -> Tensor:
+        """Return the global norm of the gradients just reduced, and keep that of each tensor. Every rank is here."""
+
+    def current_norm(self) -> Tensor:
+        """Return that norm as it is after what the script has done to the gradients since; no rank is asked."""
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the gradients whose norm was not finite, the same on all ranks."""
+
+    def note_factor(self, factor: Tensor) -> None:
+        """Note what clipping has multiplied all gradients by."""
+
+    def cut_state(self) -> None:
+        """Keep this rank's share of a whole state that was loaded into the optimizer."""
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Gather the optimizer's state dict in torch's plain form, on the CPU. Every rank is here."""
+
+    def own_state(self) -> AbstractContextManager[None]:
+        """Let `state_dict()` of the optimizer give this rank's share, which it refuses otherwise."""
+
+    collected: dict[str, Any] | None
+    """That, while a checkpoint is taken; else None."""
+
+    def step(self, closure: Callable[[], Any] | None) -> None:
+        """Make this rank's share of the update, then send it to the others and receive theirs. Every rank is here."""
 
 
 class Clip(Protocol):
@@ -227,6 +278,7 @@ class Stages:
     clip: Clip | None
     update: Optimizer
     average: Average | None
+    shard: Shard | None = None
     ddp: ReducedByDDP | None = None
     """REDUCE, where it is done inside backward by a wrapper of the model's."""
 

@@ -12,7 +12,8 @@ strategy    the settings, which a run that loads compares with its own (strategy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch import Tensor
 from ..config.text import listed
 from ..errors import CheckpointError
 from .optimizer import FleetOptimizer
-from .setup.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
+from .setup.optimizer_state import SHARES, check_optimizer_state, load_optimizer_state, optimizer_state
 from .setup.placement import OUTSIDE, plain_name
+from .slots import Shard
 from .step import Pipeline
 from .window import Window
 
@@ -52,7 +54,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
         window = Window()
     gradients = {name: g for bucket in pipeline.buckets for name, g in bucket.gradients().items()} if window.micro_steps else {}
     return {
-        "inner": optimizer_state(optimizer.update),
+        "inner": _inner_state(optimizer),
         "names": parameter_names(optimizer),
         "counters": counters(pipeline),
         "window": {
@@ -69,6 +71,33 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
         "noise_scale": pipeline.meter.state_dict(),
         "strategy": _strategy_of(optimizer),
     }
+
+
+def _inner_state(optimizer: FleetOptimizer) -> dict[str, Any]:
+    """Return the state of the optimizer inside: under sharding the whole one if it was collected, else this rank's share."""
+    shard = optimizer.pipeline.stages.shard
+    if shard is None:
+        return optimizer_state(optimizer.update)
+    if shard.collected is not None:
+        return optimizer_state(optimizer.update, shard.collected)
+    with shard.own_state():
+        return {SHARES: True, **optimizer_state(optimizer.update)}
+
+
+@contextlib.contextmanager
+def shares_collected(objects: Iterable[Any]) -> Iterator[None]:
+    """Gather what sharded optimizers have on all ranks, for a checkpoint that any number of ranks can load. Collective."""
+    shards: list[Shard] = []
+    try:
+        for held in objects:
+            whole = held.gather_state() if isinstance(held, FleetOptimizer) else None
+            if whole is not None:
+                shards.append(held.pipeline.stages.shard)
+                shards[-1].collected = whole
+        yield
+    finally:
+        for shard in shards:
+            shard.collected = None
 
 
 def _strategy_of(optimizer: FleetOptimizer) -> dict[str, Any] | None:
@@ -158,7 +187,10 @@ def _outside(pipeline: Pipeline) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> None:
     pipeline, window = optimizer.pipeline, state["window"]
-    load_optimizer_state(optimizer.update, _by_our_numbers(state["inner"], state["names"], parameter_names(optimizer)))
+    inner = _by_our_numbers(state["inner"], state["names"], parameter_names(optimizer))
+    load_optimizer_state(optimizer.update, inner)
+    if pipeline.stages.shard is not None and SHARES not in inner:
+        pipeline.stages.shard.cut_state()
     load_counters(pipeline, state["counters"])
     device = next(iter(pipeline.buckets)).flat.device
     pipeline.window = Window(

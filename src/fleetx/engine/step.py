@@ -47,7 +47,7 @@ class Pipeline:
         needs_loss = stages.backward.needs_loss or (stages.average is not None and stages.average.needs_loss)
         by_ddp = stages.ddp is not None
         self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss, mean_in_backward=by_ddp)
-        self._norms = GradientNorms(buckets, stages.update)
+        self._norms = GradientNorms(buckets, stages.update, stages.shard)
         self.window = Window()
         self._verdict = Verdict(True)
         """Whether to update by the window just reduced."""
@@ -414,7 +414,8 @@ class Pipeline:
         used = self.stages.reduce.used(self.checks.unused.after_reduce())
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
         looks, measures = self.checks.looks_at_norm(self.stages.backward), self._measures_noise
-        self._grad_norm = self._norms.measure() if looks or measures else None
+        is_divided = self.stages.shard is not None and self.stages.shard.scatters
+        self._grad_norm = self._norms.measure() if looks or measures or is_divided else None
         nonfinite = self.stages.reduce.nonfinite()
         if nonfinite is not None and self._grad_norm is not None:
             self._grad_norm = torch.where(nonfinite, math.nan, self._grad_norm)
@@ -458,7 +459,7 @@ class Pipeline:
             self._verdict = Verdict(self._is_finite_now())
         if self.stages.clip is not None and not (recycle and self._grad_norm is not None):
             self.buckets.adopt_replaced()
-            self._grad_norm = self._norms.measure()
+            self._grad_norm = self._norms.measure_again()
         self.record(Phase.UPDATE)
         if stays_on_device:
             scale = self.stages.backward.scale()
@@ -471,7 +472,7 @@ class Pipeline:
     def _can_stay_on_device(self) -> bool:
         """Return whether the update can be made before the host knows if it should be. What the user has edited after a bare
         backward is looked at again, and agreed on."""
-        if self._verdict.is_known or (self.window.bare and self.buckets.were_edited()):
+        if self.stages.shard is not None or self._verdict.is_known or (self.window.bare and self.buckets.were_edited()):
             return False
         return self._conditional.can_be_made()
 
@@ -482,7 +483,7 @@ class Pipeline:
         self.index += 1
         if finite:
             self._clip(recycle=recycle)
-            self.stages.update.step() if closure is None else self.stages.update.step(closure)
+            self._make_update(closure)
             if self.checks.alarms.reads_late:
                 self._conditional.make_room()
         else:
@@ -492,6 +493,14 @@ class Pipeline:
         if not finite:
             self.outcomes.leave_out(self.index, alone=self.buckets.alone)
         self.stages.backward.settle(finite=finite)
+
+    def _make_update(self, closure: Callable[[], Any] | None) -> None:
+        if self.stages.shard is not None:
+            self.stages.shard.step(closure)
+        elif closure is None:
+            self.stages.update.step()
+        else:
+            self.stages.update.step(closure)
 
     def _update_undecided(self, *, recycle: bool) -> None:
         """Make the update by the device's answer. What follows from it on the host comes when that is heard
@@ -621,6 +630,8 @@ class Pipeline:
             # By a norm of 0, which clips nothing, where the update is not made: as if it were left out.
             norm = self._grad_norm if found is None else torch.where(found == 0.0, self._grad_norm, 0.0)
             factor = self.stages.clip(self.buckets.flats, norm)
+            if self.stages.shard is not None:
+                self.stages.shard.note_factor(factor)
         if known:
             self._norms.hand_over(factor=factor)
 

@@ -94,6 +94,8 @@ class Compressor(abc.ABC):
     """Abstract REDUCE stage; one final subclass per way to compress."""
 
     is_linear = False
+    is_plain_sum = False
+    wire_dtype = None
     carries_tail = True
     name: ClassVar[str]
     threshold: ClassVar[str]

@@ -16,6 +16,7 @@ from ..engine.slots import Step
 class NarrowAllReduce(KeepsNothing):
     """Half the bytes: cast the pre-divided gradients, sum, cast back. Float64 gradients are narrowed too."""
 
+    is_plain_sum = True
     carries_tail = False  # a running variance or a byte of a counter must not pass through 16 bits
 
     def __init__(self, comm: Comm, wire_dtype: torch.dtype) -> None:

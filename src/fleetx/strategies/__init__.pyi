@@ -44,6 +44,8 @@ __all__ = [
     "PowerSGDSettings",
     "Recompute",
     "RecomputeSettings",
+    "Sharding",
+    "ShardingSettings",
     "SyncBatchNorm",
     "catalogue",
 ]
@@ -545,6 +547,30 @@ class RecomputeSettings(TypedDict, total=False):
     """peak memory to stay under; the plan is then computed"""
     offload: bool
     """keep the inputs of recomputed blocks in host memory"""
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(_BuiltPart):
+    """Divide the optimizer's state, and the update, between the ranks.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(sharding=X.strategies.Sharding(stage=1))
+        >>> strategy.sharding_configs["stage"]
+        1
+    """
+
+    stage: int
+    """what is divided: 1, the optimizer's state"""
+    sharding_degree: int | None
+    """ranks that divide one state between them, neighbours; None: all ranks of the run"""
+    def __init__(self, *, stage: int = 1, sharding_degree: int | None = None) -> None: ...
+
+class ShardingSettings(TypedDict, total=False):
+    """Settings of `sharding` as a dict; keys left out keep their value, or their default."""
+
+    stage: int
+    """what is divided: 1, the optimizer's state"""
+    sharding_degree: int | None
+    """ranks that divide one state between them, neighbours; None: all ranks of the run"""
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBatchNorm(_BuiltPart):

@@ -45,7 +45,7 @@ class AdaptiveLocalSGD(Part):
     across_nodes_every: int = key(1, integer(1), "averagings from one among all ranks to the next; others stay inside a node")
 
     def claims(self) -> frozenset[Slot]:
-        return frozenset({Slot.REDUCE, Slot.AVERAGE})
+        return frozenset({Slot.SHARD, Slot.REDUCE, Slot.AVERAGE})
 
     def check(self, site: Site) -> None:
         require_fit(self, longest_period=self.max_k_steps, key="max_k_steps")

@@ -47,7 +47,7 @@ class DGC(Part):
     two_level: bool = key(False, boolean(), "dense inside a node, sparse between nodes")
 
     def claims(self) -> frozenset[Slot]:
-        return frozenset({Slot.REDUCE, Slot.MOMENTUM, Slot.CLIP})
+        return frozenset({Slot.SHARD, Slot.REDUCE, Slot.MOMENTUM, Slot.CLIP})
 
     def check(self, site: Site) -> None:
         require_inner(self, site.optimizer, write="torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)")

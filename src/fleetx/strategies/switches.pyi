@@ -29,6 +29,8 @@ from . import (
     PowerSGDSettings,
     Recompute,
     RecomputeSettings,
+    Sharding,
+    ShardingSettings,
     SyncBatchNorm,
 )
 
@@ -143,6 +145,12 @@ class RecomputeValues(TypedDict):
     budget: int | str | None
     offload: bool
 
+class ShardingValues(TypedDict):
+    """Settings of `sharding` as they read back: all keys."""
+
+    stage: int
+    sharding_degree: int | None
+
 class Keywords(TypedDict, total=False):
     adaptive_localsgd: bool | AdaptiveLocalSGDSettings | AdaptiveLocalSGD
     adaptive_localsgd_configs: AdaptiveLocalSGDSettings
@@ -168,6 +176,8 @@ class Keywords(TypedDict, total=False):
     powersgd_configs: PowerSGDSettings
     recompute: bool | RecomputeSettings | Recompute
     recompute_configs: RecomputeSettings
+    sharding: bool | ShardingSettings | Sharding
+    sharding_configs: ShardingSettings
     sync_batch_norm: bool | SyncBatchNorm
     fuse_grad_size_in_MB: float
     find_unused_parameters: bool
@@ -303,6 +313,14 @@ class Switches:
     - `checkpoints`: names or patterns of the modules to recompute; empty means every repeated block
     - `budget`: peak memory to stay under; the plan is then computed
     - `offload`: keep the inputs of recomputed blocks in host memory
+    """
+    sharding: Setting[bool, bool | ShardingSettings | Sharding]
+    """Divide the optimizer's state, and the update, between the ranks."""
+    sharding_configs: Setting[ShardingValues, ShardingSettings]
+    """Settings of `sharding`, each checked when it is written.
+
+    - `stage`: what is divided: 1, the optimizer's state
+    - `sharding_degree`: ranks that divide one state between them, neighbours; None: all ranks of the run
     """
     sync_batch_norm: Setting[bool, bool | SyncBatchNorm]
     """Compute the statistics of BatchNorm over the joined batch of all ranks."""

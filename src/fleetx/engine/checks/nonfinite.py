@@ -96,12 +96,7 @@ class NonFiniteGuard:
 
     def bad_gradients(self) -> str:
         """Whose gradients are not finite."""
-        names = [
-            name
-            for bucket in self._buckets
-            for name, view in zip(bucket.names, bucket.views, strict=True)
-            if not bool(view.isfinite().all())
-        ]
+        names = self._buckets.not_finite()
         return listed(names, 3) if names else "all finite"
 
     def note_skip(self, step: int, *, alone: bool) -> None:

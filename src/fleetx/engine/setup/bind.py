@@ -24,6 +24,7 @@ from ..user_loop.other_steps import part_in_step, refuse_past, refuse_unreduced
 from .build import compile_strategy
 from .conflicts import check_parts
 from .keep_alive import keep_with, let_go
+from .optimizer_state import give_whole_state_back
 from .optimizer_swap import give_back, mark_state
 from .placement import (
     OUTSIDE,
@@ -76,6 +77,7 @@ def bind(
     the same on all ranks, since an earlier pair was bound to it."""
     require_module(model)
     here = world.current()
+    give_whole_state_back(face.update)
     optimizer, whole, wrapper = face.update, model, wrapper_of(model)
     model = bare(whole)  # names, parts and checks are of the module that the user wrote; DDP around it only reduces
     parts = strategy.parts()
@@ -300,6 +302,11 @@ def _refuse_fixed_layout(face: FleetOptimizer) -> None:
     if face.memory_plan is not None or face.plan is not None:
         raise ConfigError(
             f"parameters were added, replaced or unfrozen after recompute's budget or auto was planned without them. {again}"
+        )
+    if pipeline.stages.shard is not None:
+        raise ConfigError(
+            "parameters were added, replaced or unfrozen under strategy.sharding, which has divided the optimizer's state "
+            f"between the ranks without them. {again}"
         )
     if pipeline.stages.reduce.keeps_state() or pipeline.trains_alone:
         raise ConfigError(

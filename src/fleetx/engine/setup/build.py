@@ -65,6 +65,9 @@ def compile_strategy(
         if part is not merging:
             filled.update(part.build(site))
     reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
+    shard = filled.get(Slot.SHARD)
+    if shard is not None:
+        reduce = shard.reduce_by(reduce)
     stages = Stages(
         merge=merge,
         backward=filled.get(Slot.BACKWARD, PlainBackward()),
@@ -72,6 +75,7 @@ def compile_strategy(
         clip=filled.get(Slot.CLIP),
         update=filled.get(Slot.UPDATE, optimizer),
         average=filled.get(Slot.AVERAGE),
+        shard=shard,
         ddp=reduce if isinstance(reduce, ReducedByDDP) else None,
     )
     allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
@@ -79,8 +83,12 @@ def compile_strategy(
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=flags, local=local) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
     carries_tail, whole = stages.reduce.carries_tail, wrapper is not None
-    buckets = Buckets(params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=carries_tail, comm=comm, whole=whole)
+    buckets = Buckets(
+        params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=carries_tail, comm=comm, whole=whole, shard=shard
+    )
     stages.reduce.attach(buckets)
+    if shard is not None:
+        shard.attach(buckets, stages.update, given=optimizer)
     # A rank that misses a gradient starts its bucket later than the others. If a part's own collective lies in between,
     # one rank sends a bucket while another sends that: both go wrong. So nothing starts before backward has ended.
     buckets.overlaps = not any(part.talks_in_backward for part in parts)

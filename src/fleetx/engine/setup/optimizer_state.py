@@ -12,21 +12,31 @@ from ...config.text import listed
 from ...errors import CheckpointError
 from .own_optimizer import Update, load_in_place
 
-CLASS, FLAGS = "class", "flags"
+CLASS, FLAGS, SHARES = "class", "flags", "shares"
+RESTORE = "_fleetx_restore_state"
+"""On an optimizer whose state is divided between the ranks: gathers it."""
 SHAPED_AS_THE_PARAMETER = frozenset(
-    "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev ax".split()
+    "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev ax step_size master".split()
 )
 """In torch's own optimizers. Others may be factored, flattened or single numbers."""
 
 
-def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state dict and the class: Adam's state looks like AdamW's, and would silently turn one into the other.
 
-    Of LARS and LAMB also who is decayed and adapted: settings of the script, which the state dict does not hold."""
+    Of LARS and LAMB also who is decayed and adapted: settings of the script, which the state dict does not hold. `state_dict`:
+    of all ranks, where each has a share; None: the optimizer's own."""
     said: dict[str, Any] = {CLASS: type(optimizer).__name__}
     if isinstance(optimizer, Update) and optimizer.rule_settings:
         said[FLAGS] = optimizer.flags_by_name()
-    return {**said, **optimizer.state_dict()}
+    return {**said, **(optimizer.state_dict() if state_dict is None else state_dict)}
+
+
+def give_whole_state_back(optimizer: Optimizer) -> None:
+    """Undo the sharding of an earlier pair, before this optimizer is distributed again. Collective, where there was one."""
+    restore = optimizer.__dict__.pop(RESTORE, None)
+    if restore is not None:
+        restore()
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -41,7 +51,8 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
             f"the checkpoint's optimizer has groups of {saved} parameters, this one of {mine}. "
             "Build the optimizer as in the run that saved."
         )
-    _check_shapes(optimizer, state)
+    if SHARES not in state:
+        _check_shapes(optimizer, state)
     if isinstance(optimizer, Update) and optimizer.rule_settings:
         _check_rule(optimizer, state)
 
@@ -91,7 +102,7 @@ def _check_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load the state; what was kept wider than a 16-bit parameter is put back after load_state_dict, which casts state to the
     parameter's type."""
-    plain = {key: value for key, value in state.items() if key not in (CLASS, FLAGS)}
+    plain = {key: value for key, value in state.items() if key not in (CLASS, FLAGS, SHARES)}
     load_in_place(optimizer, optimizer.load_state_dict, plain)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, saved in state["state"].items():

@@ -17,6 +17,7 @@ COLUMN = 38
 
 UNCLAIMED = {
     Slot.MODULE: "none",
+    Slot.SHARD: "none",
     Slot.FORWARD: "plain",
     Slot.BACKWARD: "plain",
     Slot.MERGE: "none",

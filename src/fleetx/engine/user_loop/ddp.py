@@ -47,8 +47,8 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def reduce_conflicts(parts: Sequence[Part]) -> list[str]:
-    """Return a sentence for each part that claims what DDP does already."""
-    names = [part.name for part in parts if Slot.REDUCE in part.claims()]
+    """Return a sentence for each part that claims what DDP does already; to divide the reduce is to claim it."""
+    names = [part.name for part in parts if part.claims() & {Slot.REDUCE, Slot.SHARD}]
     if not names:
         return []
     listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -18,7 +18,7 @@ from ..setup.placement import plain_name
 from ..slots import Part, Slot
 from . import model_pairs
 
-IN_STEP = frozenset({Slot.BACKWARD, Slot.MERGE, Slot.CLIP, Slot.MOMENTUM, Slot.UPDATE, Slot.AVERAGE})
+IN_STEP = frozenset({Slot.BACKWARD, Slot.MERGE, Slot.CLIP, Slot.MOMENTUM, Slot.UPDATE, Slot.AVERAGE, Slot.SHARD})
 """What a part claims that acts in the pair's own step()."""
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ..buckets import Buckets
+from ..gradient_share import SCALER
 from ..slots import Slot, Stages
 from . import model_pairs
 
@@ -115,6 +116,8 @@ def refuse_unfit(stages: Stages) -> None:
             'then be of two scales. Write strategy.amp = True with amp_configs = {"dtype": "float16"} instead of the scaler, or '
             "accumulate by hand inside `with fleet.no_sync():`."
         )
+    if stages.shard is not None:
+        raise ConfigError(SCALER)
     if not stages.reduce.is_linear:
         raise ConfigError(
             f"a GradScaler by hand beside a strategy that claims `{Slot.REDUCE.value}` and keeps what it did not send: kept in "

@@ -1,0 +1,1 @@
+"""Divide the update between the ranks (fills the slot SHARD)."""

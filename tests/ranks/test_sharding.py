@@ -1,0 +1,454 @@
+"""Sharding: the numbers of plain training, gradients that are clipped or refused, whole states, and what it is refused with."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+
+from fleetx import fleet
+from fleetx.errors import FleetWarning
+from tests.helpers.harness import raised, run_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "adam": lambda params: optim.Adam(params, lr=0.01, amsgrad=True),
+    "adamw": lambda params: optim.AdamW(params, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda params: optim.Adagrad(params, lr=0.05),
+    "rmsprop": lambda params: optim.RMSprop(params, lr=0.01, momentum=0.5),
+    "nadam": lambda params: optim.NAdam(params, lr=0.01),
+    "radam": lambda params: optim.RAdam(params, lr=0.01),
+    "adamax": lambda params: optim.Adamax(params, lr=0.01),
+    "adadelta": lambda params: optim.Adadelta(params),
+    "asgd": lambda params: optim.ASGD(params, lr=0.05),
+    "rprop": lambda params: optim.Rprop(params, lr=0.01),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(7)
+    model = nn.Sequential(
+        nn.Conv2d(2, 12, 3, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(12 * 16, 37),
+        nn.ReLU(),
+        nn.Linear(37, 5),
+    )
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(6, 2, 6, 6, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+
+
+def _train(
+    rank: int, optimizer: str, strategy: dict[str, Any], loop: str = "minimize", steps: int = 5, param_groups: bool = False
+) -> dict[str, Any]:
+    model = net()
+    params: Any = model.parameters()
+    if param_groups:
+        params = [
+            {"params": list(model[4].parameters()), "lr": 0.02},
+            {"params": [*model[0].parameters(), *model[6].parameters()]},
+        ]
+        model[1].requires_grad_(False)
+    model, face = fleet.distribute(model, OPTIMIZERS[optimizer](params), fleet.DistributedStrategy(**strategy))
+    reports = []
+    for step in range(steps):
+        x, y = batch(step, rank)
+        loss = F.cross_entropy(model(x), y)
+        if loop == "minimize":
+            reports.append(face.minimize(loss))
+            continue
+        loss.backward()
+        if loop == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        elif loop == "halve":
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        elif loop == "twice":
+            F.cross_entropy(model(x[:3]), y[:3]).backward()
+        reports.append(face.step())
+        face.zero_grad()
+    held = sum(value.numel() for state in face.state.values() for value in state.values() if isinstance(value, Tensor))
+    state = face.state_dict()
+    return {
+        "weights": [value.detach().clone() for value in model.state_dict().values()],
+        "state": [v for number in sorted(state["state"]) for _, v in sorted(state["state"][number].items()) if v is not None],
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]],
+        "held": held,
+        "norms": [report.grad_norm for report in reports],
+        "bytes": reports[-1].bytes_sent,
+    }
+
+
+def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def close(a: list[Tensor], b: list[Tensor], tolerance: float) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_ranks_have_the_bits_of_plain_training_weights_and_gathered_state(optimizer: str) -> None:
+    plain = run_ranks(_train, 2, optimizer, {})
+    ours = run_ranks(_train, 2, optimizer, {"sharding": True})
+    for rank in range(2):
+        assert same_bits(ours[rank]["weights"], plain[0]["weights"])
+        assert same_bits(ours[rank]["state"], plain[0]["state"]) and ours[rank]["groups"] == plain[0]["groups"]
+        assert ours[rank]["held"] < 0.75 * plain[rank]["held"]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_more_ranks_differ_by_the_order_of_sums_alone(optimizer: str, size: int) -> None:
+    plain = run_ranks(_train, size, optimizer, {})
+    ours = run_ranks(_train, size, optimizer, {"sharding": True})
+    assert all(same_bits(one["weights"], ours[0]["weights"]) for one in ours)
+    close(ours[0]["weights"], plain[0]["weights"], 2e-6)
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "lars": {"lars": {"lars_coeff": 0.02}},
+    "lars, clipped": {"lars": True, "clip_norm": {"max_norm": 0.2}},
+    "merge": {"gradient_merge": {"k_steps": 2}},
+    "clip": {"clip_norm": {"max_norm": 0.2}},
+    "powersgd": {"powersgd": {"begin_step": 2, "rank": 2}},
+    "recompute": {"recompute": {"checkpoints": ["0", "4"]}},
+    "sync_batch_norm": {"sync_batch_norm": True},
+    "bf16": {"bf16_allreduce": True},
+    "small buckets": {"fuse_grad_size_in_MB": 0.01},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_beside_other_parts_it_trains_as_they_do_without_it(name: str) -> None:
+    inner = {"optimizer": "sgd"} if "lars" not in name else {"optimizer": "momentum"}
+    plain = run_ranks(_train_with, 2, inner["optimizer"], MORE[name])
+    ours = run_ranks(_train_with, 2, inner["optimizer"], MORE[name] | {"sharding": True})
+    assert same_bits(ours[0]["weights"], ours[1]["weights"])
+    close(ours[0]["weights"], plain[0]["weights"], 2e-6)
+
+
+def _train_with(rank: int, optimizer: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    if optimizer == "momentum":
+        OPTIMIZERS["momentum"] = lambda params: optim.SGD(params, lr=0.5, momentum=0.9)
+    return _train(rank, optimizer, strategy, steps=6)
+
+
+def _float16(rank: int, strategy: dict[str, Any]) -> list[Any]:
+    """Half of the updates overflow on one rank alone."""
+    model = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FleetWarning)  # slow on a CPU
+        settings = {"dtype": "float16", "init_loss_scaling": 1024, "decr_every_n_nan_or_inf": 1}
+        chosen = fleet.DistributedStrategy(amp=settings, **strategy)
+        model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), chosen)
+    told: list[Any] = []
+    for step in range(6):
+        x, y = batch(step, rank)
+        loss = F.cross_entropy(model(x), y)
+        report = face.minimize(loss * (float("inf") if rank == 1 and step % 2 else 1.0))
+        told += [report.updated, report.loss_scale]
+    return [told, [value.detach().clone() for value in model.state_dict().values()]]
+
+
+def test_an_overflow_on_one_rank_is_agreed_on_by_all() -> None:
+    ours, plain = run_ranks(_float16, 2, {"sharding": True}), run_ranks(_float16, 2, {})
+    assert ours[0][0] == ours[1][0] == plain[0][0] and ours[0][0][::2] == [True, False] * 3
+    assert same_bits(ours[0][1], ours[1][1])
+    close(ours[0][1], plain[0][1], 2e-6)
+
+
+def _lamb(rank: int, strategy: dict[str, Any]) -> list[Tensor]:
+    model = net()
+    inner = optim.AdamW(model.parameters(), lr=0.01, weight_decay=0)
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(lamb=True, **strategy))
+    for step in range(5):
+        x, y = batch(step, rank)
+        face.minimize(F.cross_entropy(model(x), y))
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_lamb_scales_by_the_norms_of_whole_tensors(size: int) -> None:
+    close(run_ranks(_lamb, size, {"sharding": True})[0], run_ranks(_lamb, size, {})[0], 2e-6)
+
+
+@pytest.mark.parametrize("loop", ["bare", "clip", "halve", "twice"])
+def test_an_unchanged_loop_trains_as_without_it(loop: str) -> None:
+    plain = run_ranks(_train, 2, "adamw", {}, loop)
+    ours = run_ranks(_train, 2, "adamw", {"sharding": True}, loop)
+    close(ours[0]["weights"], plain[0]["weights"], 0.0 if loop in ("bare", "halve") else 2e-6)
+
+
+def test_groups_with_their_own_rates_and_frozen_layers_stay_as_they_are() -> None:
+    plain = run_ranks(_train, 2, "adamw", {}, "minimize", 5, True)
+    ours = run_ranks(_train, 2, "adamw", {"sharding": True}, "minimize", 5, True)
+    assert same_bits(ours[0]["weights"], plain[0]["weights"]) and ours[0]["groups"] == plain[0]["groups"]
+
+
+def test_sets_of_neighbours_train_as_all_ranks_together() -> None:
+    ours = run_ranks(_train, 4, "adamw", {"sharding": {"sharding_degree": 2}})
+    assert all(same_bits(one["weights"], ours[0]["weights"]) for one in ours)
+    close(ours[0]["weights"], run_ranks(_train, 4, "adamw", {})[0]["weights"], 2e-6)
+
+
+def _bytes(rank: int, strategy: dict[str, Any]) -> int:
+    warnings.simplefilter("ignore", FleetWarning)  # all ranks have the same samples
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.01), fleet.DistributedStrategy(**strategy))
+    face.minimize(model(torch.ones(2, 512)).square().mean())
+    return int(face.minimize(model(torch.ones(2, 512)).square().mean()).bytes_sent)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_it_sends_what_an_all_reduce_sends(size: int) -> None:
+    assert run_ranks(_bytes, size, {"sharding": True})[0] <= 1.01 * run_ranks(_bytes, size, {})[0]
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def _looks(rank: int) -> list[str]:
+    model = net()
+    model, _ = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(sharding=True))
+    x, y = batch(0, rank)
+    F.cross_entropy(model(x), y).backward()
+    grad = model[4].weight.grad
+    assert grad is not None
+    said = [
+        raised(lambda: grad.abs()),
+        raised(lambda: grad + 1),
+        raised(lambda: grad.tolist()),
+        raised(lambda: torch.stack([grad])),
+    ]
+    said += [raised(lambda: grad.norm(1)), raised(lambda: grad.clone()), raised(lambda: grad.data.sum())]
+    facts = (grad.shape == model[4].weight.shape, grad.dtype == torch.float32, not grad.is_sparse, "share" in repr(grad))
+    assert all(facts)
+    return said
+
+
+def test_reading_a_gradient_of_which_this_rank_has_a_part_is_an_error_with_what_works() -> None:
+    for said in run_ranks(_looks, 2)[0]:
+        assert said.startswith("ConfigError: ") and "has the mean of its share of it alone" in said and "clip_grad_norm_" in said
+
+
+def _norms(rank: int, strategy: dict[str, Any]) -> list[float]:
+    model = net()
+    model, _ = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(**strategy))
+    x, y = batch(0, rank)
+    F.cross_entropy(model(x), y).backward()
+    norms = [float(param.grad.norm()) for param in model.parameters() if param.grad is not None]
+    return [*norms, float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)), float(model[0].weight.grad.norm())]
+
+
+def test_norms_are_those_of_whole_tensors_also_after_clipping() -> None:
+    plain, ours = run_ranks(_norms, 2, {}), run_ranks(_norms, 2, {"sharding": True})
+    assert ours[0] == ours[1]
+    assert ours[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+def _without_zeroing(rank: int) -> str:
+    model = net()
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(sharding=True))
+    x, y = batch(0, rank)
+    F.cross_entropy(model(x), y).backward()
+    face.step()
+    return raised(lambda: F.cross_entropy(model(x), y).backward())
+
+
+def test_adding_to_the_last_updates_gradient_is_an_error() -> None:
+    assert "Call optimizer.zero_grad() after each step()" in run_ranks(_without_zeroing, 2)[0]
+
+
+def _nan(rank: int) -> str:
+    model = net()
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(sharding=True))
+    before = copy.deepcopy(model.state_dict())
+    x, y = batch(0, rank)
+    if rank == 1:
+        model[6].weight.register_hook(lambda grad: grad * float("nan"))
+    said = raised(lambda: face.minimize(F.cross_entropy(model(x), y)))
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in model.state_dict().items()
+        if "running" not in name and "num" not in name
+    )
+    return said
+
+
+def test_a_nan_on_one_rank_stops_all_with_the_same_names_and_the_weights_before() -> None:
+    first, second = run_ranks(_nan, 2)
+    assert first == second and "Gradients: 6.weight" in first
+
+
+# --- state and checkpoints ----------------------------------------------------------------------------------------------
+
+
+def _steps(model: nn.Module, face: Any, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        x, y = batch(step, rank)
+        face.minimize(F.cross_entropy(model(x), y))
+
+
+def _save(rank: int, folder: str, strategy: dict[str, Any]) -> list[Tensor]:
+    warnings.simplefilter("ignore", FleetWarning)  # all ranks have the same samples
+    model = net()
+    model, face = fleet.distribute(model, optim.AdamW(model.parameters(), lr=0.01), fleet.DistributedStrategy(**strategy))
+    _steps(model, face, 0, 0, 3)
+    fleet.save_checkpoint(folder, step=3, model=model, optimizer=face)
+    _steps(model, face, 0, 3, 6)
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def _load(rank: int, folder: str, strategy: dict[str, Any]) -> list[Tensor]:
+    warnings.simplefilter("ignore", FleetWarning)  # all ranks have the same samples
+    model = net()
+    model, face = fleet.distribute(model, optim.AdamW(model.parameters(), lr=0.5), fleet.DistributedStrategy(**strategy))
+    assert fleet.load_checkpoint(folder, model=model, optimizer=face, new_world_size=True) is not None
+    _steps(model, face, 0, 3, 6)
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "saved", "loaded_on", "loaded"),
+    [(2, True, 2, True), (4, True, 2, True), (2, True, 3, True), (2, True, 2, False), (2, False, 2, True), (4, True, 1, False)],
+)
+def test_a_checkpoint_loads_on_any_number_of_ranks_sharded_or_not(
+    saved_on: int, saved: bool, loaded_on: int, loaded: bool, tmp_path: Path
+) -> None:
+    # All ranks train on the same samples, so that the numbers do not depend on how many there are, but for the order of sums.
+    went_on = run_ranks(_save, saved_on, str(tmp_path), {"sharding": saved, "desync_check_steps": 0})
+    resumed = run_ranks(_load, loaded_on, str(tmp_path), {"sharding": loaded, "desync_check_steps": 0})
+    assert all(same_bits(one, resumed[0]) for one in resumed)
+    close(resumed[0], went_on[0], 0.0 if (saved_on, loaded_on) == (2, 2) else 1e-5)
+
+
+def _in_mid_window(rank: int, folder: str) -> tuple[bool, bool]:
+    strategy = {"sharding": True, "gradient_merge": {"k_steps": 3}, "clip_norm": True}
+    model = net()
+    model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(**strategy))
+    _steps(model, face, rank, 0, 4)
+    fleet.save_checkpoint(folder, step=4, model=model, optimizer=face)
+    _steps(model, face, rank, 4, 9)
+    other = net()
+    other, again = fleet.distribute(other, OPTIMIZERS["adamw"](other.parameters()), fleet.DistributedStrategy(**strategy))
+    fleet.load_checkpoint(folder, model=other, optimizer=again)
+    _steps(other, again, rank, 4, 9)
+    weights = same_bits(list(model.state_dict().values()), list(other.state_dict().values()))
+    mine, theirs = face.state_dict(), again.state_dict()
+    return weights, all(torch.equal(mine["state"][i][k], theirs["state"][i][k]) for i in mine["state"] for k in mine["state"][i])
+
+
+def test_a_resume_in_mid_window_goes_on_to_the_bit(tmp_path: Path) -> None:
+    assert run_ranks(_in_mid_window, 3, str(tmp_path)) == [(True, True)] * 3
+
+
+def _again(rank: int, then: dict[str, Any]) -> list[Tensor]:
+    model = net()
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(sharding=True))
+    _steps(model, face, rank, 0, 2)
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(**then))
+    _steps(model, face, rank, 2, 4)
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("then", [{}, {"sharding": True, "fuse_grad_size_in_MB": 0.01}])
+def test_a_model_distributed_again_keeps_the_state(then: dict[str, Any]) -> None:
+    plain = run_ranks(_train, 2, "adamw", {}, "minimize", 4)
+    assert same_bits(run_ranks(_again, 2, then)[0], plain[0]["weights"])
+
+
+def _loaded(rank: int) -> bool:
+    model = net()
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(sharding=True))
+    _steps(model, face, rank, 0, 2)
+    state, weights = face.state_dict(), copy.deepcopy(model.state_dict())
+    _steps(model, face, rank, 2, 4)
+    after = [param.detach().clone() for param in model.parameters()]
+    model.load_state_dict(weights)
+    face.load_state_dict(state)
+    _steps(model, face, rank, 2, 4)
+    return same_bits(after, list(model.parameters()))
+
+
+def test_a_gathered_state_dict_loads_again() -> None:
+    assert run_ranks(_loaded, 2) == [True, True]
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def _refused(rank: int, case: str) -> str:
+    model = net()
+    params = list(model.parameters())
+    strategy: dict[str, Any] = {"sharding": True}
+    inner: optim.Optimizer = optim.AdamW(params)
+    if case == "optimizer":
+        inner = optim.Adafactor(params)
+    elif case == "degree":
+        strategy = {"sharding": {"sharding_degree": 2}}
+    elif case == "localsgd":
+        strategy |= {"localsgd": {"k_steps": 2}}
+
+    def distribute() -> Any:
+        return fleet.distribute(model, inner, fleet.DistributedStrategy(**strategy))
+
+    if case in ("optimizer", "degree", "localsgd"):
+        return raised(distribute)
+    _, face = distribute()
+    x, y = batch(0, rank)
+    if case == "scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        return raised(lambda: scaler.step(face))
+    if case == "given":
+        return raised(inner.state_dict)
+    if case == "copy":
+        return raised(lambda: copy.deepcopy(face))
+    if case == "hook":
+        face.update.register_step_pre_hook(lambda *_: None)
+        return raised(lambda: face.minimize(F.cross_entropy(model(x), y)))
+    face.minimize(F.cross_entropy(model(x), y))
+
+    def join() -> None:
+        face.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        face.minimize(F.cross_entropy(model(x), y))
+
+    return raised(join)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("optimizer", "gives the optimizer parts of tensors, and Adafactor may need them whole"),
+        ("degree", 'sharding_configs["sharding_degree"] is 2, and this run has 3 ranks'),
+        ("localsgd", "localsgd and sharding both claim `shard`"),
+        ("scaler", "a GradScaler by hand beside strategy.sharding"),
+        ("given", "would be this rank's share alone"),
+        ("copy", "would hold this rank's share of the state alone"),
+        ("hook", "a hook is registered before the optimizer's step"),
+        ("join", "under strategy.sharding, which has divided the optimizer's state"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named_on_all_ranks(case: str, words: str) -> None:
+    for said in run_ranks(_refused, 3, case):
+        assert words in said
