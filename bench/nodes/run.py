@@ -64,16 +64,16 @@ def cases_of(cuts: int, returns: int, longest: float, chance: random.Random) -> 
     """Cuts of evenly spread lengths, each length once both ways and once one way; and returns of either node in turn."""
     cases: list[Case] = []
 
-    def add(kind: str, node: int, seconds: float) -> None:
-        strategy, at_step = STRATEGIES[len(cases) % len(STRATEGIES)], chance.randint(10, STEPS // 2)
+    def add(kind: str, number: int, node: int, seconds: float) -> None:
+        strategy, at_step = STRATEGIES[number % len(STRATEGIES)], chance.randint(10, STEPS // 2)
         cases.append(Case(len(cases), kind, node, round(seconds, 2), strategy, at_step))
 
     for number in range(cuts):
         seconds = SHORTEST_SECONDS + (longest - SHORTEST_SECONDS) * number / max(cuts - 1, 1)
-        add("both", number % 2, seconds)
-        add(("up", "down")[number % 2], number // 2 % 2, seconds)
+        add("both", number, number % 2, seconds)
+        add(("up", "down")[number % 2], number, number // 2 % 2, seconds)
     for number in range(returns):
-        add("return", number % 2, chance.uniform(0.0, LATEST_START_SECONDS))
+        add("return", number, number // 2 % 2, chance.uniform(0.0, LATEST_START_SECONDS))
     return cases
 
 
