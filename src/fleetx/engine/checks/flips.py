@@ -99,7 +99,7 @@ class Copies:
         self._rows: list[tuple[slice, memoryview, torch.dtype]] = []
         length = 0
         for tensor in tensors:
-            memory = memoryview(in_memory_order(tensor.detach()).view(torch.uint8).numpy())
+            memory = in_memory_order(tensor.detach()).view(torch.uint8).numpy().data
             self._rows.append((slice(length, length + len(memory)), memory, tensor.dtype))
             length += len(memory) + -len(memory) % 8  # each begins with a word of its own
         self.before, self.now = bytearray(length), bytearray(length)
