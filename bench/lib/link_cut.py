@@ -15,22 +15,27 @@ DIRECTIONS = ("both", "up", "down")
 
 @contextlib.contextmanager
 def cut(host: Host, direction: str = "both") -> Iterator[None]:
-    """Lose every packet silently, as behind a switch that has failed: the host sees no carrier go. For links without a limit."""
+    """Lose every packet silently, as behind a switch that has failed: the host sees no carrier go. For links without a limit.
+
+    All of it happens at the switch. A host whose own queue drops a packet tells TCP so, which then asks again every half second
+    and gives the connection up after fifteen times, much sooner than where packets are lost on their way."""
     mark, number = host.namespace.rsplit("-", 1)
-    ends = {"up": (host.namespace, host.interface), "down": (f"{mark}-bridge", f"port{number}")}
-    chosen = [end for name, end in ends.items() if direction in (name, "both")]
+    switch, port = f"{mark}-bridge", f"port{number}"
     try:
-        for namespace, interface in chosen:
-            _tc(namespace, "replace", interface, "root", "pfifo", "limit", "0")
+        if direction in ("down", "both"):
+            _run("tc", "-netns", switch, "qdisc", "replace", "dev", port, "root", "pfifo", "limit", "0")
+        if direction in ("up", "both"):  # a locked port takes nothing from senders that are not on its list, which is empty
+            _run("bridge", "-netns", switch, "link", "set", "dev", port, "learning", "off", "locked", "on")
+            _run("ip", "-netns", switch, "link", "set", "dev", port, "type", "bridge_slave", "fdb_flush")
         yield
     finally:
-        for namespace, interface in chosen:
-            _tc(namespace, "del", interface, "root")
+        if direction in ("down", "both"):
+            _run("tc", "-netns", switch, "qdisc", "del", "dev", port, "root")
+        if direction in ("up", "both"):
+            _run("bridge", "-netns", switch, "link", "set", "dev", port, "learning", "on", "locked", "off")
 
 
-def _tc(namespace: str, *words: str) -> None:
-    verb, interface, *rest = words
-    command = ["tc", "-netns", namespace, "qdisc", verb, "dev", interface, *rest]
+def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"`{' '.join(command)}` said: {done.stderr.strip()}")

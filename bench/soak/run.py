@@ -8,6 +8,7 @@ fault after the other happens at random times: ranks and launchers are killed or
 full, folders deleted, clocks moved. The only help is that of a machine's keeper: a launcher that was killed is started again.
 
 goodput       time that the updates take without faults, as a share of the time from the first to the last one
+load_5min     how many processes of the machine wanted a core in the last five minutes, this job's and others'
 differences   jobs whose end has other bits than the calm run; failed: jobs that did not end with 0 everywhere
 """
 
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import random
 import signal
 import socket
@@ -44,7 +46,8 @@ DISK_BYTES = 8 * 2**20
 QUIET_SHARE = 0.1
 """Of the updates, at the end: a launcher that is killed once others have ended would wait for them."""
 SLOWEST = 6.0
-"""Longest time of a job, in multiples of that of its updates; and a minute."""
+"""Longest time of a job, calm or not, in multiples of that of its updates; and a minute."""
+TOLD_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Settings:
     @property
     def steps(self) -> int:
         return max(20, round(self.job_seconds / (self.pause_seconds + 0.01)))
+
+    @property
+    def limit_seconds(self) -> float:
+        return SLOWEST * self.job_seconds + 60.0
 
 
 @contextlib.contextmanager
@@ -92,13 +99,13 @@ def make_job(where: Sequence[Place], port: int, strategy: str, out: Path, disk: 
     return NodesJob(where, WORKER, arguments, out, flags, port, [CLOCK_FOLDER], variables)
 
 
-def calm_run(where: Sequence[Place], port: int, strategy: str, out: Path, steps: int) -> list[str | None]:
+def calm_run(where: Sequence[Place], port: int, strategy: str, out: Path, settings: Settings) -> list[str | None]:
     """Return the fingerprint of each rank's end."""
-    job = make_job(where, port, strategy, out, out / "disk", steps, 0.0)
+    job = make_job(where, port, strategy, out, out / "disk", settings.steps, 0.0)
     (out / "disk").mkdir(parents=True)
     try:
         job.start()
-        codes = job.wait(300.0)
+        codes = job.wait(settings.limit_seconds)
         if any(codes) or None in codes or None in job.finals():
             raise SystemExit(f"the calm run of {strategy} ended with {codes}:\n{job.told(0)[-2000:]}")
         return job.finals()
@@ -118,7 +125,7 @@ def soaked_run(where: Sequence[Place], port: int, strategy: str, out: Path, sett
             for kind in FAULTS
             if not (kind in NEEDS_HOSTS and isinstance(where[0], Loopback)) and (is_small or kind not in NEEDS_A_SMALL_DISK)
         ]
-        limit = time.monotonic() + SLOWEST * settings.job_seconds + 60.0
+        limit = time.monotonic() + settings.limit_seconds
         try:
             job.start()
             happened = _disturb(scene, kinds, settings, limit)
@@ -128,7 +135,7 @@ def soaked_run(where: Sequence[Place], port: int, strategy: str, out: Path, sett
                 "codes": codes,
                 "finals": job.finals(),
                 "goodput": _goodput(job, steps),
-                "told": [job.told(node)[-1500:] for node in range(len(where))] if any(code != 0 for code in codes) else [],
+                "told": [job.told(node)[-TOLD_CHARACTERS:] for node in range(len(where))],
             }
         finally:
             job.close()
@@ -163,14 +170,14 @@ def _goodput(job: NodesJob, steps: int) -> float:
 def one_job(number: int, strategy: str, host_count: int, settings: Settings, folder: Path, *, processes: bool) -> dict[str, Any]:
     print(f"job {number}: {strategy} on {host_count} hosts, {settings.steps} updates", flush=True)
     with places(host_count, processes=processes) as (where, port):
-        expected = calm_run(where, port, strategy, folder / f"calm-{number}", settings.steps)
+        expected = calm_run(where, port, strategy, folder / f"calm-{number}", settings)
         began = time.monotonic()
         found = soaked_run(where, port, strategy, folder / f"soaked-{number}", settings)
     has_failed = any(code != 0 for code in found["codes"])
     outcome = "FAILED" if has_failed else "same bits" if found["finals"] == expected else "OTHER BITS"
     print(f"  {outcome}, codes {found['codes']}, goodput {found['goodput']:.3f}, {len(found['faults'])} faults", flush=True)
-    for text in found["told"]:
-        print(text, flush=True)
+    for node, text in enumerate(found["told"] if outcome != "same bits" else ()):
+        print(f"  node {node} told:\n{text}", flush=True)
     return {
         "strategy": strategy,
         "hosts": host_count,
@@ -180,6 +187,7 @@ def one_job(number: int, strategy: str, host_count: int, settings: Settings, fol
         "kinds": [kind for kind, _ in found["faults"]],
         "outcome": outcome,
         "goodput": round(found["goodput"], 4),
+        "load_5min": round(os.getloadavg()[1], 2),
     }
 
 
@@ -230,10 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             number = len(jobs)
             strategy, count = strategies[(args.seed + number) % len(strategies)], counts[number % len(counts)]
             jobs.append(one_job(number, strategy, count, settings, Path(name), processes=args.processes))
+            if args.name:
+                publish(args.name, summary(jobs))  # after each job: what ends a soak early leaves what it found
     figures = summary(jobs)
-    if args.name:
-        publish(args.name, figures)
-    else:
+    if not args.name:
         print(json.dumps(figures))
     return int(figures["differences"] + figures["failed"] > 0)
 

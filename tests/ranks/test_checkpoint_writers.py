@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,82 @@ def test_of_two_starts_at_once_one_writes_and_the_other_is_refused(times: int, t
     for pair in zip(*run_ranks(_start_twice, 2, str(tmp_path), times), strict=True):
         assert sorted(told == "writes" for told in pair) == [False, True], pair
         assert "is being written by another run" in "".join(pair)
+
+
+def _signs_late(path: str, pipe: Connection) -> None:
+    """Lock the file, and write its name only when told."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.lockf(handle, fcntl.LOCK_EX)
+    pipe.send("locked")
+    pipe.recv()
+    writer._sign(handle, replace(writer.this_writer(), run="late"))
+    pipe.send("signed")
+    pipe.recv()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_has_locked_the_folder_and_not_signed_yet_is_named_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = CONTEXT.Pipe()
+    process = start_process(_signs_late, str(tmp_path / writer.NAME), theirs)
+    assert mine.poll(TIME_LIMIT_S) and mine.recv() == "locked"
+
+    def let_it_sign(seconds: float) -> None:
+        mine.send("sign")
+        assert mine.poll(TIME_LIMIT_S) and mine.recv() == "signed"
+
+    monkeypatch.setattr(writer.time, "sleep", let_it_sign)
+    with pytest.raises(CheckpointError, match="is being written by another run: run late "):
+        writer.become_writer(tmp_path)
+    process.kill()
+    process.join()
+
+
+def _a_whole_run(folder: str, run: str, pipe: Connection) -> None:
+    """Save three times, as soon as told, and keep the last two; then stay until told to end."""
+    os.environ[writer.RUN_ID] = run
+    os.environ["FLEETX_DEVICE"] = "cpu"
+    torch.manual_seed(1)
+    numbers = torch.randn(20_000)
+    pipe.send("ready")
+    pipe.recv()
+
+    def save_all() -> None:
+        for step in range(1, 4):
+            fleet.save_checkpoint(folder, step=step, keep=2, numbers=numbers + step)
+
+    pipe.send(raised(save_all))
+    pipe.recv()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.campaign)])
+def test_of_two_runs_started_at_once_one_is_refused_and_all_saves_of_the_other_are_there(times: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    numbers = torch.randn(20_000)
+    for number in range(times):
+        folder, pipes, processes = tmp_path / str(number), [], []
+        for run in ("first", "second"):
+            mine, theirs = CONTEXT.Pipe()
+            processes.append(start_process(_a_whole_run, str(folder), run, theirs))
+            pipes.append(mine)
+        for word in ("ready", None):
+            told = [pipe.recv() for pipe in pipes if pipe.poll(TIME_LIMIT_S)]
+            if word is not None:
+                assert told == [word, word]
+                for pipe in pipes:
+                    pipe.send("begin")
+        assert sorted(words == "nothing raised" for words in told) == [False, True], told
+        refusal = next(words for words in told if words != "nothing raised")
+        assert "is being written by another run: run " in refusal
+        assert newest_first(folder) == ["step-0000000003", "step-0000000002"]
+        found = fleet.load_checkpoint(folder, numbers=None)
+        assert found is not None and found.step == 3 and torch.equal(found.values["numbers"], numbers + 3)
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.send("end")
+            process.join(TIME_LIMIT_S)
+        assert not list(folder.glob(".saving-*")), "nothing of the other run"
 
 
 # --- a full disk --------------------------------------------------------------------------------------------------------

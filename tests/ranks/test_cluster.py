@@ -20,6 +20,7 @@ import pytest
 from bench.count_bytes.run import reducers
 from bench.lib import netns
 from bench.lib.cluster import Run, run_on_cluster, run_on_hosts
+from bench.lib.link_cut import cut
 from bench.lib.link_speed import transfer_seconds
 from bench.lib.netns import cluster, why_not
 from fleetx.errors import ConfigError, LaunchError
@@ -117,6 +118,46 @@ def test_hosts_that_send_to_one_share_its_link() -> None:
             jobs = [pool.submit(transfer_seconds, h, third, payload_bytes, port=7001 + n) for n, h in enumerate((first, second))]
             took += [job.result() for job in jobs]
     assert max(took) >= 1.5 * alone_seconds, took  # 2 if they begin at the very same time
+
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+RECEIVES = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+    line.bind((sys.argv[1], 5000))
+    line.settimeout(60)
+    print("ready", flush=True)
+    words = []
+    while "after" not in words:
+        words.append(line.recv(100).decode())
+print(*words)
+"""
+SENDS = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+    line.sendto(sys.argv[2].encode(), (sys.argv[1], 5000))
+"""
+
+
+@pytest.mark.usefixtures("can_make_hosts")
+@pytest.mark.parametrize(("direction", "lost"), [("both", ["up", "down"]), ("up", ["up"]), ("down", ["down"])])
+def test_a_cut_loses_packets_on_their_way_and_tells_neither_host(direction: str, lost: list[str]) -> None:
+    with cluster(hosts=3) as (first, second, third):
+        for way, sender, receiver in (("up", first, second), ("down", second, first), ("elsewhere", second, third)):
+            listens = receiver.command(*PYTHON, RECEIVES, receiver.address)
+            with subprocess.Popen(listens, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None and process.stdout.readline() == "ready\n"
+
+                def send(word: str, sender: netns.Host = sender, receiver: netns.Host = receiver) -> None:
+                    subprocess.run(sender.command(*PYTHON, SENDS, receiver.address, word), check=True)
+
+                send("before")  # the hosts know each other from here on
+                with cut(first, direction):
+                    sent = sender.traffic().sent_packets
+                    send("during")
+                    assert sender.traffic().sent_packets > sent, "dropped by the host itself, which TCP would be told"
+                send("after")
+                assert process.stdout.read().split() == ["before", *(["during"] if way not in lost else []), "after"]
 
 
 def test_a_burst_holds_a_packet_of_offload_and_what_a_late_timer_would_lose() -> None:

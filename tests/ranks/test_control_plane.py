@@ -15,7 +15,7 @@ import pytest
 from fleetx.launch import seal
 from fleetx.launch.agreement import Cause, End, NodeState, Phase
 from fleetx.launch.control import WAVE
-from fleetx.launch.door import MOST_STRANGERS
+from fleetx.launch.door import MOST_STRANGERS, WANTED_FILES, raise_file_limit
 from fleetx.launch.member import Member
 from tests.helpers.control import HELLO, OTHER, READY, RUNNING, SECRET, Caller, Node0, Relay, make_terms
 from tests.helpers.launchers import wait_until
@@ -369,3 +369,14 @@ def test_running_out_of_files_costs_strangers_their_connections_and_the_job_noth
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert client.recv(64).startswith(seal.GREETING), "taken once there are files again"
     client.close()
+
+
+def test_the_soft_limit_of_open_files_is_raised_as_far_as_the_hard_one_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest // 2, hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (highest, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,55 @@ def test_ranks_that_left_because_one_of_them_was_told_to_stop_are_no_success(fle
     assert run.wait() == 143, run.told
     assert run.log(0).endswith("saved\n") and run.log(1).endswith("saved\n")
     assert "stopped by SIGTERM" in run.told and "failed" not in run.told
+
+
+ENDS = """
+import os, random, signal, sys, time
+chance = random.Random(int(sys.argv[1]))
+rank, guilty, how, code = int(os.environ["RANK"]), chance.randrange(3), sys.argv[2], int(sys.argv[3])
+peers_see_it = chance.random() < 0.5
+time.sleep(chance.random() * 0.2)
+delays = [chance.random() * 0.3 for _ in range(3)]
+if rank != guilty:
+    time.sleep(delays[rank] if peers_see_it or how == "well" else 600)
+    if how != "well":
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+    sys.exit(0)
+if how == "exit":
+    sys.exit(code)
+if how == "_exit":
+    os._exit(code)
+if how == "signal":
+    os.kill(os.getpid(), code)
+    time.sleep(600)
+if how == "raise":
+    raise ValueError("of the script")
+"""
+
+
+def _ends(chance: random.Random) -> tuple[str, int, int]:
+    """Draw how a rank ends: in which way, with which number, and the exit code of fleetrun."""
+    how = chance.choice(["exit", "exit", "_exit", "signal", "raise", "well"])
+    if how in ("exit", "_exit"):
+        code = chance.choice([2, 3, 7, 42, 100, 255])
+        return how, code, code
+    if how == "signal":
+        signum = chance.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+        return how, int(signum), 128 + signum
+    return how, 0, int(how == "raise")
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.campaign)])
+def test_random_ends_of_a_random_rank_have_the_right_code_each(fleetruns: Launchers, tmp_path: Path, times: int) -> None:
+    """Three ranks; the others lose their connection to it before, while or after it ends, or wait for it until they are ended."""
+    chance, wrong = random.Random(3), []
+    for number in range(times):
+        how, code, expected = _ends(chance)
+        script = ENDS.replace("sys.argv", repr(["train.py", str(number), how, str(code)]))
+        run = fleetruns.start(tmp_path / str(number), script, "--nproc_per_node=3")
+        if (found := run.wait()) != expected:
+            wrong.append((number, how, code, expected, found, run.told))
+    assert not wrong, f"{len(wrong)} of {times}: {wrong[:3]}"
 
 
 @pytest.mark.parametrize(

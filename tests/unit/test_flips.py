@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fleetx.engine.checks.flips import PARTS, FlipWatch, bit_of, flipped, mark_of, sum_words, word_views
+from fleetx.engine.checks.flips import COPIED_BYTES, PARTS, FlipWatch, bit_of, flipped, mark_of, sum_words, word_views
 
 WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
@@ -53,6 +53,8 @@ def test_memory_is_summed_in_any_layout(layout: str) -> None:
     assert (flipped(before, sums_of([made]), torch.ones(1, dtype=torch.bool)) != 0).sum() == 1
 
 
+SUMMED = COPIED_BYTES // 4 + 8
+"""Elements of a float32 tensor that is summed; smaller ones are copied."""
 SCRIPTS = {
     "scaled by two": lambda w: w.data.mul_(2),
     "clamped": lambda w: w.data.clamp_(-0.1, 0.1),
@@ -65,7 +67,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("numel", [64, 256, 1000])
+@pytest.mark.parametrize("numel", [64, 256, 1000, SUMMED])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_a_script_writes_is_no_alarm(script: str, numel: int) -> None:
     torch.manual_seed(1)
@@ -92,6 +94,45 @@ def test_flips_in_the_upper_half_of_a_number_are_told(bit: int, told: float) -> 
     flip(weight, 100, bit)
     watch.look()
     assert watch.news()[0] == told
+
+
+@pytest.mark.parametrize("numel", [65, 1003, SUMMED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_flip_is_told_in_copied_and_in_summed_tensors_with_its_name(numel: int, dtype: torch.dtype) -> None:
+    params = {
+        name: nn.Parameter(torch.randn(size).to(dtype)) for name, size in (("small", 101), ("this", numel), ("large", SUMMED))
+    }
+    watch = FlipWatch(params, torch.optim.SGD(params.values(), lr=0.1), is_on=True)
+    for place, bit in ((0, 8 * dtype.itemsize - 1), (numel - 1, 8 * dtype.itemsize - 2)):
+        watch.take(are_equal=True)
+        mark = watch.news()[1]
+        flip(params["this"], place, bit)
+        watch.look()
+        assert watch.news() == (1.0, mark)
+        assert watch._flips() == [f"bit {bit} of a number in `this`"]
+        watch.take(are_equal=True)
+        assert watch.news()[1] != mark, "ranks that hold other bits have another mark"
+        watch.forget()
+
+
+def test_two_flips_at_once_in_copies_are_taken_for_a_script() -> None:
+    watch, weight = watched()
+    watch.take(are_equal=False)
+    flip(weight, 10, 30)
+    flip(weight, 200, 29)
+    watch.look()
+    assert watch.news()[0] == 0.0
+
+
+def test_a_tensor_that_was_moved_is_watched_where_it_is() -> None:
+    watch, weight = watched()
+    watch.take(are_equal=False)
+    weight.data = weight.data.clone()
+    watch.look()
+    watch.take(are_equal=False)
+    flip(weight, 100, 30)
+    watch.look()
+    assert (watch.news()[0], watch.looks) == (1.0, 1)
 
 
 def test_time_that_is_used_up_is_not_spent() -> None:

@@ -42,6 +42,8 @@ SILENT_SECONDS = 60.0
 """Seconds without a touch after which a run on another machine counts as ended."""
 SAME_RUN_SECONDS = 15.0
 """Seconds that a process of this very run, which is being ended, is waited for."""
+SIGNED_SECONDS = 5.0
+"""Seconds in which a run that has just locked the file writes its name there, on a machine that is busy."""
 POLL_SECONDS = 0.2
 MOST_BYTES = 4096
 
@@ -142,7 +144,8 @@ def _taken(path: Path) -> int:
             is_locked = _lock(handle)
             other = _read(handle)
             is_same_run = other is not None and other.run == me.run
-            if not is_locked and not (is_same_run and time.monotonic() - began < SAME_RUN_SECONDS):
+            waits_seconds = SIGNED_SECONDS if other is None else SAME_RUN_SECONDS if is_same_run else 0.0
+            if not is_locked and time.monotonic() - began >= waits_seconds:
                 raise _refused(path.parent, other)
             if is_locked and _is_linked(path, handle):
                 if other is not None and not is_same_run and other.machine != me.machine:
@@ -152,7 +155,9 @@ def _taken(path: Path) -> int:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # removed by a run that has just ended, or held by a process that is being ended: once more
+        os.close(
+            handle
+        )  # removed by a run that has just ended, held by a process that is being ended, or not signed yet: once more
         time.sleep(POLL_SECONDS)
 
 

@@ -7,6 +7,8 @@ at the averaging    each rank tells whether it has found one, and the sum of wha
 
 What the script itself writes between two updates is no alarm: torch counts writes to a tensor (`_version`). It does not count
 those through `.data`: they are told from a flip by what they change, which is more than one part, or not by a power of two.
+
+Small tensors on a CPU are copied and compared, since a call of torch costs more than their bytes, and summed where they differ.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +35,8 @@ SLACK_SECONDS = 0.2
 PARTS = 4
 SMALLEST = 64
 """Elements of a tensor below which it is not watched: there a flip may look like what a script writes through `.data`."""
+COPIED_BYTES = 2**17
+"""Tensors on a CPU up to this size are copied rather than summed."""
 MASTER = "master"
 """Key under which an optimizer keeps the float32 copy of a 16-bit parameter, which is what it trains."""
 MARK_BITS = 52
@@ -75,9 +80,9 @@ def flipped(before: Tensor, now: Tensor, is_known: Tensor) -> Tensor:
     return torch.where(is_one_bit & is_alone, change, 0)
 
 
-def mark_of(sums: Tensor) -> int:
-    """Fold the sums into one number that a float64 holds. It differs where one sum differs by a power of two."""
-    total = int(sums.sum()) % 2**64
+def mark_of(sums: Tensor, more: int = 0) -> int:
+    """Fold the sums, and one more, into one number that a float64 holds. It differs where one differs by a power of two."""
+    total = (int(sums.sum()) + more) % 2**64
     folded: int = (total ^ (total >> 32)) % 2**MARK_BITS
     return folded
 
@@ -85,6 +90,29 @@ def mark_of(sums: Tensor) -> int:
 def bit_of(change: int, element_bytes: int) -> int:
     """Return which bit of an element has flipped, by the change of a sum of 64-bit words."""
     return (abs(change).bit_length() - 1) % (8 * element_bytes)
+
+
+class Copies:
+    """The memory of small tensors on a CPU side by side, as it was and as it is. Nothing is allocated in between."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._rows: list[tuple[slice, memoryview, torch.dtype]] = []
+        length = 0
+        for tensor in tensors:
+            memory = in_memory_order(tensor.detach()).view(torch.uint8).numpy().data
+            self._rows.append((slice(length, length + len(memory)), memory, tensor.dtype))
+            length += len(memory) + -len(memory) % 8  # each begins with a word of its own
+        self.before, self.now = bytearray(length), bytearray(length)
+
+    def write(self, out: bytearray) -> None:
+        """Copy what the tensors hold now."""
+        row = memoryview(out)
+        for place, memory, _ in self._rows:
+            row[place] = memory
+
+    def views(self, copy: bytearray) -> list[list[Tensor]]:
+        """Return each tensor's part of a copy as words, for `sum_words`."""
+        return [word_views(torch.frombuffer(copy[place], dtype=dtype)) for place, _, dtype in self._rows]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,13 +128,15 @@ class FlipWatch:
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._views: list[list[Tensor]] = []
+        """Of the tensors that are summed; those that are copied come after them."""
+        self._copies = Copies([])
         self._places: list[int] = []
         """Addresses of the tensors that the views are of."""
         self._before = self._now = self._found = torch.zeros(0, PARTS, dtype=torch.int64)
         self.versions: list[int] | None = None
         """Versions of the tensors when their bits were summed; None: the bits of this interval are not known."""
-        self._mark: Tensor | None = None
-        """Sums after the last averaging that left the same weights on all ranks; None: there was none since a start."""
+        self._mark: tuple[Tensor, int] | None = None
+        """Sums, and that of the copies, after the last averaging that left equal weights on all ranks; None: there was none."""
         self._began = time.perf_counter()
         self.spent = 0.0
         """Seconds of this thread's own time in which bits were summed: what other processes take is not the watch's."""
@@ -129,12 +159,14 @@ class FlipWatch:
         if not are_equal and self.spent > SLACK_SECONDS + self.most_time * (time.perf_counter() - self._began):
             self.passed_over += 1
             return
-        self._lay_out()
         start = time.thread_time()
+        self._lay_out(finds_masters=are_equal or not self._tensors)
         sum_words(self._views, self._before)
+        self._copies.write(self._copies.before)
         self.versions = [tensor._version for tensor in self._tensors]
         if are_equal:
-            self._mark = self._before.clone()
+            copied = int(np.frombuffer(self._copies.before, np.int64).sum())
+            self._mark = self._before[: len(self._views)].clone(), copied
         self.spent += time.thread_time() - start
 
     def look(self) -> None:
@@ -144,23 +176,38 @@ class FlipWatch:
         start = time.thread_time()
         self.looks += 1
         sum_words(self._views, self._now)
+        self._copies.write(self._copies.now)
         known = [tensor._version == version for tensor, version in zip(self._tensors, self.versions, strict=True)]
         self.versions = None
-        if self._now.device.type != "cpu" or not torch.equal(self._now, self._before):
+        if self._now.device.type != "cpu" or self._differ():
             is_known = torch.tensor(known, device=self._now.device)
             found = flipped(self._before, self._now, is_known)
             self._found = torch.where(self._found != 0, self._found, found)
         self.spent += time.thread_time() - start
 
-    def _lay_out(self) -> None:
-        """Find the tensors, and view them as words, unless they are where they were."""
+    def _differ(self) -> bool:
+        """Compare with what was there before; where a copy differs, sum the copies too."""
+        summed = len(self._views)
+        has_copy_changed = self._copies.now != self._copies.before
+        if has_copy_changed:
+            sum_words(self._copies.views(self._copies.before), self._before[summed:])
+            sum_words(self._copies.views(self._copies.now), self._now[summed:])
+        return has_copy_changed or (summed > 0 and not torch.equal(self._now[:summed], self._before[:summed]))
+
+    def _lay_out(self, *, finds_masters: bool) -> None:
+        """Find the tensors, and view their memory, unless they are where they were. Masters are made at the first update."""
+        if not finds_masters and [tensor.data_ptr() for tensor in self._tensors] == self._places:
+            return
         masters = {name: _master_of(self._update, param) for name, param in self._params.items()}
         named = [*self._params.items(), *((name, copy) for name, copy in masters.items() if copy is not None)]
+        named.sort(key=lambda one: _is_copied(one[1]))
         places = [tensor.data_ptr() for _, tensor in named]
         if places == self._places and len(named) == len(self._tensors):
             return
         self._names, self._tensors, self._places = [name for name, _ in named], [tensor for _, tensor in named], places
-        self._views = [word_views(tensor) for tensor in self._tensors]
+        copied = [tensor for tensor in self._tensors if _is_copied(tensor)]
+        self._copies = Copies(copied)
+        self._views = [word_views(tensor) for tensor in self._tensors[: len(self._tensors) - len(copied)]]
         device = self._tensors[0].device
         self._before, self._now, self._found = (
             torch.zeros(len(named), PARTS, dtype=torch.int64, device=device) for _ in range(3)
@@ -170,8 +217,11 @@ class FlipWatch:
 
     def news(self) -> tuple[float, float]:
         """Return whether a flip was found, and the mark of the last averaging; 0.0: none. This waits for the device."""
-        mark = 0.0 if self._mark is None else float(mark_of(self._mark))
-        return float(bool(self._flips())), mark
+        start = time.thread_time()
+        mark = 0.0 if self._mark is None else float(mark_of(*self._mark))
+        found = float(bool(self._flips()))
+        self.spent += time.thread_time() - start
+        return found, mark
 
     def _flips(self) -> list[str]:
         """Describe what was found: flips in the upper half of a number. Those below change a weight by less than a hundredth,
@@ -217,6 +267,10 @@ def _odd_ones(marks: Mapping[int, float]) -> str:
 def _can_be_watched(param: Tensor) -> bool:
     plain = type(param.detach()) is Tensor and param.layout is torch.strided and param.numel() >= SMALLEST
     return plain and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.nbytes <= COPIED_BYTES
 
 
 def _master_of(update: Optimizer, param: Tensor) -> Tensor | None:
