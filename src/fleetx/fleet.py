@@ -26,6 +26,7 @@ from .config.kinds import integer
 from .config.kinds import size as size_in_bytes
 from .data.sampler import FleetSampler
 from .dist import heartbeat, stop_signal, util, world
+from .engine import memory_advice
 from .engine.modules import current_autocast
 from .engine.modules.random_states import NUMPY, PYTHON, torch_sources
 from .engine.optimizer import FleetOptimizer
@@ -609,6 +610,7 @@ def _bind_new(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrat
         bind(model, face, strategy, has_sample=sample is not None)
     current_autocast.use(face)
     registry.enlist(model, face, strategy)
+    memory_advice.advise_at_exit()
     if is_first_worker():
         _say_start(strategy)
     if sample is not None:
