@@ -653,7 +653,7 @@ def test_a_terminal_that_does_not_know_its_width_gets_one(
     import struct
     import termios
 
-    from fleetx.monitor.line import columns_of
+    from fleetx.config.terminal import columns_of
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
