@@ -243,9 +243,10 @@ def barrier_worker() -> None:
 
 
 def should_stop() -> bool:
-    """Whether a rank was asked to stop (SIGTERM or SIGUSR1): the same answer on every rank, renewed by each update.
+    """Whether a rank was asked to stop (SIGTERM, SIGUSR1, Ctrl-C): the same answer on every rank, renewed by each update.
 
-    Call it after each step, save, and leave the loop. From the first call on these signals no longer end the process at once.
+    Call it after each step, save, and leave the loop. From the first call on these no longer end the process at once; the second
+    Ctrl-C does.
 
     Examples:
         >>> if fleet.should_stop():
