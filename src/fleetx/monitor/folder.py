@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ OF_A_RUN = ("environment.json", "summary.json", "memory.json", "strategy*.yaml")
 """Files of a run beside its lines."""
 WORKER_LOG = "FLEETX_WORKER_LOG"
 TAIL_BYTES = 1 << 16
+GIT_SECONDS = 3.0
 
 
 def read_json(path: Path, default: Any) -> Any:
@@ -187,11 +189,25 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+def commit_of_script() -> str | None:
+    """Return the commit that the script's folder is at, with "-dirty" where files differ from it; None outside of git."""
+    folder = Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] not in ("", "-c", "-m") else Path.cwd()
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git may not write here
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        ended = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GIT_SECONDS, check=False
+        )
+        return ended.stdout.strip() or None
+    return None
+
+
 def start_of_run(number: int, world: World, pairs: Sequence[Pair], *, total_steps: int | None) -> dict[str, Any]:
     return {
         "start": number,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "fleetx": __version__,
+        "commit": commit_of_script(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
