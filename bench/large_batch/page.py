@@ -19,6 +19,7 @@ PAGE = """\
 # Large batches on CIFAR-10: SGD, LARS and LAMB
 
 <!-- Made by `python -m bench.large_batch.run --table bench/results/large_batch.json`; do not edit. -->
+
 Measured on {day} on {device}, torch {torch}, commit {commit}.
 
 A larger batch means fewer updates over the same images, and with too few of them a network ends less accurate. This page shows
