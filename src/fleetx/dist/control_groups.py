@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-import psutil
-
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NO_LIMIT_BYTES = 1 << 60
@@ -74,6 +72,8 @@ def memory_left(root: Path = ROOT, membership: str | None = None) -> int | None:
 
 def host_memory() -> int:
     """Return the bytes of memory that this process may use: those of the machine, or the tightest limit of its groups."""
+    import psutil  # late: `import fleetx` must be quick
+
     total = int(psutil.virtual_memory().total)
     return min(memory_limit() or total, total)
 
