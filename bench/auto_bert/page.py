@@ -1,4 +1,4 @@
-"""The part of docs/auto.md that bench/auto_bert has measured."""
+"""The part of docs/auto_regret.md that bench/auto_bert has measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/auto.md, made from what bench/auto_regret published: nothing in it is written by hand."""
+"""docs/auto_regret.md, made from what bench/auto_regret published: nothing in it is written by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.localsgd_table.page import MISSING
 PAGE = """\
 # `auto`: how far from the best
 
-Made from measured figures by `python -m bench.auto_regret.run --table`; do not edit.
+<!-- Made from measured figures by `python -m bench.auto_regret.run --table`; do not edit. -->
 
 `strategy.auto` measures the model and the network, predicts every plan, runs the best few, and chooses. This page compares its
 choices with the best of a fixed grid of plans, every one of which was measured.

@@ -3,7 +3,7 @@
     python -m bench.auto_regret.run                     3 nets x links of 100 and 1000 Mbit/s x memory without and with a limit
     python -m bench.auto_regret.run --models mlp --rates 100
     python -m bench.auto_regret.run --smoke             two local processes and a tiny net, without root; nothing is kept
-    python -m bench.auto_regret.run --table             docs/auto.md, from what was published
+    python -m bench.auto_regret.run --table             docs/auto_regret.md, from what was published
 
 Two hosts, one rank with one thread on each. For each net and link every legal plan of a fixed grid (bench/auto_regret/grid.py)
 is measured in two turns, then `auto` is asked, and its choice looked up (bench/auto_regret/summary.py). Each figure is a line in
@@ -43,7 +43,7 @@ from fleetx.errors import ConfigError, FleetError, LaunchError
 
 NAME = "auto_regret"
 WORKER = Path(__file__).with_name("worker.py")
-PAGE = ROOT / "docs" / "auto.md"
+PAGE = ROOT / "docs" / "auto_regret.md"
 RATES, BUDGETS, ASKED_RISKS = (100.0, 1000.0), ("none", "tight"), ("schedule",)
 CELL_SECONDS, TIMEOUT_SECONDS, PROBE_SECONDS = 240.0, 1200.0, 0.5
 """What a net on a link takes, about, and at most."""

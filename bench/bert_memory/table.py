@@ -94,7 +94,7 @@ def table(cells: Cells) -> str:
 
 INTRO = """# A bigger batch on the same card
 
-Made from measured figures by `python -m bench.bert_memory.run --table`; do not edit.
+<!-- Made from measured figures by `python -m bench.bert_memory.run --table`; do not edit. -->
 
 How many sentences of 512 tokens a training step of BERT-large takes on a card that is capped to {limit:.0f} GiB, and how many
 it trains a second then: fp32 (TF32 off) and bf16 (`amp`), with everything stored and with every layer computed again

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 SIGNS = {"green": "yes", "refused": "no", "broken": "**broken**"}
 INTRO = """# Which strategies go together
 
-Made from a run of `python -m bench.combinations.run` by its `--table`; do not edit.
+<!-- Made from a run of `python -m bench.combinations.run` by its `--table`; do not edit. -->
 
 Every set of up to three strategies was tried on two workers: {green} work, {refused} are refused, {broken} are broken. A set
 works if
@@ -33,18 +34,38 @@ def page(figures: Mapping[str, Any], fleets: Sequence[Sequence[str]]) -> str:
     return "\n\n".join([*(part for part in parts if part), made]) + "\n"
 
 
-def pairs(names: Sequence[str], of: Mapping[tuple[str, ...], Any]) -> str:
-    def sign(one: str, other: str) -> str:
-        return SIGNS[of[tuple(sorted({one, other}))]["state"]]
+MARKS = {"green": ("yes", "●"), "refused": ("no", "×"), "broken": ("broken", "!")}
+"""Class and sign of a cell: a reader who does not see colours reads the sign."""
 
-    lines = [["", *(f"`{name}`" for name in names)], ["---"] * (1 + len(names))]
-    lines += [[f"`{one}`", *(sign(one, other) for other in names)] for one in names]
-    return "## Pairs\n\nOn the diagonal each strategy alone.\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+def pairs(names: Sequence[str], of: Mapping[tuple[str, ...], Any]) -> str:
+    """Draw the matrix as HTML, of which a plain Markdown viewer shows the table without its colours."""
+    heads = "".join(f'<th scope="col"><span>{name}</span></th>' for name in names)
+    lines = [f'<tr><th scope="row">{one}</th>{"".join(cell(one, other, of) for other in names)}</tr>' for one in names]
+    table = "\n".join(
+        ['<table class="matrix">', f"<thead><tr><th></th>{heads}</tr></thead>", "<tbody>", *lines, "</tbody>", "</table>"]
+    )
+    told = "● works, × is refused: point at a cell for the reason, also in the list below. On the diagonal each strategy alone."
+    return f"## Pairs\n\n{told}\n\n{table}"
+
+
+def cell(one: str, other: str, of: Mapping[tuple[str, ...], Any]) -> str:
+    row = of[tuple(sorted({one, other}))]
+    kind, sign = MARKS[row["state"]]
+    why = row.get("why") or "; ".join(row["wrong"]) or f"{' and '.join(dict.fromkeys((one, other)))}: works"
+    return f'<td class="{kind}" title="{html.escape(why)}">{sign}</td>'
 
 
 def reasons(of: Mapping[tuple[str, ...], Any]) -> str:
     told = [f"- {row['why']}" for names, row in of.items() if len(names) == 2 and row["state"] == "refused"]
-    return "\n".join(["## Why pairs are refused", "", *told])
+    return folded("Why pairs are refused", told)
+
+
+def folded(title: str, lines: Sequence[str]) -> str:
+    """Return a section that is opened by a click."""
+    return "\n".join(
+        [f"## {title}", "", '<details markdown="1">', f"<summary>{len(lines)} in all</summary>", "", *lines, "", "</details>"]
+    )
 
 
 def named(of: Mapping[tuple[str, ...], Any], rows: Sequence[Mapping[str, Any]], fleets: Sequence[Sequence[str]]) -> str:
@@ -59,7 +80,7 @@ def named(of: Mapping[tuple[str, ...], Any], rows: Sequence[Mapping[str, Any]], 
 
 def triples(of: Mapping[tuple[str, ...], Any]) -> str:
     shown = [" + ".join(names) for names, row in of.items() if len(names) == 3 and row["state"] == "green"]
-    return "\n".join([f"## Sets of three that work ({len(shown)})", "", *(f"- {text}" for text in shown)])
+    return folded("Sets of three that work", [f"- {text}" for text in shown])
 
 
 def broken(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,7 @@ RANKS = (2, 8, 64, 256, 1024)
 PAGE = """\
 # Gradient compression: how fast, and how accurate
 
-Made from measured figures by `python -m bench.compression_table.run --table`; do not edit.
+<!-- Made from measured figures by `python -m bench.compression_table.run --table`; do not edit. -->
 
 On a slow link a training waits for its gradients. Compression sends less of them in every update. This page shows how much faster
 that is between two hosts, what it costs in accuracy, and when it does not pay.

@@ -18,7 +18,8 @@ COLUMNS = ("lr", "lars_coeff", "momentum", "beta2", "weight_decay", "warmup_shar
 PAGE = """\
 # Large batches on CIFAR-10: SGD, LARS and LAMB
 
-Made from the figures of one measurement by `python -m bench.large_batch.run --table bench/results/large_batch.json`; do not edit.
+<!-- Made by `python -m bench.large_batch.run --table bench/results/large_batch.json`; do not edit. -->
+
 Measured on {day} on {device}, torch {torch}, commit {commit}.
 
 A larger batch means fewer updates over the same images, and with too few of them a network ends less accurate. This page shows

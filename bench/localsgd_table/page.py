@@ -14,7 +14,7 @@ MISSING = "not measured"
 PAGE = """\
 # Local SGD: how fast, and how accurate
 
-Made from measured figures by `python -m bench.localsgd_table.run --table bench/results/localsgd_table.json`; do not edit.
+<!-- Made by `python -m bench.localsgd_table.run --table bench/results/localsgd_table.json`; do not edit. -->
 
 Ranks that average their weights every k updates, instead of their gradients in every one, send k times less. This page shows
 what that gains on slow links, what it costs in accuracy, and how a period that follows the training (ADACOMM) does. Paddle

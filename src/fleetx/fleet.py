@@ -26,6 +26,7 @@ from .config.kinds import integer
 from .config.kinds import size as size_in_bytes
 from .data.sampler import FleetSampler
 from .dist import heartbeat, stop_signal, util, world
+from .engine import memory_advice
 from .engine.modules import current_autocast
 from .engine.modules.random_states import NUMPY, PYTHON, torch_sources
 from .engine.optimizer import FleetOptimizer
@@ -242,9 +243,10 @@ def barrier_worker() -> None:
 
 
 def should_stop() -> bool:
-    """Return whether a rank was asked to stop (SIGTERM or SIGUSR1): the same answer on every rank, renewed by each update.
+    """Return whether a rank was asked to stop (SIGTERM, SIGUSR1, Ctrl-C): the same on every rank, renewed by each update.
 
-    Call it after each step, save, and leave the loop. From the first call on these signals no longer end the process at once.
+    Call it after each step, save, and leave the loop. From the first call on these no longer end the process at once; the second
+    Ctrl-C does.
 
     Examples:
         >>> if fleet.should_stop():
@@ -609,6 +611,7 @@ def _bind_new(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrat
         bind(model, face, strategy, has_sample=sample is not None)
     current_autocast.use(face)
     registry.enlist(model, face, strategy)
+    memory_advice.advise_at_exit()
     if is_first_worker():
         _say_start(strategy)
     if sample is not None:

@@ -371,6 +371,29 @@ def test_all_conflicts_are_in_the_box(folder: Path) -> None:
         assert pair in told
 
 
+OUT_OF_MEMORY = """
+import torch
+from fleetx import fleet
+fleet.init()
+model = torch.nn.Linear(256, 256)
+model, optimizer = fleet.distribute(model, torch.optim.Adam(model.parameters()))
+optimizer.minimize(model(torch.ones(4, 256)).sum())
+rows = 1 << 42 if fleet.worker_index() == 1 else 4
+optimizer.minimize(model(torch.ones(rows, 256)).sum())
+"""
+
+
+def test_a_rank_without_enough_memory_ends_with_what_would_fit_in_its_numbers(folder: Path) -> None:
+    (folder / "train.py").write_text(OUT_OF_MEMORY)
+    ended = fleetrun("--nproc_per_node", "2", "train.py")
+    assert ended.returncode == 1
+    box = " ".join(line.strip("| ") for line in ended.stderr[ended.stderr.index("+---") :].splitlines())
+    assert "rank 1" in box and "DefaultCPUAllocator" in box
+    assert "weights take 257 KiB, gradients 257 KiB, the optimizer's state 514" in box
+    assert "strategy.amp = True" in box and "fleet.find_batch(" in box
+    assert "fleetx plan --estimate" in (folder / "log" / "workerlog.1").read_text()
+
+
 def test_version_is_one_line(folder: Path) -> None:
     ended = fleetrun("--version")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"fleetx {fleetx.__version__}\n", "")

@@ -130,6 +130,49 @@ def test_ranks_that_listen_to_a_stop_end_by_themselves_and_the_exit_code_still_t
     assert f"stopping ({signum.name}); send it again to end at once" in run.told
 
 
+def test_ctrl_c_lets_ranks_that_ask_save_and_leave_and_the_exit_code_is_130(fleetruns: Launchers, tmp_path: Path) -> None:
+    run = start_asking(fleetruns, tmp_path)
+    run.send(signal.SIGINT)
+    assert run.wait() == 130
+    assert run.log(0) == run.log(1) == "saved\n"
+    assert "press Ctrl-C again to end at once" in run.told and "fleetrun: stopped by Ctrl-C" in run.told
+
+
+def test_the_second_ctrl_c_ends_at_once(fleetruns: Launchers, tmp_path: Path) -> None:
+    run = start_asking(fleetruns, tmp_path, "deaf")
+    run.send(signal.SIGINT)
+    wait_until(lambda: "press Ctrl-C again" in run.told)
+    assert run.is_running()
+    run.send(signal.SIGINT)
+    assert run.wait(LEFT_SECONDS) == 130
+    assert run.left_behind() == []
+
+
+SAVES_WHEN_ASKED = """
+import os, signal, sys
+import torch
+from fleetx import fleet
+model = torch.nn.Linear(2, 2)
+model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(10**9):
+    optimizer.minimize(model(torch.ones(1, 2)).sum())
+    if fleet.should_stop() and sys.argv[1] == "polite":
+        print("saved", flush=True)
+        break
+    if step < 2:
+        signal.raise_signal(signal.SIGINT) if step == 0 or sys.argv[1] == "deaf" else None
+"""
+
+
+@pytest.mark.parametrize(("manner", "code", "out"), [("polite", 0, "saved\n"), ("deaf", -signal.SIGINT, "")])
+def test_without_a_launcher_the_first_ctrl_c_asks_and_the_second_interrupts(manner: str, code: int, out: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "FLEETX_VERBOSE": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", SAVES_WHEN_ASKED, manner]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (code, out), ended.stderr
+    assert "press Ctrl-C again to end at once" in ended.stderr and ("KeyboardInterrupt" in ended.stderr) is (manner == "deaf")
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(fleetruns: Launchers, tmp_path: Path, signum: signal.Signals) -> None:
     run = start_asking(fleetruns, tmp_path, "deaf")

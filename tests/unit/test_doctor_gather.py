@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleetx.cli.doctor import SIZES, hosts_of, size_list
-from fleetx.doctor import gather
+from fleetx.dist import control_groups
 from fleetx.doctor.gather import find_shadows
 from fleetx.doctor.gather_network import ask_within, gather_network
 from fleetx.doctor.trial import _summary, _tail
@@ -29,7 +29,7 @@ def write(path: Path, text: str) -> None:
     ("text", "cores"), [("400000 100000", 4.0), ("50000 100000", 0.5), ("max 100000", None), ("-1 100000", None), ("", None)]
 )
 def test_a_quota_is_cores_of_a_period(text: str, cores: float | None) -> None:
-    assert gather.parse_quota(text) == cores
+    assert control_groups.parse_quota(text) == cores
 
 
 def test_the_tightest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
@@ -37,8 +37,8 @@ def test_the_tightest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
     write(tmp_path / "job" / "cpu.max", "200000 100000\n")
     write(tmp_path / "job" / "step" / "memory.max", "8589934592\n")
     write(tmp_path / "job" / "memory.max", "max\n")
-    assert gather.cpu_quota(tmp_path, "0::/job/step\n") == 2.0
-    assert gather.memory_limit(tmp_path, "0::/job/step\n") == 8 << 30
+    assert control_groups.cpu_quota(tmp_path, "0::/job/step\n") == 2.0
+    assert control_groups.memory_limit(tmp_path, "0::/job/step\n") == 8 << 30
 
 
 def test_what_is_left_of_a_limit_is_less_what_is_used(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_what_is_left_of_a_limit_is_less_what_is_used(tmp_path: Path) -> None:
     write(tmp_path / "job" / "step" / "memory.current", "1073741824\n")
     write(tmp_path / "job" / "memory.max", "9663676416\n")
     write(tmp_path / "job" / "memory.current", "8589934592\n")
-    assert gather.memory_left(tmp_path, "0::/job/step\n") == 1 << 30  # of the group above, which others fill too
+    assert control_groups.memory_left(tmp_path, "0::/job/step\n") == 1 << 30  # of the group above, which others fill too
 
 
 def test_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
     write(tmp_path / "memory" / "a" / "memory.limit_in_bytes", "1073741824\n")
     write(tmp_path / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")
     membership = "4:cpu,cpuacct:/a\n3:memory:/a\n"
-    assert gather.cpu_quota(tmp_path, membership) == 1.5
-    assert gather.memory_limit(tmp_path, membership) == 1 << 30
+    assert control_groups.cpu_quota(tmp_path, membership) == 1.5
+    assert control_groups.memory_limit(tmp_path, membership) == 1 << 30
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert gather.cpu_quota(tmp_path, "") is None
-    assert gather.memory_limit(tmp_path, "0::/\n") is None
+    assert control_groups.cpu_quota(tmp_path, "") is None
+    assert control_groups.memory_limit(tmp_path, "0::/\n") is None
 
 
 # --- files that hide modules ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from fleetx.errors import ConfigError, FleetWarning
 from fleetx.monitor import lasting_files
 from fleetx.monitor import monitor as monitors
 from fleetx.monitor.folder import Folder, last_record
+from fleetx.monitor.monitor import counted_micro_steps
 from fleetx.monitor.split import MOST_EVENTS, PARTS, DeviceStopwatch
 from tests.helpers.models import batch, mlp
 from tests.helpers.monitor_runs import environment, pair, records, summary, train
@@ -188,9 +189,27 @@ def test_a_run_that_begins_again_in_a_used_folder_is_not_mixed_with_the_old_one(
     train(str(tmp_path), 5)
     train(str(tmp_path), 2)
     assert [(line["start"], line["step"]) for line in records(tmp_path)] == [(1, 1), (1, 2)]
-    assert len((tmp_path / "metrics.jsonl.previous").read_text().splitlines()) == 5
     (start,) = environment(tmp_path)["starts"]
     assert start["seconds_before"] == 0 and summary(tmp_path)["steps"] == 2
+    assert len(records(tmp_path / "run-1")) == 5 and summary(tmp_path / "run-1")["steps"] == 5
+
+
+def test_every_run_of_a_used_folder_is_kept_under_a_number_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in (5, 3, 2):
+        train(str(tmp_path), steps)
+    assert [summary(tmp_path / name)["steps"] for name in (".", "run-1", "run-2")] == [2, 5, 3]
+    assert {file.name for file in (tmp_path / "run-2").iterdir()} >= {"environment.json", "strategy.yaml", "metrics.jsonl"}
+    said = [line for line in capsys.readouterr().out.splitlines() if "held an earlier run" in line]
+    assert said == [f"fleetx: {tmp_path} held an earlier run, which is in {tmp_path}/run-{number} now." for number in (1, 2)]
+
+
+def test_a_total_of_micro_steps_is_named_with_the_number_of_updates() -> None:
+    assert (counted_micro_steps(200, 50, 4) or "").startswith(
+        "fleetx: total_steps=200 is a number of updates, and this run made 50,"
+    )
+    assert "write total_steps=50" in (counted_micro_steps(203, 50, 4) or "")  # the rest of a window was not used
+    for given in ((50, 50, 4), (None, 50, 4), (200, 200, 1), (200, 40, 4)):
+        assert counted_micro_steps(*given) is None
 
 
 def test_seconds_of_earlier_starts_count_on(tmp_path: Path) -> None:
@@ -653,7 +672,7 @@ def test_a_terminal_that_does_not_know_its_width_gets_one(
     import struct
     import termios
 
-    from fleetx.monitor.line import columns_of
+    from fleetx.config.terminal import columns_of
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))

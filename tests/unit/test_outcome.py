@@ -109,12 +109,22 @@ def test_an_exception_is_told_with_its_place_its_step_and_its_peers() -> None:
 
 def test_a_killed_rank_is_told_with_its_last_lines_and_the_restarts_made() -> None:
     context = dataclasses.replace(CONTEXT, log_tail=["loading", "x" * 500], max_restart=3, oom_kills_before=0, oom_kills_after=1)
-    first, explained, tip, step, last, loading, long, restarts, log = box(Failure(1, -9, 1, step=4), context=context, restarts=3)
+    context = dataclasses.replace(context, memory_bytes=8 << 30, process_count=4)
+    first, *explained, step, last, loading, long, restarts, log = box(Failure(1, -9, 1, step=4), context=context, restarts=3)
     assert first == "fleetrun: rank 1 (node 0, gpu:1) failed: killed by SIGKILL (exit code 137)"
-    assert "oom_kill rose from 0 to 1" in explained + tip
+    told = " ".join(line.strip() for line in explained)
+    assert "oom_kill rose from 0 to 1. 4 ranks share 8 GiB. What makes room: strategy.recompute" in told
+    assert told.count('"1638MiB"') == 2, "four fifths of the share of a rank"
     assert (step, last, loading) == ("in step 4", "its last lines:", "  | loading")
     assert long.startswith("  | xxx") and long.endswith("x ...")
     assert (restarts, log) == ("restarts made: 3 of 3", "log: log/workerlog.1")
+
+
+def test_an_error_for_want_of_memory_is_told_with_what_would_fit() -> None:
+    error, advice = "OutOfMemoryError: CUDA out of memory.\n" * 9, "cuda:0 has 32 GiB. " * 90
+    told = box(dataclasses.replace(RAISED, error=error, advice=advice))
+    assert told[1].startswith("OutOfMemoryError") and sum("cuda:0 has 32 GiB" in line for line in told) == 6
+    assert told[-1] == "log: log/workerlog.1"
 
 
 def test_a_hung_rank_is_told_by_how_it_hung() -> None:

@@ -184,6 +184,14 @@ def test_facts_of_a_finished_run(tmp_path: Path) -> None:
     assert facts.sent == facts.dense == 100 * int(run_folders.DENSE)
 
 
+def test_the_best_value_is_the_least_loss_and_the_most_accuracy_where_it_came_first() -> None:
+    lines = [(2.0, 0.1), (0.5, 0.9), (None, 0.9), (0.7, 0.3)]
+    texts = [json.dumps({"step": step, "loss": loss, "values": {"acc": acc}}) for step, (loss, acc) in enumerate(lines, start=1)]
+    updates, _ = parse_lines("\n".join(texts) + "\n")
+    assert facts.best_values(updates) == {"loss": (0.5, 2), "acc": (0.9, 2)}
+    assert facts.is_less_better("val_loss") and facts.is_less_better("top1_error") and not facts.is_less_better("acc")
+
+
 def test_facts_without_a_summary_come_from_the_updates(tmp_path: Path) -> None:
     folder = run_folders.finished(tmp_path / "run")
     whole = facts_of(read_run(folder))

@@ -12,6 +12,7 @@ import torch
 
 from fleetx import fleet
 from fleetx.cli.main import main
+from fleetx.cli.report import follow, read_runs, write_page
 from fleetx.report.read import read_run
 from tests.helpers import run_folders
 
@@ -52,6 +53,41 @@ def test_out_names_the_page_and_png_a_picture(runs: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines()[-2:] == ["page: both.html", "figure: both.png"]
     with Image.open(runs / "both.png") as picture:
         assert picture.size == (1440, 1000) and picture.info["dpi"] == pytest.approx((200, 200), abs=0.1)
+
+
+def test_a_table_has_a_line_for_every_update(runs: Path) -> None:
+    import csv
+
+    assert main(["report", "runs/lars", "runs/localsgd", "--csv", "both.csv"]) == 0
+    with (runs / "both.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["lars"] * 40 + ["localsgd"] * 40
+    assert [int(row["step"]) for row in rows[40:]] == list(range(1, 41))
+    [updates] = read_run(runs / "runs" / "lars").updates.values()
+    assert [row["loss"] for row in rows[:40]] == ["" if one.loss is None else repr(one.loss) for one in updates]
+
+
+def test_a_run_under_way_is_followed_until_it_ends(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary, page = runs / "runs" / "lars" / "summary.json", runs / "page.html"
+    ended = summary.read_text()
+    summary.unlink()
+    os.utime(runs / "runs" / "lars" / "metrics.jsonl")
+    pages: list[bool] = []
+
+    def wait(seconds: float) -> None:
+        pages.append('http-equiv="refresh"' in page.read_text())
+        if len(pages) == 2:
+            summary.write_text(ended)
+
+    write_page(page, read_runs([Path("runs/lars")]), None, is_live=True)
+    follow([Path("runs/lars")], page, None, wait)
+    assert pages == [True, True] and 'http-equiv="refresh"' not in page.read_text()
+
+
+def test_several_runs_are_compared_by_best_values_and_speed(runs: Path) -> None:
+    assert main(["report", "runs/lars", "runs/localsgd"]) == 0
+    page = (runs / "report.html").read_text()
+    assert ">best loss<" in page and ">speed-up<" in page and "1.00 x" in page
 
 
 def test_a_picture_of_one_rank_with_few_numbers_can_be_drawn(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class Measuring:
     def run(self) -> Measured:
         subject, memory = self._subject, self._asked.memory
         subject.comm.barrier()
+        subject.tell("measuring the link between the ranks" if subject.comm.size > 1 else "measuring a step")
         link = measured_link(subject.comm, subject.device)
         trained = {id(p): p for group in subject.optimizer.param_groups for p in group["params"]}
         gradients = gradients_of(trained.values())
@@ -60,6 +61,7 @@ class Measuring:
         reduced: list[Reduced] = []
         plain_bytes = 0
         for reducer in self._reducers(gradients):
+            subject.tell(f"measuring the exchange of {reducer.kind}" if subject.comm.size > 1 else "measuring an update")
             known = {"link": link, "gradients": gradients, "units": units, "kept_bytes": self.kept_bytes}
             found = self._reduced(reducer, reduced, plain_bytes=plain_bytes, **known)
             if found is not None:
@@ -72,6 +74,7 @@ class Measuring:
         if subject.comm.size > 1 and is_quick and subject.elapsed_s() < MEASURING_S:
             scale = self._noise_scale(units)
         name = torch.cuda.get_device_name(subject.device) if subject.device.type == "cuda" else "CPU"
+        subject.tell("timing the rules of other optimizers")
         self._time_rules()
         seconds = subject.elapsed_s()
         return Measured(name, link, gradients, update_s, tuple(passes), tuple(reduced), 1.0, scale, seconds, dict(self._missing))
@@ -95,6 +98,7 @@ class Measuring:
             if found and self._subject.elapsed_s() > MEASURING_S:
                 self._missing[name] = "was not measured, for want of time"
                 continue
+            self._subject.tell(f"measuring steps in {name}: memory of the blocks, and time")
             try:
                 probe.run([] if is_slow else batches, is_first=not found)
                 found.append(probe)
@@ -111,6 +115,7 @@ class Measuring:
         return precisions(self._subject.device) if allows(self._auto.risk, RISKS[1]) else ["float32"]
 
     def _look(self, probe: PrecisionProbe, *, is_first: bool) -> float:
+        self._subject.tell(f"a first step in {probe.precision}")
         try:
             return probe.look()
         except Exception as error:  # `everywhere` has raised on all ranks, each what it knows

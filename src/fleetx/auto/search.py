@@ -5,9 +5,11 @@ Every rank comes to the same plan: it rests on numbers that all of them share, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
+from ..config.progress import progress
 from ..config.text import binary
 from ..errors import ConfigError
 from ..strategies.auto import Auto
@@ -29,6 +31,8 @@ CORRECTIONS, STEP_DOWN = 2, 0.02
 """Smaller budgets that are tried for a plan that took too much, and the least share by which each is smaller."""
 MOST_FAILED = 6
 """Trials that may fail before no more are begun."""
+DISAGREE = 1.5
+"""Ratio of a slow update's time to a fast one's, from which on a plan is said to be measured unstably."""
 ALIKE = 0.02
 """Plans that differ by less are as good as each other, and the less risky one is taken."""
 
@@ -42,7 +46,8 @@ def chosen_plan(subject: Subject, auto: Auto) -> Plan:
     kept = kept_plan(subject, auto, key)
     if kept is not None:
         return kept
-    plan = _Planning(subject, asked).plan(key)
+    with progress("auto", is_shown=subject.comm.rank == 0) as subject.tell:
+        plan = _Planning(subject, asked).plan(key)
     plan = from_json(subject.comm.gather_json(to_json(plan))[0], source="")
     if auto.plan is not None:
         save(subject, plan, auto.plan)
@@ -124,6 +129,7 @@ class _Planning:
         """Run a candidate as predicted; where recompute takes more memory than that when it runs, as allocators do, run it with a
         budget that is as much smaller."""
         candidate, budget = one.candidate, self._asked.memory
+        self._subject.tell(f"running plan {len(self._trials) + 1}, {candidate.name}")
         trial = self._run(candidate, budget, one, measured)
         for _ in range(CORRECTIONS):
             if budget is None or not candidate.recomputes or not trial.lacked_memory or self._fixed.recompute is not None:
@@ -219,7 +225,7 @@ class _Planning:
             merge_steps=chosen.merge_steps,
             measured=measured,
             memory=self._asked.memory,
-            notes=(*self._measuring.notes, *self._notes, *_noise_note(measured, best)),
+            notes=(*self._measuring.notes, *self._notes, *_noise_note(measured, best), *unstable(self._trials)),
             seconds=self._subject.elapsed_s(),
         )
 
@@ -237,6 +243,15 @@ class _Planning:
             sent_bytes=trial.bytes_sent if ran else one.cost.bytes_sent,
             note=trial.failed,
         )
+
+
+def unstable(trials: Mapping[Candidate, Trial]) -> list[str]:
+    """Caution where updates of one plan took times that disagree: another run may then choose another plan."""
+    spreads = [(c.name, trial.spread_s) for c, trial in trials.items() if trial.spread_s[1] > DISAGREE * trial.spread_s[0] > 0]
+    if not spreads:
+        return []
+    told = "; ".join(f"{name} {1e3 * low:,.1f} / {1e3 * high:,.1f} ms" for name, (low, high) in spreads)
+    return [f"measurements unstable: {told}. Something else uses this machine; plans about as fast may come in another order."]
 
 
 def _noise_note(measured: Measured, best: Forecast) -> list[str]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..config import log
+from ..config.progress import Tell, show_nothing
 from ..dist.agree import Failures, run_on_all
 from ..dist.comm import Comm
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample, UpdateOutOfMemory, with_own_out_of_memory
@@ -43,6 +44,8 @@ class Subject:
     """Parts of the user's strategy, which every candidate keeps."""
     is_placed: bool = False
     begun: float = field(default_factory=time.perf_counter)
+    tell: Tell = show_nothing
+    """Shows what is being measured or tried."""
 
     rows: int = 0
     """Rows of a batch, the same on all ranks; 0 where they differ, or cannot be counted."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import final
@@ -45,6 +46,8 @@ class Trial:
     held_bytes: int = 0
     """Bytes that the allocator holds: on a GPU more than what is in use at the peak."""
     bytes_sent: float = 0.0
+    spread_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds of a fast and of a slow one among the timed steps that ended an update: the lower and the upper quartile."""
     settled: Rung | None = None
     """Plan of recompute that a budget came to, with the memory predicted for it; None where units were named."""
     failed: str = ""
@@ -123,9 +126,17 @@ def _timed(rehearsal: Rehearsal, candidate: Candidate, expected_s: float) -> Tri
             for _ in range(period):
                 times.run_update(is_timed=False)
             memory = [probe.peak(), probe.reserved()]
-    ranks = rehearsal.comm.gather_json([times.of_update(candidate), *memory, times.bytes_of_update(candidate)])
-    seconds, peak, held, sent = (max(rank[i] for rank in ranks) for i in range(4))
-    return Trial(float(seconds), int(peak), int(held), float(sent))
+    low, high = quartiles(times.last or times.averaged)
+    ranks = rehearsal.comm.gather_json([times.of_update(candidate), *memory, times.bytes_of_update(candidate), low, high])
+    seconds, peak, held, sent, low, high = (max(rank[i] for rank in ranks) for i in range(6))
+    return Trial(float(seconds), int(peak), int(held), float(sent), (float(low), float(high)))
+
+
+def quartiles(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the times below and above which a quarter of them lie; of two or three the least and the most."""
+    ordered = sorted(seconds)
+    cut = len(ordered) // 4
+    return ordered[cut], ordered[-1 - cut]
 
 
 @final

@@ -25,6 +25,7 @@ TARGET is one of
 EXAMPLES = """\
 examples:
   fleetx plan Resnet20 --batch 64 --out plan.json
+  fleetx plan --estimate Bert_large --memory 32GB                (what fits, by arithmetic)
   fleetrun --nproc_per_node 2 -m fleetx.cli plan train:make --risk lossy     (several ranks, and the link between them)
   fleetx plan plan.json --what-if bandwidth=10Gbit,latency=50us,world=64,memory=32GB --chart step_time.png
 
@@ -49,6 +50,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     rows_help = "rows of an application's sample on each rank (default: 32, or 8 for large images and text)"
     parser.add_argument("--batch", type=arg_type(count(1, LARGEST)), metavar="N", help=rows_help)
     parser.add_argument("--out", type=arg_type(file(".json")), metavar="plan.json", help="write the plan to this file")
+    estimate_help = "estimate the memory of training instead, in seconds, without running or measuring anything"
+    parser.add_argument("--estimate", action="store_true", help=estimate_help)
     strategy_help = "a strategy file: the parts it switches on are kept, and the rest is planned around them"
     parser.add_argument(
         "--strategy", type=arg_type(readable(".json", ".yaml", ".yml")), metavar="strategy.yaml", help=strategy_help
@@ -69,6 +72,11 @@ def require_target(text: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     require_target(options.target)
+    if options.estimate:
+        from .estimating import run_estimate  # late, as below
+
+        run_estimate(options)
+        return 0
     changes = {} if options.what_if is None else settings("--what-if", options.what_if, CHANGES)
     from .planning import run_plan  # late: it imports torch, and usage errors should come at once
 

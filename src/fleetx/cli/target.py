@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ ROWS, LARGE_ROWS = 32, 8
 TOKENS = 128
 MASKED_SHARE = 0.15
 IGNORED = -100
+Making: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @final
@@ -36,10 +39,11 @@ class Target:
     loss_fn: LossFn | None = None
 
 
-def target_of(text: str, *, rows: int | None, rank: int) -> Target:
-    """Build a target. `rank` seeds the random sample, which differs between ranks like real data."""
+def target_of(text: str, *, rows: int | None, rank: int, making: Making = contextlib.nullcontext) -> Target:
+    """Build a target. `rank` seeds the random sample, which differs between ranks like real data; `making` is entered while the
+    model of an application is made."""
     if text in APPLICATIONS:
-        return application(text, rows=rows, rank=rank)
+        return application(text, rows=rows, rank=rank, making=making)
     if rows is not None:
         raise ConfigError(f"--batch is for applications; the sample of {text} is what its function returns.")
     return _checked(text, _called(text, _function(text)))
@@ -48,9 +52,10 @@ def target_of(text: str, *, rows: int | None, rank: int) -> Target:
 # --- applications -------------------------------------------------------------------------------------------------------
 
 
-def application(name: str, *, rows: int | None = None, rank: int = 0) -> Target:
+def application(name: str, *, rows: int | None = None, rank: int = 0, making: Making = contextlib.nullcontext) -> Target:
     torch.manual_seed(0)
-    model = getattr(applications, name)()
+    with making():
+        model = getattr(applications, name)()
     random = torch.Generator().manual_seed(1 + rank)
     if isinstance(model, ImageModel):
         side = model.image_size

@@ -1,12 +1,13 @@
-"""Graceful stop: SIGTERM or SIGUSR1 is recorded here, and all ranks stop together at the end of an update.
+"""Graceful stop: SIGTERM, SIGUSR1 or Ctrl-C is recorded here, and all ranks stop together at the end of an update.
 
 Handlers are installed at the first call of `fleet.should_stop()`: these signals end a script that never calls it, as usual.
 A second signal ends the process at once, except under fleetrun, which decides itself: a cluster manager may signal both the
-workers and the launcher, which forwards the signal.
+workers and the launcher, which forwards the signal. Ctrl-C reaches fleetrun alone, which asks the workers by SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -74,6 +75,8 @@ def arm() -> None:
     for signum in SIGNALS:
         if signal.getsignal(signum) is signal.SIG_DFL:
             signal.signal(signum, _on_signal)
+    if LAUNCHER_PID not in os.environ and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_ctrl_c)
     _armed = True
     return None
 
@@ -95,3 +98,13 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
     requested = True
+
+
+def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
+    global requested
+    if requested:
+        signal.default_int_handler(signum, frame)
+    requested = True
+    told = b"\nstopping at the script's next fleet.should_stop(); press Ctrl-C again to end at once\n"
+    with contextlib.suppress(OSError):
+        os.write(2, told)  # print() may be in the middle of a line of its own here

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from ..config import log
+from ..dist import control_groups
 from ..errors import ConfigError, FleetError
 from . import console, flags, logs, nodes, outcome, preflight, secret, tables, topology
 
@@ -149,6 +150,8 @@ class Console:
             is_stack=bool(stack),
             device=plan.devices[blamed.rank - self.first_rank],
             oom_kills_after=outcome.count_kills(),
+            memory_bytes=control_groups.host_memory(),
+            process_count=plan.process_count,
         )
 
 

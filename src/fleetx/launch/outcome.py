@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from ..config.text import binary
+from ..dist.control_groups import OWN, ROOT
 from .console import escape
 
 # --- out-of-memory kills in the control group that this process shares with its workers ---------------------------------
-
-ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
 
 
 def parse_kills(events: str) -> int | None:
@@ -62,6 +61,9 @@ HINTS = {
     signal.SIGBUS: "Often a full /dev/shm: data loader workers pass their batches through it.",
 }
 BOX_LINES, BOX_COLUMNS = 15, 100
+ADVICE_LINES = 6
+BUDGET_SHARE = 0.8
+"""Share of a rank's memory that the advised budget is: the interpreter and its libraries take some."""
 ERROR_LINES, HEAD_LINES = 8, 3
 
 
@@ -76,6 +78,7 @@ class Failure:
     where: str | None = None
     step: int | None = None  # its current update
     is_consequence: bool = False  # it lost the connection to another rank
+    advice: str | None = None  # what would fit, after an error for want of memory
     hung: str | None = None  # why it was killed: "stopped (SIGSTOP)", "silent for 12 s in backward"; the exit code is -9 then
 
 
@@ -112,6 +115,8 @@ class FailureContext:
     max_restart: int = 0
     oom_kills_before: int | None = None
     oom_kills_after: int | None = None
+    memory_bytes: int = 0  # of this machine, or what its control group allows; 0: not known
+    process_count: int = 1  # ranks that share it
 
 
 def _shell_code(exit_code: int) -> int:
@@ -138,18 +143,29 @@ def describe_exit(exit_code: int) -> str:
     return f"killed by {name} (exit code {_shell_code(exit_code)})"
 
 
-def explain_signal(exit_code: int, *, oom_kills_before: int | None, oom_kills_after: int | None) -> str | None:
+def explain_signal(
+    exit_code: int, *, oom_kills_before: int | None, oom_kills_after: int | None, memory_bytes: int = 0, process_count: int = 1
+) -> str | None:
     """Return a hint about the usual sender of this signal; for SIGKILL, from the kernel's out-of-memory counter."""
     if exit_code != -signal.SIGKILL:
         return next((hint for signum, hint in HINTS.items() if exit_code == -signum), None)
     if oom_kills_before is None or oom_kills_after is None:
-        return "Often the kernel's out-of-memory killer: try a smaller batch, or more memory."
+        return f"Often the kernel's out-of-memory killer. {what_would_fit(memory_bytes, process_count)}"
     if oom_kills_after > oom_kills_before:
-        return (
-            f"Out of memory: the kernel's count of oom_kill rose from {oom_kills_before} to {oom_kills_after}. "
-            "Use a smaller batch, or give the job more memory."
-        )
+        counted = f"the kernel's count of oom_kill rose from {oom_kills_before} to {oom_kills_after}"
+        return f"Out of memory: {counted}. {what_would_fit(memory_bytes, process_count)}"
     return "Another process sent it: the kernel's count of processes killed for lack of memory did not rise."
+
+
+def what_would_fit(memory_bytes: int, process_count: int) -> str:
+    """Say what makes room on a host whose memory ran out, in its own numbers where they are known."""
+    ranks = "1 rank has" if process_count == 1 else f"{process_count} ranks share"
+    budget = f"{int(BUDGET_SHARE * memory_bytes / process_count) >> 20}MiB" if memory_bytes else "2GiB"
+    shared = f"{ranks} {binary(memory_bytes)}. " if memory_bytes else ""
+    return (
+        f'{shared}What makes room: strategy.recompute with recompute_configs = {{"budget": "{budget}"}}; a smaller batch, of '
+        f'which fleet.find_batch(..., budget="{budget}") finds the largest; fewer ranks or loader workers on this machine.'
+    )
 
 
 def join_ranks(ranks: Iterable[int]) -> str:
@@ -200,10 +216,18 @@ def _first_failure(outcome: Outcome, context: FailureContext, *, error_lines: in
         how = f"failed{' first' * (len(outcome.failures) > 1)}: {describe_exit(first.exit_code)}"
     lines = _wrap(f"fleetrun: rank {first.rank} (node {context.node}, {context.device}) {how}", most_lines=2)
     if first.error is not None:
-        lines += _fit([_wrap(line, most_lines=error_lines) for line in first.error.splitlines() if line.strip()], error_lines)
+        room = error_lines if first.advice is None else max(1, error_lines - ADVICE_LINES)
+        lines += _fit([_wrap(line, most_lines=room) for line in first.error.splitlines() if line.strip()], room)
+        lines += _wrap(first.advice, most_lines=ADVICE_LINES) if first.advice is not None else []
     elif first.hung is None:
-        hint = explain_signal(first.exit_code, oom_kills_before=context.oom_kills_before, oom_kills_after=context.oom_kills_after)
-        lines += _wrap(hint, most_lines=2) if hint else []
+        hint = explain_signal(
+            first.exit_code,
+            oom_kills_before=context.oom_kills_before,
+            oom_kills_after=context.oom_kills_after,
+            memory_bytes=context.memory_bytes,
+            process_count=context.process_count,
+        )
+        lines += _wrap(hint, most_lines=ADVICE_LINES) if hint else []
     place = [f"at {first.where}"] if first.where else []
     place += [f"in step {first.step}"] if first.step is not None else []
     return lines + (_wrap(", ".join(place), most_lines=1) if place else [])

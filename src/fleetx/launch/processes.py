@@ -55,6 +55,10 @@ class Workers:
         for rank in self.running():
             self._processes[rank].send_signal(signum)
 
+    def listen(self, signum: signal.Signals) -> bool:
+        """Return whether all workers that run have a handler for this signal."""
+        return all(has_handler(self.pid(rank), signum) for rank in self.running())
+
     def interrupt(self) -> None:
         """Pass on Ctrl-C. A worker that is not yet in worker.py gets SIGTERM, since it would print a traceback on the console."""
         for rank in self.running():

@@ -90,6 +90,7 @@ class FailureAnalysis:
             step=(reached.step or None) if reached is not None else None,
             hung=hung.get(rank),
             is_consequence=record.get("is_consequence", False),
+            advice=record.get("advice"),
         )
 
     def _last_output_ns(self, rank: int) -> int:

@@ -257,6 +257,11 @@ class Supervisor(LocalElasticAgent):
         self._local_node.phase = Phase.DONE
 
     def _pass_on_stop(self, signum: signal.Signals, node: int) -> None:
+        if signum is signal.SIGINT and self._started.listen(signal.SIGTERM):
+            # The script asks whether to stop: it may save and leave its loop. The next Ctrl-C ends it at once.
+            self._stopping = Stopping(signal.SIGTERM)
+            self._started.send(signal.SIGTERM)
+            return self._run.say("stopping at the script's next fleet.should_stop(); press Ctrl-C again to end at once")
         self._stopping = Stopping(signum)
         if signum is signal.SIGINT:
             self._stopping.limit_seconds = time.monotonic() + CTRL_C_SECONDS

@@ -283,6 +283,16 @@ def fold(error: BaseException) -> None:
         error.add_note(f"  ({left_out} {lines} left out; {VERBOSE}={WHOLE} shows all)")
 
 
+def advise(error: BaseException) -> str | None:
+    """Note on an error for want of memory what would fit; return that in one line. None for other errors, and without FleetX."""
+    advisor = sys.modules.get("fleetx.engine.memory_advice")
+    if advisor is None:
+        return None
+    with contextlib.suppress(Exception):  # the device may be in no state to be asked: the error itself must be told
+        return " ".join(line.strip() for line in advisor.advise(error)) or None
+    return None
+
+
 def print_error(error: BaseException) -> None:
     """Print the traceback, by the script's own excepthook if it has set one."""
     hook = sys.excepthook
@@ -328,6 +338,7 @@ def record_failure(error: BaseException) -> None:
         "is_retryable": is_retryable(error),
         "is_consequence": is_consequence(error),
         "exit_code": exit_code_of(error),
+        "advice": advise(error),
     }
     _write_record(record)
 

@@ -8,17 +8,19 @@ summary.json       result and totals of the run
 workerlog.N        output of rank N: a link into fleetrun's folder, replaced by a copy at the end (.previous: of the last start)
 
 A resumed run continues in the same folder: a start that begins at step s replaces earlier lines from s on. A start that begins
-at step 1 is a new run: the earlier lines are moved to metrics.jsonl.previous.
+at step 1 is a new run: the earlier run's files are moved to a folder with a number, run-1, which is a run folder like another.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -28,17 +30,21 @@ from typing import Any, final
 import torch
 
 from .. import __version__
+from ..config import log
 from ..config.secret_texts import command_without_secrets
-from ..dist.own_files import check_own_folder, replacing
+from ..dist.own_files import check_own_folder, replace_file, replacing
 from ..dist.world import World
 from ..engine.setup.registry import Pair
-from ..errors import ConfigError
+from ..errors import ConfigError, warn_user
 from ..strategy import DistributedStrategy
 from .lasting_files import LastingFiles
 
 METRICS = "metrics.jsonl"
+OF_A_RUN = ("environment.json", "summary.json", "memory.json", "strategy*.yaml")
+"""Files of a run beside its lines."""
 WORKER_LOG = "FLEETX_WORKER_LOG"
 TAIL_BYTES = 1 << 16
+GIT_SECONDS = 3.0
 
 
 def read_json(path: Path, default: Any) -> Any:
@@ -78,6 +84,8 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             check_own_folder(path)
+            self._earlier = _contents(path)
+            """Files of a run that was here before, which this start writes over."""
             self._files = LastingFiles(path, METRICS)
         except OSError as error:
             raise ConfigError(
@@ -102,7 +110,17 @@ class Folder:
     def start_over(self) -> None:
         """Begin a new run: this start begins at step 1, so that earlier records in the folder belong to another run."""
         self._starts, self.seconds_before = [], 0.0
-        self._files.move_lines(f"{METRICS}.previous")
+        number = next(n for n in itertools.count(1) if not (self.path / f"run-{n}").exists())
+        kept = self.path / f"run-{number}"
+        try:
+            kept.mkdir()
+            for name, content in self._earlier.items():
+                replace_file(kept / name, content)
+            log.say(f"fleetx: {self.path} held an earlier run, which is in {kept} now.")
+            self._files.move_lines(f"{kept.name}/{METRICS}")
+        except OSError as error:  # no room for a folder: training goes on, and the lines at least are kept
+            warn_user(f"the earlier run in {self.path} could not be moved ({error}); its lines are in {METRICS}.previous.")
+            self._files.move_lines(f"{METRICS}.previous")
 
     def begin(self, start: Mapping[str, Any]) -> None:
         places = range(1, len(start.get("pairs", ())) + 1)
@@ -120,6 +138,12 @@ class Folder:
 
     def close(self) -> None:
         self._files.close()
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Read the files of a run beside its lines; links in their place are not followed."""
+    files = [file for pattern in OF_A_RUN for file in folder.glob(pattern)]
+    return {file.name: file.read_bytes() for file in files if file.is_file() and not file.is_symlink()}
 
 
 def _known_starts(path: Path) -> list[dict[str, Any]]:
@@ -165,11 +189,25 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+def commit_of_script() -> str | None:
+    """Return the commit that the script's folder is at, with "-dirty" where files differ from it; None outside of git."""
+    folder = Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] not in ("", "-c", "-m") else Path.cwd()
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git may not write here
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        ended = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GIT_SECONDS, check=False
+        )
+        return ended.stdout.strip() or None
+    return None
+
+
 def start_of_run(number: int, world: World, pairs: Sequence[Pair], *, total_steps: int | None) -> dict[str, Any]:
     return {
         "start": number,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "fleetx": __version__,
+        "commit": commit_of_script(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

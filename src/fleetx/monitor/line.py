@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol, final
 
+from ..config.terminal import columns_of, launchers_terminal, own_terminal
 from ..config.text import binary, decimal
 from .split import PARTS, Split, compute_of
 
@@ -156,11 +155,8 @@ def last_line(
 
 # --- output: redrawn in place on a terminal, a plain line every 10 seconds elsewhere, nothing on other ranks ------------
 
-TERMINAL = "FLEETX_TTY"
-"""Variable by which fleetrun gives worker 0 the path of its terminal: the worker's own output goes to a log."""
 DRAW_SECONDS = 0.2
 LINE_SECONDS = 10.0
-COLUMNS = 80
 
 
 class Screen(Protocol):
@@ -233,12 +229,6 @@ class Live:
                 self._file.close()
 
 
-def columns_of(file: IO[str]) -> int:
-    """Return the terminal's width; some terminals report 0, and COLUMNS or a default is used."""
-    wanted = os.environ.get("COLUMNS", "")
-    return os.get_terminal_size(file.fileno()).columns or (int(wanted) if wanted.isdecimal() and int(wanted) else COLUMNS)
-
-
 def styled(line: str, *, cuts: bool = True) -> Any:
     from rich.text import Text
 
@@ -251,16 +241,9 @@ def styled(line: str, *, cuts: bool = True) -> Any:
     return text
 
 
-def is_terminal(file: IO[str]) -> bool:
-    return file.isatty() and os.environ.get("TERM") != "dumb"
-
-
 def screen(*, rank: int) -> Screen:
     """Choose the output for this rank: a terminal, plain lines, or nothing."""
     if rank != 0:
         return Silent()
-    terminal = os.environ.get(TERMINAL)
-    if terminal is not None and os.environ.get("TERM") != "dumb":
-        with contextlib.suppress(OSError):  # the terminal is closed, or belongs to another container
-            return Live(open(os.open(terminal, os.O_RDWR | os.O_NOCTTY), "w", encoding="utf-8"))
-    return Live(None) if terminal is None and is_terminal(sys.stdout) else Lines()
+    file = launchers_terminal()
+    return Live(file) if file is not None or own_terminal() else Lines()

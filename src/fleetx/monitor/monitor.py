@@ -97,6 +97,8 @@ class Monitor:
         """Values logged inside a merge window, until its update."""
         self._next_full = self._next_ranks = 0.0
         self._pairs_seen = self._skipped = 0
+        self._window = 1
+        """Micro-steps of the last update of the pair that is shown."""
         self._places: dict[int, int] = {}
         """Number of each pair in this run, counted from 1, by its number in this process."""
         self._handles: list[RemovableHandle] = []
@@ -185,6 +187,7 @@ class Monitor:
         is_shown = tally is self._shown
         if is_shown:
             self._state.step, self._state.period, self._state.loss_scale = report.step, report.period, report.loss_scale
+            self._window = report.micro_steps
         self._state.memory_bytes = memory_peak(self._device)
         is_full = self._folder is not None and time.monotonic() >= self._next_full
         if is_full:
@@ -307,6 +310,9 @@ class Monitor:
         wire = (tally.bytes_sent, tally.bytes_dense)
         text = last_line(state, known, whole_seconds, self._split, wire, waited_for, str(self.path), is_wrapped=self._is_wrapped)
         self._screen.end(text)
+        told = counted_micro_steps(known.total_steps, known.step, self._window) if state == "finished" else None
+        if told is not None and log.shows(logging.INFO):
+            log.say(told)
 
     def __enter__(self) -> Monitor:
         return self
@@ -318,6 +324,16 @@ class Monitor:
             self.close(state="stopped", error=type(error).__name__)
         else:
             self.close(state="failed", error=f"{type(error).__name__}: {error}")
+
+
+def counted_micro_steps(total_steps: int | None, steps: int, window: int) -> str | None:
+    """Return what to write where a total was given in micro-steps: it is a number of updates; None where it was not."""
+    if total_steps is None or window < 2 or not total_steps - window < steps * window <= total_steps:
+        return None
+    return (
+        f"fleetx: total_steps={total_steps:,} is a number of updates, and this run made {steps:,}, of {window} micro-steps each: "
+        f"write total_steps={steps}, here and in schedules, so that the bar and the time left are right."
+    )
 
 
 def _rounded(ranks: ByRank) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Send records to other places besides the run folder: an interface of two methods, and TensorBoard."""
+"""Send records to other places besides the run folder: an interface of two methods, and TensorBoard; others have own files."""
 
 from __future__ import annotations
 
@@ -62,6 +62,15 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     pair = record.get("pair", 1)
     prefix = f"pair {pair}/" if pair > 1 else ""
     return {prefix + name: float(value) for name, value in scalars.items() if value is not None}
+
+
+def summary_scalars(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a summary, with the seconds of its split and its values."""
+    plain = {name: value for name, value in summary.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    # A store of files has one for each name, and none may be a folder for others: so no "seconds/data" beside "seconds".
+    split = {f"split/{part}": seconds for part, seconds in (summary.get("split") or {}).items()}
+    values = {f"values/{name}": value for name, value in (summary.get("values") or {}).items()}
+    return {name: float(value) for name, value in (plain | split | values).items()}
 
 
 def has_tensorboard() -> bool:

@@ -14,6 +14,7 @@ from .metrics import RankTimes, Update, number, numbers, rank_times, whole
 from .read import Run
 
 SAMPLES, STEPS = "samples/s", "steps/s"
+LESS_IS_BETTER = ("loss", "err", "ppl", "perplexity", "mse", "mae", "wer", "seconds")
 NOTICED = 0.02
 """Least share of an update's time that is reported as waiting."""
 
@@ -39,6 +40,8 @@ class Facts:
     sent: float | None
     dense: float | None
     """Bytes a dense float32 all-reduce of each update would have sent; `sent` and `dense` are None for one rank."""
+    best: dict[str, tuple[float, int]]
+    """Best finite value of the loss and of each value, with its step: the least where the name says so, else the most."""
 
 
 def last_of(updates: Sequence[Update], name: str) -> float | None:
@@ -75,6 +78,22 @@ def last_values(updates: Sequence[Update]) -> dict[str, float]:
     return last
 
 
+def is_less_better(name: str) -> bool:
+    """Judge by the name: a loss, an error or a perplexity is to be small, an accuracy large."""
+    return any(part in name.lower() for part in LESS_IS_BETTER)
+
+
+def best_values(updates: Sequence[Update]) -> dict[str, tuple[float, int]]:
+    """Return the best value under each name, with the step at which it was first reached."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for update in updates:
+        for name, value in {"loss": update.loss, **update.values}.items():
+            if value is not None:
+                found.setdefault(name, []).append((value, update.step))
+    signs = {name: 1 if is_less_better(name) else -1 for name in found}
+    return {name: min(pairs, key=lambda pair: (signs[name] * pair[0], pair[1])) for name, pairs in found.items()}
+
+
 def facts_of(run: Run) -> Facts:
     summary = run.summary or {}
     every = run.all_updates
@@ -107,6 +126,7 @@ def facts_of(run: Run) -> Facts:
         memory_bytes=max(memory, default=None),
         sent=sent if dense else None,
         dense=dense or None,
+        best=best_values(first),
     )
 
 

@@ -25,8 +25,8 @@ CLOCK_POINTS = 240
 ACROSS_WORDS = {"step": "step", "seconds": "time", "bytes": "bytes sent"}
 
 
-def make_page(runs: Sequence[Run], title: str | None = None) -> str:
-    """Return the page of one run, or of several side by side."""
+def make_page(runs: Sequence[Run], title: str | None = None, *, refresh_seconds: int | None = None) -> str:
+    """Return the page of one run, or of several. `refresh_seconds`: time after which a browser loads it again; None: never."""
     tracks = tracks_of(runs)
     show = Show(runs, [facts_of(run) for run in runs], tracks, layouts(tracks))
     name = title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}")
@@ -50,6 +50,7 @@ def make_page(runs: Sequence[Run], title: str | None = None) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=policy(script)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", http_equiv="refresh", content=refresh_seconds) if refresh_seconds else None,
         tag("title", name),
         Markup(f"<style>{style}</style>"),
     )
@@ -118,6 +119,8 @@ def fact_cells(facts: Facts) -> dict[str, tuple[str, str]]:
     if facts.loss is not None:
         cells["loss"] = (plain(facts.loss), "last" if facts.is_loss_finite else "the last that was finite")
     cells |= {name: (plain(value), "last") for name, value in list(facts.values.items())[:4] if name not in cells}
+    shown = [name for name in cells if name in facts.best]
+    cells |= {f"best {name}": (plain(facts.best[name][0]), f"at step {facts.best[name][1]:,}") for name in shown}
     if facts.rate is not None:
         cells["throughput"] = (plain(facts.rate), facts.rate_unit)
     if facts.memory_bytes is not None:
@@ -140,9 +143,16 @@ def cards(facts: Facts) -> Markup:
     return tag("dl", *made, class_="cards")
 
 
+def speed_up(first: Facts, facts: Facts) -> dict[str, tuple[str, str]]:
+    """Compare a run's throughput with that of the first run; nothing where the units differ or one is not known."""
+    if not first.rate or not facts.rate or first.rate_unit != facts.rate_unit:
+        return {}
+    return {"speed-up": (f"{facts.rate / first.rate:.2f} x", "the first run's" if facts is not first else "")}
+
+
 def comparison(show: Show) -> Markup:
     """Make the table of several runs: one row each, in place of cards."""
-    cells = [fact_cells(facts) for facts in show.facts]
+    cells = [fact_cells(facts) | speed_up(show.facts[0], facts) for facts in show.facts]
     names = list(dict.fromkeys(name for one in cells for name in one))
     head = tag("thead", tag("tr", tag("th", "run", scope="col"), *(tag("th", name, scope="col") for name in names)))
     rows = []
@@ -191,7 +201,10 @@ def strategy(show: Show) -> Markup | None:
 def environment_row(run: Run) -> dict[str, Any]:
     """Return what ran, where and how, of the last start."""
     last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
-    row = {name: last.get(name) for name in ("fleetx", "torch", "python", "platform", "device", "backend", "ranks", "nodes")}
+    row = {
+        name: last.get(name)
+        for name in ("fleetx", "commit", "torch", "python", "platform", "device", "backend", "ranks", "nodes")
+    }
     for name in ("hosts", "command"):
         given = last.get(name)
         row[name] = " ".join(map(str, given)) if isinstance(given, list) else given

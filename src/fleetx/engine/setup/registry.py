@@ -27,6 +27,7 @@ class Pair:
     strategy: DistributedStrategy
     is_wrapped: bool
     """In DDP, which reduces inside backward."""
+    face: weakref.ref[FleetOptimizer]
 
 
 _pairs: list[Pair] = []
@@ -36,7 +37,7 @@ def enlist(model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy
     inner = face.update
     number = face.pipeline.report_builder.pair = len(_pairs) + 1
     count, name, is_wrapped = sum(p.numel() for p in model.parameters()), type(bare(model)).__name__, bare(model) is not model
-    pair = Pair(number, weakref.ref(model), type(inner).__name__, name, count, strategy.copy(), is_wrapped)
+    pair = Pair(number, weakref.ref(model), type(inner).__name__, name, count, strategy.copy(), is_wrapped, weakref.ref(face))
     _pairs.append(pair)
 
 
