@@ -61,7 +61,7 @@ def test_and_of_a_sample_without_rows_the_refusal_names_the_budget() -> None:
 
 def test_a_compiled_model_is_refused_with_what_to_compile_instead() -> None:
     whole = torch.compile(chain(), backend="eager")
-    with pytest.raises(ConfigError, match=r"block\.compile\(\)"):
+    with pytest.raises(ConfigError, match=r"strategy\.compile = True"):
         distribute(whole, "1MB", rows(0, 32))
 
 

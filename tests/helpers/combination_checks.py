@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from fleetx import fleet
 from fleetx.errors import FleetWarning
 from tests.helpers.combination_sets import ACTIVE, PARTS, Names, neutral_settings, without_rounding
+from tests.helpers.fitting import compile_by_torchs_kernels
 from tests.helpers.models import learnable_images
 
 MICRO_STEPS = 24
@@ -65,6 +66,8 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 
 def strategy_of(names: Collection[str], settings: Settings) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy(on_nan_inf=ON_OVERFLOW)
+    if "compile" in names:
+        compile_by_torchs_kernels()
     for name in names:
         setattr(strategy, name, True)
         if settings.get(name):

@@ -56,11 +56,13 @@ class Seen:
     random: Tensor | None = None
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
+    recomputed: tuple[str, ...] = ()
+    """Modules that a budget has come to compute again."""
 
 
-def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+def batches(steps: int = STEPS, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(steps)]
+    return [(torch.randn(rows, 8, generator=generator), torch.randint(0, 4, (rows,), generator=generator)) for _ in range(steps)]
 
 
 def loss_by_method(model: nn.Module, batch: Any) -> Tensor:
@@ -79,7 +81,8 @@ def train(
     loss: Callable[[nn.Module, Any], Tensor] = loss_by_method,
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     steps: int = STEPS,
-    sample: Any = None,
+    rows: int = 8,
+    needs_sample: bool = False,
     **strategy: Any,
 ) -> Seen:
     """Train for some updates; `before` and `after` compile the model before fleet.distribute(...), or after it."""
@@ -91,15 +94,21 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FleetWarning)  # 16-bit arithmetic is slow on most CPUs, and says so
         model, trained = fleet.distribute(
-            model, optimizer(model.parameters()), fleet.DistributedStrategy(**strategy), sample=sample, loss_fn=loss
+            model,
+            optimizer(model.parameters()),
+            fleet.DistributedStrategy(**strategy),
+            sample=batches(1, rows)[0] if needs_sample else None,
+            loss_fn=loss,
         )
     called, seen = after(model), Seen()
     torch.manual_seed(3)
-    for batch in batches(steps):
+    for batch in batches(steps, rows):
         report = trained.minimize(loss(called, batch))
         if report.loss is not None:
             seen.losses.append(report.loss)
     seen.weights = [tensor.detach().clone() for tensor in model.state_dict().values()]
     seen.random = torch.get_rng_state()
     seen.graphs, seen.breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    plan = trained.memory_plan
+    seen.recomputed = () if plan is None else plan.recomputed
     return seen

@@ -237,6 +237,7 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("recompute", lambda: distribute("recompute", {"checkpoints": ["0", "0.layers.0"]})),
     ("recompute", lambda: distribute("recompute", {"budget": "24MB"})),
     ("recompute", tight_budget),
+    ("compile", lambda: distribute("compile", {"mode": "reduce-overhead"})),
     ("gradient_merge", weighed_sum),
     ("clip_norm", lambda: distribute("clip_norm", {"max_norm": 0})),
     ("lars", lambda: distribute("lars", kind=AdamW)),

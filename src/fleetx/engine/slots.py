@@ -1,6 +1,6 @@
 """The vocabulary of a step: slots, parts that claim them, stages that fill them. No behaviour lives here.
 
-    build once        MODULE    recompute, sync_batch_norm
+    build once        MODULE    recompute, sync_batch_norm, compile
                       SHARD     none | sharding: each rank makes its share of UPDATE, and has the state of that share alone
     per micro-batch   FORWARD   autocast                          -> loss
                       BACKWARD  plain | fp16 loss scaling         -> param.grad, accumulating
@@ -88,6 +88,8 @@ class Site:
     """fleet.distribute(...) was given a batch, so that steps can be rehearsed."""
     local_buffers: Sequence[str] = ()
     """Names or patterns of buffers that belong to each rank."""
+    parts: Sequence[Part] = ()
+    """All parts of the strategy."""
 
 
 class Backward(Protocol):
@@ -313,6 +315,8 @@ class Part(abc.ABC):
     risk_class: ClassVar[Risk]
     talks_in_backward: ClassVar[bool] = False
     """Whether it has collectives of its own inside backward; buckets are then reduced after it, never in between."""
+    changes_forward: ClassVar[bool] = False
+    """Whether it acts in the forward of the model without a claim to a slot of it."""
     inner: ClassVar[tuple[type[Optimizer], ...]] = ()
     """Optimizers whose place this part takes; empty: it works with any."""
     why: ClassVar[str] = ""

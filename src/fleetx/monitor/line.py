@@ -26,6 +26,10 @@ class RunState:
     values: dict[str, float] = field(default_factory=dict)
     steps_per_second: float | None = None
     samples_per_second: float | None = None
+    flops_per_second: float | None = None
+    """Floating-point operations of the model, on all ranks."""
+    peak_share: float | None = None
+    """Share of what the devices can compute at most."""
     memory_bytes: int = 0
     bytes_sent: int = 0
     """Bytes per update, averaged over the last updates; so is `bytes_dense`, the bytes of a dense all-reduce."""
@@ -85,6 +89,7 @@ def pieces(now: RunState) -> list[str]:
         None if now.loss is None else f"loss {number_text(now.loss)}",
         *(f"{name} {number_text(value)}" for name, value in list(now.values.items())[:VALUES_SHOWN]),
         speed_text(now.steps_per_second, now.samples_per_second),
+        flops_text(now.flops_per_second, now.peak_share),
         None if (left := eta_seconds(now)) is None else f"ETA {duration_text(left)}",
         f"mem {binary(now.memory_bytes, decimals=1)}" if now.memory_bytes else None,
         wire_text(now.bytes_sent, now.bytes_dense),
@@ -101,6 +106,15 @@ def speed_text(steps_per_second: float | None, samples_per_second: float | None)
     if not steps_per_second:
         return None
     return f"{number_text(steps_per_second)} steps/s" if steps_per_second >= 1 else f"{number_text(1 / steps_per_second)} s/step"
+
+
+def flops_text(flops_per_second: float | None, peak_share: float | None) -> str | None:
+    """Format the speed of computing; below a billion a second, which no device of use has, it says nothing."""
+    if flops_per_second is None or flops_per_second < 1e9:
+        return None
+    unit, scale = ("TFLOP/s", 1e12) if flops_per_second >= 1e12 else ("GFLOP/s", 1e9)
+    share = "" if peak_share is None else f" ({percent(peak_share)} of peak)"
+    return f"{number_text(flops_per_second / scale)} {unit}{share}"
 
 
 def waits_text(slowest: tuple[int, float] | None, steps_per_second: float | None) -> str | None:

@@ -28,11 +28,14 @@ from ..config import log
 from ..config.secret_texts import without_secrets
 from ..dist import heartbeat, stop_signal, world
 from ..dist.heartbeat import Phase
+from ..engine import dry_steps
+from ..engine.modules.flops import FlopCount
 from ..engine.report import Report
 from ..engine.setup import registry
 from ..errors import ConfigError
 from . import checked, forwards
 from .async_values import AsyncValue
+from .device_peak import peak_here
 from .folder import Folder, OwnLog, start_of_run
 from .line import RunState, last_line, line, screen
 from .memory_curve import AT_UPDATE, MemoryCurve, memory_peak
@@ -103,6 +106,8 @@ class Monitor:
         """Number of each pair in this run, counted from 1, by its number in this process."""
         self._handles: list[RemovableHandle] = []
         self._curve: MemoryCurve | None = None
+        self._flops: FlopCount | None = FlopCount()
+        """Of the first update; None once that is over."""
         self._is_closed = self._is_wrapped = False
         self._watch_pairs()
         self._watch = stopwatch(Phase.SCRIPT, self._device)
@@ -144,6 +149,9 @@ class Monitor:
 
     def _phase_changed(self, phase: Phase) -> None:
         self._watch.changed(phase)
+        if self._flops is not None and not dry_steps.is_on():
+            # The phase goes on to backward, so that a loss computed outside of the model is counted too.
+            self._flops.begin() if phase is Phase.FORWARD else self._flops.end()
         if self._curve is not None:
             self._curve.changed(phase)
 
@@ -185,6 +193,7 @@ class Monitor:
         split = self._watch.take()
         window = tally.update(report, ranks=self._comm.size, ended_seconds=time.monotonic() - self._began)
         is_shown = tally is self._shown
+        self._note_flops(tally, window)
         if is_shown:
             self._state.step, self._state.period, self._state.loss_scale = report.step, report.period, report.loss_scale
             self._window = report.micro_steps
@@ -198,6 +207,15 @@ class Monitor:
         self._pending.append(record)
         if self._folder is not None and is_shown:
             self._draw_curve(self._folder, report)
+
+    def _note_flops(self, tally: Tally, window: Window) -> None:
+        """Keep what was counted in the first update. Of several pairs it is not known whose forward it was."""
+        if self._flops is None:
+            return
+        self._flops.end()
+        if self._flops.total and not self._flops.unknown and len(self._places) == 1:
+            tally.note_flops(self._flops.total, window, ranks=self._comm.size)
+        self._flops = None
 
     @property
     def _shown(self) -> Tally:
@@ -257,8 +275,14 @@ class Monitor:
         if newest.is_ready:
             state.set_values(newest.loss.value() if newest.is_shown else None, newest.values())
         state.steps_per_second, state.samples_per_second = self._shown.steps_per_second(), self._shown.samples_per_second()
+        state.flops_per_second = self._shown.flops_per_second()
+        state.peak_share = self._share_of_peak(state.flops_per_second)
         state.bytes_sent, state.bytes_dense = self._shown.wire()
         self._screen.show(line(state))
+
+    def _share_of_peak(self, flops_per_second: float | None) -> float | None:
+        peak = peak_here(self._device)
+        return None if flops_per_second is None or peak is None else flops_per_second / self._comm.size / peak
 
     # --- close --------------------------------------------------------------------------------------------------
 
@@ -270,6 +294,8 @@ class Monitor:
         self._is_closed, _open = True, None
         heartbeat.listen(None)
         forwards.unwatch(self._handles)
+        if self._flops is not None:
+            self._flops.end()
         if self._curve is not None:
             self._curve.take()
         ranks = None
@@ -285,6 +311,8 @@ class Monitor:
         """Write the summary: sums and rates of this start, seconds and steps of the whole run."""
         known, seconds = self._state, time.monotonic() - self._began
         whole_seconds, tally = folder.seconds_before + seconds, total_of(self._tallies.values())
+        flops = next((one.flops_of(one.updates, one.samples) for one in self._tallies.values()), None)
+        flops_per_second = None if flops is None else flops / seconds
         summary = {
             "state": state,
             "error": None if error is None else without_secrets(error),
@@ -297,6 +325,8 @@ class Monitor:
             "samples": tally.samples or None,
             "samples_per_second": tally.samples / seconds if tally.samples else None,
             "steps_per_second": self._shown.updates / seconds if self._tallies else 0.0,
+            "flops_per_second": flops_per_second,
+            "peak_share": self._share_of_peak(flops_per_second),
             "bytes_sent": tally.bytes_sent,
             "bytes_dense": tally.bytes_dense,
             "memory_bytes": known.memory_bytes,

@@ -99,6 +99,9 @@ class Tally:
     updates: int = 0
     samples: int = 0
     """Samples of all ranks together."""
+    flops: float | None = None
+    """Floating-point operations of one update on all ranks, as counted in the first one; None: not counted."""
+    _counted_samples: int = 0
     bytes_sent: int = 0
     bytes_dense: int = 0
     _recent: collections.deque[Window] = field(default_factory=lambda: collections.deque(maxlen=RECENT))
@@ -118,6 +121,22 @@ class Tally:
         self.bytes_dense += window.bytes_dense
         self._recent.append(window)
         return window
+
+    def note_flops(self, flops: int, window: Window, *, ranks: int) -> None:
+        """Keep the operations that were counted in an update of this rank."""
+        self.flops, self._counted_samples = flops * ranks, window.samples
+
+    def flops_of(self, updates: int, samples: int) -> float | None:
+        """Return the operations of so many updates on all ranks, in proportion to their samples where these are logged."""
+        if self.flops is None:
+            return None
+        return self.flops * (samples / self._counted_samples if samples and self._counted_samples else updates)
+
+    def flops_per_second(self) -> float | None:
+        """Return the speed of the last updates; None before the second."""
+        seconds, recent = self.step_seconds(), list(self._recent)[1:]
+        counted = self.flops_of(len(recent), sum(window.samples for window in recent))
+        return None if counted is None or not seconds else counted / (seconds * len(recent))
 
     def step_seconds(self) -> float | None:
         """Return the mean seconds of the last updates; None before the second."""

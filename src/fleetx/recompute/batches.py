@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..engine.dry_run import OutOfMemory, Sample
+from ..engine.modules.compiling import for_any_size
 from ..engine.modules.nested_tensors import map_tensors, tensors_in
 from ..errors import ConfigError
 from .planner import Planner
@@ -150,6 +151,7 @@ def profile_from_smaller(planner: Planner) -> Profile | None:
         sample = rehearsal.everywhere(lambda: Sample(rows_of(rehearsal.sample.source, rows), rehearsal.device))
         return planner.for_sample(sample, units)
 
-    growth, of_part = measured_growth(planner_for, largest // 2, who="recompute")
+    with for_any_size(rehearsal.model):
+        growth, of_part = measured_growth(planner_for, largest // 2, who="recompute")
     planner.units = dict(of_part.units)
     return growth.at(largest)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..engine.modules.flops import with_its_backward
+
 IGNORED = -100
 LOGITS_BYTES = 2**28  # bytes of one chunk in float32; more rows at once are hardly faster on a GPU, and cost memory
 _COLUMNS_MULTIPLE = 64  # matrix products in 16 bits are much slower when rows are not aligned, and 30522 is not
@@ -141,6 +143,6 @@ def chunked_cross_entropy(
     dtype = dtype or dtype_of_products(hidden)
     rows = rows or rows_per_chunk(hidden.shape[0], weight.shape[0])
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad or bias.requires_grad)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), with_its_backward(wants_grad):
         loss, correct = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, rows, dtype, wants_grad)  # type: ignore[no-untyped-call]
     return loss, correct

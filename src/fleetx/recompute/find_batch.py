@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..config.text import binary
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample
+from ..engine.modules.compiling import for_any_size
 from ..errors import ConfigError
 from .batches import Units, largest_that, measured_growth, merged, rows_in, sizes_to_try
 from .budget_solver import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
 from .host_memory import mover_for, warn_of_no_offload
+from .memory_probe import require_countable
 from .plan import ALLOWANCE
 from .planner import Planner
 from .profile import peak_bytes
@@ -203,8 +205,9 @@ def found_batches(
         raise ConfigError(
             f"find_batch was called with different arguments on the ranks: [budget, global_batch, size] are {requests}."
         )
+    require_countable(rehearsal.model, rehearsal.device)
     size = min(request[2] for request in requests)
-    with rehearsal.leaving_no_trace():
+    with for_any_size(rehearsal.model), rehearsal.leaving_no_trace():
         recompute = strategy.recompute_configs
         finder = Finder(rehearsal, budget, resize, size, recompute["checkpoints"], offload=recompute["offload"])
         most = finder.largest()

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..engine.modules.compiling import SEEN_BY_COUNTING, backend, compiled_by
 from ..engine.modules.nested_tensors import tensors_in
+from ..errors import ConfigError
 
 
 class MemoryProbe(Protocol):
@@ -37,6 +39,16 @@ class MemoryProbe(Protocol):
 def memory_probe_for(device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> MemoryProbe:
     """Return the probe of a device; `tensors` lists those that outlive a step, where the allocator does not count them."""
     return AllocatorProbe(device) if device.type == "cuda" else CountingProbe(tensors)
+
+
+def require_countable(model: nn.Module, device: torch.device) -> None:
+    """Refuse what `strategy.compile` makes where tensors are counted as torch's operations make them: its own are not seen."""
+    is_compiled = any(compiled_by(module) == "strategy" for module in model.modules())
+    if is_compiled and device.type == "cpu" and backend() not in SEEN_BY_COUNTING:
+        raise ConfigError(
+            "a budget on a CPU is kept to by counting the tensors that torch's operations make; compiled code makes its own, "
+            "unseen. Leave strategy.compile out, or compute on a GPU."
+        )
 
 
 @final
@@ -107,6 +119,11 @@ class Counter(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: dict[int, Any] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it does without this mode; torch would leave it out."""
+        return True
+
     def add_known(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             self._meet(tensor, is_new=True)
@@ -122,7 +139,7 @@ class Counter(TorchDispatchMode):
 
     def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
         storage = storage_of(tensor)
-        if storage is None or storage._cdata in self._alive:
+        if storage is None or storage._cdata in self._alive or storage.device.type == "meta":  # of a trace, without memory
             return
         place, size = storage._cdata, storage.nbytes() if is_new else 0
 

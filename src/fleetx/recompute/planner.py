@@ -5,7 +5,7 @@ Every number is the largest of all ranks, so all of them come to the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from statistics import median
@@ -14,6 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from ..engine.dry_run import Rehearsal, Sample
+from ..engine.modules.compiling import inside_of_compiled
 from ..engine.modules.patching import patch_forward, patched
 from ..errors import ConfigError, RecomputeError
 from .budget_solver import Solution
@@ -100,14 +101,17 @@ class Planner:
 
     def _find_units(self) -> Any:
         model, run = self.rehearsal.model, self.rehearsal.forward
-        named = {**dict(model.named_modules()), **self.units}
+        hidden = inside_of_compiled(model)  # a patch there would be in the graph, and change what is measured
+        named = {**{name: module for name, module in model.named_modules() if module not in hidden}, **self.units}
         trace = record(model, named, run)
         if self._are_found:
             names = good_units(trace, (), only=list(self.units))
         elif self._wanted:
-            names = good_units(trace, (), only=list(chosen_units(model, self._wanted)))
+            wanted = chosen_units(model, self._wanted)
+            _refuse_hidden(wanted, hidden)
+            names = good_units(trace, (), only=list(wanted))
         else:
-            slices = cut_sequentials(model, trace)
+            slices = cut_sequentials(model, trace, but=hidden)
             if slices:
                 named |= slices
                 trace = record(model, named, run)
@@ -164,3 +168,13 @@ class Planner:
         """Patch the model for good, so that it runs by this plan."""
         for module, replay in self._replays(profile, solution):
             patch_forward(module, replay)
+
+
+def _refuse_hidden(wanted: Mapping[str, nn.Module], hidden: Collection[nn.Module]) -> None:
+    """Refuse names inside of compiled modules. All ranks have the same strategy and model, and raise alike."""
+    inside = next((name for name, module in wanted.items() if module in hidden), None)
+    if inside is not None:
+        raise ConfigError(
+            f'recompute_configs["checkpoints"] names `{inside}`, and a "budget" decides about modules one by one; '
+            "strategy.compile compiles the block around it as one piece. Name that block, or leave one of the two out."
+        )

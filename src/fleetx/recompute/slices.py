@@ -6,11 +6,12 @@ A slice runs its layers as the Sequential would, and is a unit like any module; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 from torch import nn
 
+from ..engine.modules.compiling import compiled_by
 from ..engine.modules.patching import patch_innermost
 from .rows import PARTS_FREE, SPLIT_ABOVE, Weights, saved_storages, total, weights
 from .trace import Called, Trace
@@ -38,11 +39,15 @@ class InSlices:
         return value
 
 
-def cut_sequentials(model: nn.Module, trace: Trace) -> dict[str, nn.Sequential]:
-    """Cut Sequentials that save much and whose layers free little one by one; return slices by name, such as `features[4:7]`."""
+def cut_sequentials(model: nn.Module, trace: Trace, *, but: Collection[nn.Module] = ()) -> dict[str, nn.Sequential]:
+    """Cut Sequentials that save much and whose layers free little one by one; return slices by name, such as `features[4:7]`.
+
+    `but`: modules that stay whole, as those do that are compiled."""
     weigh = weights(trace)
     slices_by_name: dict[str, nn.Sequential] = {}
     for name, module in model.named_modules():
+        if module in but or compiled_by(module) == "strategy":
+            continue
         if type(module).forward is nn.Sequential.forward and isinstance(module, nn.Sequential):
             ranges = cuts(name, [child for child, _ in module.named_children()], trace, weigh)
             slices = {f"{name}[{first}:{end}]": nn.Sequential(*list(module)[first:end]) for first, end in ranges}

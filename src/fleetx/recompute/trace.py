@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor, nn
 
+from ..engine.modules.compiling import compiled_by
 from ..engine.modules.nested_tensors import tensors_in
 from ..engine.modules.patching import patched
 from .memory_probe import storage_of
@@ -146,6 +147,9 @@ def record(model: nn.Module, candidates: Mapping[str, nn.Module], run: Callable[
         number = numbers.of(tensor)
         if number is not None:
             trace.events.append(Saved(number))
+
+    if any(compiled_by(module) is not None for module in model.modules()):
+        pack = torch.compiler.disable(pack)  # it is called inside of compiled code, and would be compiled itself
 
     def unpack(_: None) -> NoReturn:
         raise RuntimeError("what was saved in this forward has been dropped: a forward may not run a backward here")

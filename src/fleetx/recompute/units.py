@@ -18,13 +18,7 @@ KEY = 'recompute_configs["checkpoints"]'
 def chosen_units(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Module]:
     """Return units by name, in the model's order: `wanted`, else the model's own list, else repeated blocks, or children."""
     every = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False) if name}
-    own = getattr(model, "checkpoints", None)
-    if wanted:
-        chosen = outermost(every, wanted, KEY)
-    elif own and isinstance(own, list | tuple):
-        chosen = outermost(every, own, f"{KEY} is empty, and model.checkpoints")
-    else:
-        chosen = repeated_blocks(model) or called_children(model)
+    chosen = outermost(every, wanted, KEY) if wanted else natural_units(model)
     if not chosen:
         raise ConfigError(
             f"recompute finds nothing to compute again in {type(model).__name__}: it has no modules inside that have parameters. "
@@ -38,6 +32,15 @@ def chosen_units(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Module
             )
     names = {id(every[name]): name for name in reversed(chosen)}  # a module that stands in two places is one unit
     return {name: every[name] for name in chosen if names[id(every[name])] == name}
+
+
+def natural_units(model: nn.Module) -> list[str]:
+    """Return the names of a model's units where none are named: its own list, else repeated blocks, else children."""
+    own = getattr(model, "checkpoints", None)
+    if own and isinstance(own, list | tuple):
+        every = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False) if name}
+        return outermost(every, own, f"{KEY} is empty, and model.checkpoints")
+    return repeated_blocks(model) or called_children(model)
 
 
 def outermost(every: Mapping[str, nn.Module], wanted: Sequence[str], whose: str) -> list[str]:

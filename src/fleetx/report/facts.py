@@ -36,6 +36,10 @@ class Facts:
     values: dict[str, float]
     rate: float | None
     rate_unit: str
+    flops_per_second: float | None
+    """Floating-point operations of the model, on all ranks, in the last start."""
+    peak_share: float | None
+    """Share of what the devices can compute at most; None where that is not known."""
     memory_bytes: float | None
     sent: float | None
     dense: float | None
@@ -123,6 +127,8 @@ def facts_of(run: Run) -> Facts:
         values=last_values(every) | numbers(summary.get("values")),
         rate=rate,
         rate_unit=unit,
+        flops_per_second=number(summary.get("flops_per_second")),
+        peak_share=number(summary.get("peak_share")),
         memory_bytes=max(memory, default=None),
         sent=sent if dense else None,
         dense=dense or None,
@@ -144,6 +150,15 @@ def steps_words(facts: Facts) -> str:
     return f"{facts.steps:,}{of} steps"
 
 
+def flops_words(facts: Facts) -> tuple[str, str] | None:
+    """Describe the speed of computing: number and unit; None where it is not known, or too small to say something."""
+    if facts.flops_per_second is None or facts.flops_per_second < 1e9:
+        return None
+    unit, scale = ("TFLOP/s", 1e12) if facts.flops_per_second >= 1e12 else ("GFLOP/s", 1e9)
+    part = "" if facts.peak_share is None else f", {share(facts.peak_share, 1.0)} of peak"
+    return plain(facts.flops_per_second / scale), unit + part
+
+
 def one_line(name: str, facts: Facts) -> str:
     """Describe a run in one line for the terminal."""
     took = f" in {duration(facts.seconds)}" if facts.seconds is not None else ""
@@ -152,6 +167,7 @@ def one_line(name: str, facts: Facts) -> str:
     pieces += [f"loss {plain(facts.loss)}"] if facts.loss is not None else []
     pieces += [f"{key} {plain(value)}" for key, value in list(facts.values.items())[:4]]
     pieces += [f"{plain(facts.rate)} {facts.rate_unit}"] if facts.rate is not None else []
+    pieces += [" ".join(computing)] if (computing := flops_words(facts)) is not None else []
     pieces += [f"peak {memory_size(facts.memory_bytes)}"] if facts.memory_bytes is not None else []
     if facts.sent is not None and facts.dense is not None:
         pieces.append(f"{size(facts.sent)} sent, {wire_words(facts.sent, facts.dense)}")

@@ -12,7 +12,7 @@ from .. import __version__
 from . import curves
 from .axis import duration, memory_size, plain, size
 from .curves import Track, tracks_of
-from .facts import Facts, facts_of, steps_words, wire_words
+from .facts import Facts, facts_of, flops_words, steps_words, wire_words
 from .line_chart import COLOURS, number_json
 from .markup import Markup, data, join, side_by_side, tag
 from .read import Run, log_tails
@@ -123,6 +123,8 @@ def fact_cells(facts: Facts) -> dict[str, tuple[str, str]]:
     cells |= {f"best {name}": (plain(facts.best[name][0]), f"at step {facts.best[name][1]:,}") for name in shown}
     if facts.rate is not None:
         cells["throughput"] = (plain(facts.rate), facts.rate_unit)
+    if (computing := flops_words(facts)) is not None:
+        cells["model"] = computing
     if facts.memory_bytes is not None:
         cells["peak memory"] = (memory_size(facts.memory_bytes), "worker 0")
     if facts.sent is not None and facts.dense is not None:

@@ -29,6 +29,8 @@ __all__ = [
     "BF16AllReduce",
     "ClipNorm",
     "ClipNormSettings",
+    "Compile",
+    "CompileSettings",
     "DGC",
     "DGCSettings",
     "FP16AllReduce",
@@ -259,6 +261,40 @@ class ClipNormSettings(TypedDict, total=False):
 
     max_norm: float
     """largest global norm of the reduced gradients"""
+
+@dataclass(frozen=True, kw_only=True)
+class Compile(_BuiltPart):
+    """Compile the forward of blocks or of the whole model, and with it their backward.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(amp=True, compile=X.strategies.Compile(scope="model"))
+        >>> strategy.compile_configs["scope"]
+        'model'
+    """
+
+    scope: str
+    """each repeated block by itself, equal ones once; or the whole model"""
+    mode: str
+    """what torch.compile aims at; those with recorded CUDA graphs need static shapes"""
+    dynamic: bool | None
+    """one graph for all shapes; None: once a shape changes; False: one for each shape"""
+    def __init__(
+        self,
+        *,
+        scope: Literal["blocks", "model"] = "blocks",
+        mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"] = "default",
+        dynamic: bool | None = None,
+    ) -> None: ...
+
+class CompileSettings(TypedDict, total=False):
+    """Settings of `compile` as a dict; keys left out keep their value, or their default."""
+
+    scope: Literal["blocks", "model"]
+    """each repeated block by itself, equal ones once; or the whole model"""
+    mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
+    """what torch.compile aims at; those with recorded CUDA graphs need static shapes"""
+    dynamic: bool | None
+    """one graph for all shapes; None: once a shape changes; False: one for each shape"""
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(_BuiltPart):

@@ -15,11 +15,13 @@ from ..engine.modules.patching import patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
 from ..recompute.host_memory import mover_for, warn_of_no_offload
+from ..recompute.memory_probe import require_countable
 from ..recompute.offload import Offload
 from ..recompute.plan import plan_for
 from ..recompute.planner import Planner
 from ..recompute.replay import Replay
 from ..recompute.units import chosen_units
+from .compile import Compile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +56,8 @@ class Recompute(Part):
                 f"{given}. Write model, optimizer = fleet.distribute(model, optimizer, strategy, sample=batch), with "
                 "loss_fn=lambda model, batch: ... where the model has no method loss(batch)."
             )
-        if self.budget is not None and compiled_by(site.model) is not None:
-            raise ConfigError(
-                'recompute_configs["budget"] is kept to by watching modules run; torch.compile(model) makes one piece of them. '
-                'Compile its blocks instead (for block in model.layers: block.compile()), or name modules in "checkpoints".'
-            )
+        if self.budget is not None:
+            _refuse_one_piece(site)
         chosen_units(site.model, self.checkpoints)
 
     def cuts_graphs(self, *, by_user: bool) -> str | None:
@@ -83,6 +82,7 @@ class Recompute(Part):
     def rehearse(self, rehearsal: Rehearsal) -> None:
         if self.budget is None:
             return
+        require_countable(rehearsal.model, rehearsal.device)
         planner = Planner(rehearsal, self.checkpoints, mover=mover_for(rehearsal.device) if self.offload else None)
         with rehearsal.leaving_no_trace():
             settled = plan_for(self.budget, planner)
@@ -90,3 +90,18 @@ class Recompute(Part):
         rehearsal.optimizer.memory_plan = settled.plan
         if rehearsal.comm.rank == 0:
             log.say(settled.plan)
+
+
+def _refuse_one_piece(site: Site) -> None:
+    """Refuse a budget where the model runs as one piece: it is kept to by watching modules run."""
+    compiling = next((part for part in site.parts if isinstance(part, Compile)), None)
+    if compiling is not None and compiling.scope == "model":
+        raise ConfigError(
+            'recompute_configs["budget"] is kept to by watching modules run; compile_configs["scope"] "model" makes one piece of '
+            'them. Write "scope": "blocks", or name modules in "checkpoints".'
+        )
+    if compiled_by(site.model) == "user":
+        raise ConfigError(
+            'recompute_configs["budget"] is kept to by watching modules run; torch.compile(model) makes one piece of them. '
+            'Write strategy.compile = True in its place, which compiles block by block; or name modules in "checkpoints".'
+        )

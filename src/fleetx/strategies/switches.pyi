@@ -15,6 +15,8 @@ from . import (
     BF16AllReduce,
     ClipNorm,
     ClipNormSettings,
+    Compile,
+    CompileSettings,
     DGCSettings,
     FP16AllReduce,
     GradientMerge,
@@ -84,6 +86,13 @@ class ClipNormValues(TypedDict):
     """Settings of `clip_norm` as they read back: all keys."""
 
     max_norm: float
+
+class CompileValues(TypedDict):
+    """Settings of `compile` as they read back: all keys."""
+
+    scope: Literal["blocks", "model"]
+    mode: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
+    dynamic: bool | None
 
 class DGCValues(TypedDict):
     """Settings of `dgc` as they read back: all keys."""
@@ -161,6 +170,8 @@ class Keywords(TypedDict, total=False):
     bf16_allreduce: bool | BF16AllReduce
     clip_norm: bool | ClipNormSettings | ClipNorm
     clip_norm_configs: ClipNormSettings
+    compile: bool | CompileSettings | Compile
+    compile_configs: CompileSettings
     dgc: bool | DGCSettings | DGC
     dgc_configs: DGCSettings
     fp16_allreduce: bool | FP16AllReduce
@@ -237,6 +248,15 @@ class Switches:
     """Settings of `clip_norm`, each checked when it is written.
 
     - `max_norm`: largest global norm of the reduced gradients
+    """
+    compile: Setting[bool, bool | CompileSettings | Compile]
+    """Compile the forward of blocks or of the whole model, and with it their backward."""
+    compile_configs: Setting[CompileValues, CompileSettings]
+    """Settings of `compile`, each checked when it is written.
+
+    - `scope`: each repeated block by itself, equal ones once; or the whole model
+    - `mode`: what torch.compile aims at; those with recorded CUDA graphs need static shapes
+    - `dynamic`: one graph for all shapes; None: once a shape changes; False: one for each shape
     """
     dgc: Setting[bool, bool | DGCSettings | DGC]
     """Send the few largest entries of each gradient and keep the rest for later updates."""

@@ -141,6 +141,7 @@ class SyncBatchNorm(Part):
     risk_class: ClassVar[Risk] = Risk.SCHEDULE
     why: ClassVar[str] = "It joins the batch statistics of all ranks."
     talks_in_backward: ClassVar[bool] = True
+    changes_forward: ClassVar[bool] = True
 
     def claims(self) -> frozenset[Slot]:
         return frozenset()  # it changes norm layers alone, and shares no slot with recompute

@@ -82,7 +82,7 @@ class FirstLook:
         """Compare the ranks once, at the first update. Every rank is here: it is about to reduce."""
         self._handle.remove()
         if comm.rank == 0:
-            self._tell_of_compiling()
+            self._tell_of_compiling(comm.size)
         if comm.size == 1:
             return
         seen = self._digest or (None if loss is None else float(loss.detach()).hex())
@@ -104,7 +104,7 @@ class FirstLook:
         if advice is not None:
             warn_user(advice)
 
-    def _tell_of_compiling(self) -> None:
+    def _tell_of_compiling(self, ranks: int) -> None:
         """Say what of a compiled model is not one graph, or not compiled at all."""
         how = {found for module in self._model.modules() if (found := compiled_by(module)) is not None}
         if how and type(self._model).__name__ == "OptimizedModule" and not self._was_called:
@@ -112,7 +112,13 @@ class FirstLook:
                 "torch.compile(model) compiles the call model(x) alone, and the loss came from a method of the module inside, "
                 "which runs uncompiled. Write model.compile() in its place, which compiles every call of the model."
             )
-        cuts = [part.cuts_graphs(by_user="user" in how) for part in self._parts] if how else []
+        if compiled_by(self._model) == "strategy" and not self._was_called:
+            warn_user(
+                'compile_configs["scope"] is "model", which compiles the call model(x); the loss came from a method of the model '
+                'that does not call it, and runs uncompiled. Write "scope": "blocks".'
+            )
+        acting = [part for part in self._parts if ranks > 1 or not part.talks_in_backward] if how else []
+        cuts = [part.cuts_graphs(by_user="user" in how) for part in acting]
         for cut in cuts:
             if cut is not None:
                 warn_user(f"the model is compiled, and not into one graph: {cut}")

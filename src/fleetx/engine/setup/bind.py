@@ -88,8 +88,17 @@ def bind(
     refuse_unknown_buffers(model, strategy.local_buffers)  # by all ranks: they have the same buffers, and the same strategy
     if wrapper is not None:
         refuse_unfit(wrapper, params, parts, here.comm, here.device)
-    site = Site(model=model, optimizer=optimizer, params=params, comm=here.comm, device=here.device, has_sample=has_sample)
-    for part in parts if checks is None else checks.parts():
+    checked = parts if checks is None else checks.parts()
+    site = Site(
+        model=model,
+        optimizer=optimizer,
+        params=params,
+        comm=here.comm,
+        device=here.device,
+        has_sample=has_sample,
+        parts=checked,
+    )
+    for part in checked:
         part.check(site)
     acting = _forward_parts(parts)
     _refuse_unlike_forward(model, acting)
@@ -121,7 +130,7 @@ def bind(
 
 
 def _forward_parts(parts: Sequence[Part]) -> list[Part]:
-    return [part for part in parts if part.claims() & {Slot.MODULE, Slot.FORWARD}]
+    return [part for part in parts if part.claims() & {Slot.MODULE, Slot.FORWARD} or part.changes_forward]
 
 
 def _refuse_unlike_forward(model: nn.Module, mine: Sequence[Part]) -> None:
@@ -138,7 +147,7 @@ def _refuse_unlike_forward(model: nn.Module, mine: Sequence[Part]) -> None:
             what = f"`{shared}` of this model is in another distributed one" if shared else "this model has another optimizer"
             raise ConfigError(
                 f"{what} already, under a strategy with other settings of what acts in its forward "
-                f"(amp, recompute, sync_batch_norm): {names}. Give both strategies the same."
+                f"(amp, compile, recompute, sync_batch_norm): {names}. Give both strategies the same."
             )
 
 

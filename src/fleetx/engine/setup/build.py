@@ -55,7 +55,7 @@ def compile_strategy(
 
     `wrapper`: DistributedDataParallel around the model, where it reduces."""
     local = strategy.local_buffers
-    site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device, local_buffers=local)
+    site = Site(model=model, optimizer=optimizer, params=params, comm=comm, device=device, local_buffers=local, parts=parts)
     merging = next((part for part in parts if Slot.MERGE in part.claims()), None)
     filled: dict[Slot, Any] = {} if merging is None else dict(merging.build(site))
     merge = filled.get(Slot.MERGE, Merge())
