@@ -27,8 +27,8 @@ class MLflow:
     """
 
     def __init__(self, experiment: str | None = None, *, tracking_uri: str | None = None, run_name: str | None = None) -> None:
-        """`experiment`, `run_name`: names in MLflow, None for its own choice. `tracking_uri`: a server or a folder
-        ("file:mlruns"); None: as MLFLOW_TRACKING_URI says."""
+        """Log under an experiment and a run name of MLflow (None: its own choice), to a server or a folder ("file:mlruns");
+        `tracking_uri` None: as MLFLOW_TRACKING_URI says."""
         if importlib.util.find_spec("mlflow") is None:
             raise ConfigError(f"MLflow: {INSTALL}")
         self._experiment, self._tracking_uri, self._run_name = experiment, tracking_uri, run_name
