@@ -129,15 +129,15 @@ def chart(speed: Record | None) -> str:
 
 def speed_table(link: Record) -> str:
     header = ["training", "ms a step", "times DDP's throughput", "of no communication", "MB a step", "limit, ms a step"]
-    body = []
+    body, raised = [], []
     for name, row in link["rows"].items():
         if "raised" in row:
-            body.append([name, f"does not run: {row['raised']}", "", "", "", ""])
+            raised.append(f"\n\n{name} does not run: {row['raised']}")
             continue
         ratios = [f"{row['times_ddp']:.2f}", f"{row['of_alone']:.2f}"]
         body.append([name, f"{row['step_ms']:,.1f}", *ratios, f"{row['bytes_per_step'] / 1e6:.3f}", f"{row['limit_ms']:,.1f}"])
     title = f"### {link['rate_mbit']:g} Mbit/s (one TCP connection carries {link['goodput_mbit']:g})"
-    return f"{title}\n\n{table(header, body)}"
+    return f"{title}\n\n{table(header, body)}{''.join(raised)}"
 
 
 def accuracy_table(rows: Mapping[str, Record]) -> str:

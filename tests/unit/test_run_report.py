@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fleetx.errors import ConfigError
 from fleetx.report import axis, curves, facts, markup, metrics, read, strip
 from fleetx.report.curves import Point, means, thin
 from fleetx.report.facts import facts_of, one_line, wire_words
+from fleetx.report.line_chart import SPARSE, Chart, Horizontal, Line, line_chart
 from fleetx.report.markup import data, tag
 from fleetx.report.metrics import RankTimes, parse_lines, update_from
 from fleetx.report.page import make_page
@@ -394,3 +396,13 @@ def test_a_loss_that_was_not_finite_is_told(tmp_path: Path) -> None:
 def test_numbers_that_no_scale_can_hold_are_left_out(written: float, read: float | None) -> None:
     assert metrics.number(written) == read
     assert metrics.whole(10**400) is None
+
+
+@pytest.mark.parametrize(("count", "has_markers"), [(SPARSE, True), (SPARSE + 1, False)])
+def test_a_line_of_few_points_shows_each_of_them(count: int, has_markers: bool) -> None:
+    points: list[Point] = [(float(step), float(step)) for step in range(count)]
+    across = Horizontal("step", "step", axis.exact(0, count, whole=True))
+    chart = Chart("loss", "loss", [Line(0, "loss", points, 0)], [across])
+    drawn = str(line_chart(chart))
+    markers = re.findall(r'<path class="[^"]* dots mean"[^>]* d="([^"]*)"', drawn)
+    assert [marker.count("h0") for marker in markers] == ([count] if has_markers else [])

@@ -18,6 +18,8 @@ COLOURS = 8
 LEAST_SPAN = 0.02
 NEAR_MARKS = 0.2
 MEANS = 180
+SPARSE = 40
+"""A line of no more points shows each of them; page.js has the same number."""
 Shape = Literal["line", "steps", "dots"]
 
 
@@ -203,6 +205,10 @@ def line_chart(chart: Chart) -> Markup | None:
         middle = means(line.points, MEANS) if has_means(chart, line, points) else []
         drawn = path(points, place, line.shape, is_log=shown.is_log)
         paths.append(tag("path", class_=look + (" faint" if middle else ""), data_track=line.track, d=drawn))
+        if line.shape == "line" and len(points) <= SPARSE:
+            paths.append(
+                tag("path", class_=f"{look} dots mean".replace(" dashed", ""), d=path(points, place, "dots", is_log=shown.is_log))
+            )
         if middle:
             paths.append(tag("path", class_=f"{look} mean", d=path(middle, place, line.shape, is_log=shown.is_log)))
     scales: Mapping[str, Axis] = {"lin": lin} if log is None else {"lin": lin, "log": log}

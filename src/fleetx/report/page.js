@@ -1,12 +1,12 @@
 "use strict";
 (() => {
-  const WIDTH = 2000, HEIGHT = 1000, NEAR = 0.04, LONGEST_SMOOTHING = 0.08;
+  const WIDTH = 2000, HEIGHT = 1000, NEAR = 0.04, LONGEST_SMOOTHING = 0.08, SPARSE = 40;
   document.documentElement.classList.add("js");
   const parse = (box) => JSON.parse(box.querySelector('script[type="application/json"]').textContent);
   const clocks = parse(document.getElementById("page-data")).clocks;
   const tip = document.querySelector(".tip"), spoken = document.querySelector(".spoken");
   const hidden = new Set();
-  let across = "step", smoothing = 0;
+  let across = "step", smoothing = Number(document.getElementById("smooth")?.defaultValue ?? 0) / 100, isChosen = false;
 
   const isHidden = (line) => hidden.has(line.t) && !line.keep;
   const clamp = (value) => Math.min(1, Math.max(0, value));
@@ -98,10 +98,17 @@
     const [low, high] = chart.x[Object.keys(chart.x)[0]];
     const reach = smoothing * smoothing * LONGEST_SMOOTHING * (high - low);
     chart.lines.forEach((line, i) => {
-      const element = chart.paths[i], isOff = isHidden(line), isSmooth = chart.smooth && line.k === "line" && (reach > 0 || line.mx);
+      const element = chart.paths[i], isOff = isHidden(line), isSparse = line.x.length <= SPARSE;
+      const isSmooth = chart.smooth && line.k === "line" && (reach > 0 || line.mx) && (isChosen || !isSparse);
       element.style.display = isOff ? "none" : "";
       element.setAttribute("d", path(chart, line, line.x, line.y));
       element.classList.toggle("faint", isSmooth);
+      if (isSparse && !isOff && line.k === "line") {  // the points themselves: a line alone would hide how few they are
+        const points = element.cloneNode();
+        points.classList.remove("dashed"); points.classList.add("dots", "mean");
+        points.setAttribute("d", path(chart, { ...line, k: "dots" }, line.x, line.y));
+        element.parentNode.append(points);
+      }
       if (isSmooth && !isOff) {
         const xs = line.mx || line.x, copy = element.cloneNode();
         copy.classList.remove("faint"); copy.classList.add("mean");
@@ -231,7 +238,7 @@
     if (box.checked) hidden.delete(Number(box.dataset.track)); else hidden.add(Number(box.dataset.track));
     redraw();
   });
-  onChange("#smooth", "input", (slider) => { smoothing = Number(slider.value) / 100; redraw(); });
+  onChange("#smooth", "input", (slider) => { smoothing = Number(slider.value) / 100; isChosen = true; redraw(); });
   onChange("#across", "change", (choice) => { across = choice.value; redraw(); });
   onChange("#all-log", "change", (box) => {
     charts.forEach((chart) => { if (chart.y) chart.scale = box.checked && "log" in chart.y ? "log" : "lin"; });
@@ -239,6 +246,7 @@
   });
   // Resets the controls: a browser that reloads the page may restore their values.
   document.querySelectorAll(".controls input, .controls select").forEach((one) => {
-    if (one.type === "checkbox") one.checked = one.defaultChecked; else if (one.type === "range") one.value = "0"; else one.selectedIndex = 0;
+    if (one.type === "checkbox") one.checked = one.defaultChecked; else if (one.type === "range") one.value = one.defaultValue; else one.selectedIndex = 0;
   });
+  redraw();
 })();

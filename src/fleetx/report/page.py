@@ -22,6 +22,9 @@ from .strip import picked
 STATES = {"finished": "good", "running": "good", "failed": "bad", "no end written": "odd", "stopped": "odd"}
 REPEATED = "the first try counts in time and bytes, the second is what the charts show"
 CLOCK_POINTS = 240
+SMOOTHING = 40
+"""Where the slider stands at first, of 100: lines of many points are drawn as their mean over some 1 % of the steps, and the
+points themselves are faint."""
 ACROSS_WORDS = {"step": "step", "seconds": "time", "bytes": "bytes sent"}
 
 
@@ -100,7 +103,7 @@ def controls(show: Show) -> Markup | None:
     return tag(
         "div",
         tag("div", *chips, class_="chips", role="group", aria_label="runs shown") if len(chips) > 1 else None,
-        tag("label", "smooth ", tag("input", type="range", min=0, max=100, value=0, id="smooth")),
+        tag("label", "smooth ", tag("input", type="range", min=0, max=100, value=SMOOTHING, id="smooth")),
         tag("label", "across ", tag("select", *choices, id="across")) if len(choices) > 1 else None,
         tag("label", tag("input", type="checkbox", id="all-log"), " log scales"),
         class_="controls",
