@@ -91,7 +91,7 @@ def test_a_diff_is_the_real_difference_of_two_files(page: str) -> None:
 
 def test_languages_are_those_that_are_checked() -> None:
     """A block of another language would not be checked."""
-    known = {"", "text", "diff", "yaml", "json", *PYTHON, *COMMANDS}
+    known = {"", "text", "diff", "yaml", "json", "formula", *PYTHON, *COMMANDS}  # formulas: tests/unit/test_formulas.py
     for page, blocks in PAGES.items():
         for block in blocks:
             assert block.language in known, f"{page}, line {block.line}: ```{block.language}"
