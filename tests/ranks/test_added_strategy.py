@@ -23,7 +23,7 @@ from fleetx.auto.explain import rejected
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
 from fleetx.auto.what_if import Question, curves, what_if
-from fleetx.dist.wire_cost import Link, dense
+from fleetx.dist.predicted_cost import Link, dense
 from fleetx.engine.slots import PlanContext
 from fleetx.strategies import catalogue
 from tests.helpers.auto_runs import batch, net, planned, sgd, short_measuring, strategies_tried

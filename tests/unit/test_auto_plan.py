@@ -22,7 +22,7 @@ from fleetx.auto.plan import Plan, Row, differences, from_json, load, to_json
 from fleetx.auto.probe import ladder_of, on_line
 from fleetx.auto.request import least_share
 from fleetx.auto.run_measurements import gradients_of
-from fleetx.dist.wire_cost import Link, as_matrix, low_rank, sparse
+from fleetx.dist.predicted_cost import Link, as_matrix, low_rank, sparse
 from fleetx.engine.setup.conflicts import check_parts
 from fleetx.engine.slots import PlanContext, Risk
 from fleetx.errors import ConfigError

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from ..config.text import binary
-from ..dist.wire_cost import Link
+from ..dist.predicted_cost import Link
 from ..engine.slots import PlanContext
 from ..strategies import catalogue
 from .candidate import Candidate

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from ..config.text import binary
-from ..dist.wire_cost import Link
+from ..dist.predicted_cost import Link
 from ..errors import ConfigError
 from . import candidate as candidates
 from .candidate import DENSE, MERGES, RISKS, Candidate, allows, every

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dist import wire_cost
+from ..dist import predicted_cost
 from ..errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class PlanContext:
     """Ranks that train together, at least 2: one rank alone is planned without reducers."""
     device_type: str = "cpu"
     """Type of the ranks' device, as torch spells it."""
-    shapes: Sequence[wire_cost.Shape] = ()
+    shapes: Sequence[predicted_cost.Shape] = ()
     """Shapes of the gradients, the dimension that is outermost in memory first."""
 
 
@@ -382,9 +382,9 @@ class Part(abc.ABC):
         """Settings worth trying, from the mildest to the strongest; none where `auto` is not to choose this part."""
         return ()
 
-    def wire_cost(self, shapes: Sequence[wire_cost.Shape], link: wire_cost.Link) -> wire_cost.Cost:
+    def wire_cost(self, shapes: Sequence[predicted_cost.Shape], link: predicted_cost.Link) -> predicted_cost.Cost:
         """Predict bytes and seconds of one exchange of gradients of these shapes; by default those of plain training."""
-        return wire_cost.dense(wire_cost.numel(shapes), link)
+        return predicted_cost.dense(predicted_cost.numel(shapes), link)
 
     def updates_per_exchange(self) -> int:
         """Updates from one exchange to the next, at the start."""
