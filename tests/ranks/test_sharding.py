@@ -79,8 +79,16 @@ def _train(
                     param.grad.mul_(0.5)
         elif loop == "twice":
             F.cross_entropy(model(x[:3]), y[:3]).backward()
+        elif loop == "autograd.grad":
+            model.eval()  # statistics that change after the reduce would differ between ranks
+            torch.autograd.grad(model(x[:3]).sum(), list(model.parameters()))
+            model.train()
         reports.append(face.step())
-        face.zero_grad()
+        face.zero_grad(set_to_none=loop != "zeros")
+        if loop == "zeros":
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.zero_()
     held = sum(value.numel() for state in face.state.values() for value in state.values() if isinstance(value, Tensor))
     state = face.state_dict()
     return {
@@ -102,10 +110,13 @@ def close(a: list[Tensor], b: list[Tensor], tolerance: float) -> None:
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_ranks_have_the_bits_of_plain_training_weights_and_gathered_state(optimizer: str) -> None:
+CASES = [*((name, 1) for name in OPTIMIZERS), ("sgd", 2), ("adamw", 2)]
+
+
+@pytest.mark.parametrize(("optimizer", "stage"), CASES)
+def test_two_ranks_have_the_bits_of_plain_training_weights_and_gathered_state(optimizer: str, stage: int) -> None:
     plain = run_ranks(_train, 2, optimizer, {})
-    ours = run_ranks(_train, 2, optimizer, {"sharding": True})
+    ours = run_ranks(_train, 2, optimizer, {"sharding": {"stage": stage}})
     for rank in range(2):
         assert same_bits(ours[rank]["weights"], plain[0]["weights"])
         assert same_bits(ours[rank]["state"], plain[0]["state"]) and ours[rank]["groups"] == plain[0]["groups"]
@@ -135,11 +146,11 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MORE)
-def test_beside_other_parts_it_trains_as_they_do_without_it(name: str) -> None:
+@pytest.mark.parametrize(("name", "stage"), [*((name, 1) for name in MORE), ("lars, clipped", 2), ("merge", 2), ("unused", 2)])
+def test_beside_other_parts_it_trains_as_they_do_without_it(name: str, stage: int) -> None:
     inner = {"optimizer": "sgd"} if "lars" not in name else {"optimizer": "momentum"}
     plain = run_ranks(_train_with, 2, inner["optimizer"], MORE[name])
-    ours = run_ranks(_train_with, 2, inner["optimizer"], MORE[name] | {"sharding": True})
+    ours = run_ranks(_train_with, 2, inner["optimizer"], MORE[name] | {"sharding": {"stage": stage}})
     assert same_bits(ours[0]["weights"], ours[1]["weights"])
     close(ours[0]["weights"], plain[0]["weights"], 2e-6)
 
@@ -189,11 +200,12 @@ def test_lamb_scales_by_the_norms_of_whole_tensors(size: int) -> None:
     close(run_ranks(_lamb, size, {"sharding": True})[0], run_ranks(_lamb, size, {})[0], 2e-6)
 
 
-@pytest.mark.parametrize("loop", ["bare", "clip", "halve", "twice"])
-def test_an_unchanged_loop_trains_as_without_it(loop: str) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("loop", ["bare", "clip", "halve", "twice", "zeros", "autograd.grad"])
+def test_an_unchanged_loop_trains_as_without_it(loop: str, stage: int) -> None:
     plain = run_ranks(_train, 2, "adamw", {}, loop)
-    ours = run_ranks(_train, 2, "adamw", {"sharding": True}, loop)
-    close(ours[0]["weights"], plain[0]["weights"], 0.0 if loop in ("bare", "halve") else 2e-6)
+    ours = run_ranks(_train, 2, "adamw", {"sharding": {"stage": stage}}, loop)
+    close(ours[0]["weights"], plain[0]["weights"], 2e-6 if loop in ("clip", "twice") else 0.0)
 
 
 def test_groups_with_their_own_rates_and_frozen_layers_stay_as_they_are() -> None:
@@ -264,17 +276,84 @@ def test_norms_are_those_of_whole_tensors_also_after_clipping() -> None:
     assert ours[0] == pytest.approx(plain[0], rel=1e-5)
 
 
-def _without_zeroing(rank: int) -> str:
+def _without_zeroing(rank: int, stage: int) -> str:
     model = net()
-    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(sharding=True))
+    strategy = fleet.DistributedStrategy(sharding={"stage": stage})
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), strategy)
     x, y = batch(0, rank)
     F.cross_entropy(model(x), y).backward()
     face.step()
     return raised(lambda: F.cross_entropy(model(x), y).backward())
 
 
-def test_adding_to_the_last_updates_gradient_is_an_error() -> None:
-    assert "Call optimizer.zero_grad() after each step()" in run_ranks(_without_zeroing, 2)[0]
+@pytest.mark.parametrize("stage", [1, 2])
+def test_adding_to_the_last_updates_gradient_is_an_error(stage: int) -> None:
+    assert "Call optimizer.zero_grad() after each step()" in run_ranks(_without_zeroing, 2, stage)[0]
+
+
+def _memory(rank: int) -> tuple[list[int], int, int]:
+    """Return the bytes of whole buckets after each micro-step of windows of two, those of this rank's shares, and the buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    strategy = fleet.DistributedStrategy(sharding={"stage": 2}, gradient_merge={"k_steps": 2}, fuse_grad_size_in_MB=0.5)
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.01, momentum=0.9), strategy)
+    buckets, whole = face.pipeline.buckets, []
+    for step in range(4):
+        face.minimize(model(torch.randn(4, 256, generator=torch.Generator().manual_seed(step + 9 * rank))).square().mean())
+        whole.append(sum(bucket.wire.untyped_storage().nbytes() for bucket in buckets))
+    return whole, sum(bucket.reduced.nbytes for bucket in buckets), len(buckets)
+
+
+def test_stage_2_has_memory_for_whole_buckets_inside_a_window_alone() -> None:
+    whole, own, buckets = run_ranks(_memory, 2)[0]
+    parameters = 8 * (256 * 256 + 256) * 4
+    assert buckets >= 4 and own == pytest.approx(parameters / 2, rel=0.01)
+    assert whole[0] == whole[2] == pytest.approx(parameters, rel=0.01) and whole[1] == whole[3] == 0
+
+
+def _in_flight(rank: int) -> list[int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+    strategy = fleet.DistributedStrategy(sharding={"stage": 2}, fuse_grad_size_in_MB=0.5)
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.01), strategy)
+    reduce, seen = face.pipeline.stages.reduce, []
+    start = reduce.start
+
+    def counted(*args: Any) -> Any:
+        seen.append(sum(bucket.wire.untyped_storage().nbytes() > 0 for bucket in face.pipeline.buckets))
+        return start(*args)
+
+    reduce.start = counted  # type: ignore[method-assign]
+    face.minimize(model(torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))).square().mean())
+    return seen
+
+
+def test_stage_2_has_few_whole_buckets_at_once_during_backward() -> None:
+    seen = run_ranks(_in_flight, 2)[0]
+    assert len(seen) >= 8 and max(seen) <= 4
+
+
+def _ended(rank: int) -> bool:
+    """A backward after the pair has ended adds to no memory that was given back."""
+    model = net()
+    inner = optim.SGD(model.parameters(), lr=0.1)
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(sharding={"stage": 2}))
+    x, y = batch(0, rank)
+    F.cross_entropy(model(x), y).backward()
+    copied = copy.deepcopy(model)
+    face.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, face = fleet.distribute(model, inner, fleet.DistributedStrategy())
+    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(copied(x), y).backward()
+    return all(
+        param.grad is not None and bool(param.grad.isfinite().all()) for param in [*model.parameters(), *copied.parameters()]
+    )
+
+
+def test_a_pair_of_stage_2_that_ended_leaves_no_gradient_without_memory() -> None:
+    assert run_ranks(_ended, 2) == [True, True]
 
 
 def _nan(rank: int) -> str:
@@ -408,11 +487,13 @@ def _refused(rank: int, case: str) -> str:
         strategy = {"sharding": {"sharding_degree": 2}}
     elif case == "localsgd":
         strategy |= {"localsgd": {"k_steps": 2}}
+    elif case == "powersgd":
+        strategy = {"sharding": {"stage": 2}, "powersgd": True}
 
     def distribute() -> Any:
         return fleet.distribute(model, inner, fleet.DistributedStrategy(**strategy))
 
-    if case in ("optimizer", "degree", "localsgd"):
+    if case in ("optimizer", "degree", "localsgd", "powersgd"):
         return raised(distribute)
     _, face = distribute()
     x, y = batch(0, rank)
@@ -442,6 +523,7 @@ def _refused(rank: int, case: str) -> str:
         ("optimizer", "gives the optimizer parts of tensors, and Adafactor may need them whole"),
         ("degree", 'sharding_configs["sharding_degree"] is 2, and this run has 3 ranks'),
         ("localsgd", "localsgd and sharding both claim `shard`"),
+        ("powersgd", "leaves the whole mean on all of them"),
         ("scaler", "a GradScaler by hand beside strategy.sharding"),
         ("given", "would be this rank's share alone"),
         ("copy", "would hold this rank's share of the state alone"),

@@ -81,7 +81,11 @@ class Bucket:
         whole: bool = False,
         shares: int = 1,
         dress: Callable[[Tensor], Tensor] = lambda view: view,
+        own: int | None = None,
+        frees: bool = False,
     ) -> None:
+        """Lay out the parameters. `own`: the share that this rank keeps of a buffer that is divided into `shares`; `frees`: keeps
+        that alone, and has memory for the whole only from the first gradient to the end of the reduce."""
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
@@ -93,6 +97,12 @@ class Bucket:
         """The gradients and, in the last bucket, the tail: one collective moves both."""
         self.flat = self.wire[:numel]
         self.tail = self.wire[self.share_numel * shares :]
+        self.frees, self._own = frees, own
+        self.reduced = self.flat
+        """Where the reduced gradients are: the whole buffer, or this rank's share of it."""
+        if own is not None:
+            share = self.wire[own * self.share_numel :][: self.share_numel]
+            self.reduced = torch.zeros_like(share) if frees else share
         pieces = self.flat.split([p.numel() for p in self.params])
         self.views = [dress(view_like(piece, p)) for piece, p in zip(pieces, self.params, strict=True)]
         self.whole = whole
@@ -101,7 +111,7 @@ class Bucket:
         """`whole`: a gradient came that was not added to what the window has."""
         self._shown: list[Tensor | None] = list(self.views)
         """`whole`: where the window's sums were before the backward; DDP may have moved them into buffers of its own."""
-        on_cpu = first.device.type == "cpu" and not whole
+        on_cpu = first.device.type == "cpu" and not whole and not frees
         self.in_place = [on_cpu and p.nbytes < LARGE_BYTES for p in self.params]
         """Autograd adds these gradients to zeros in their views. Others come as tensors of their own, and are moved.
 
@@ -136,6 +146,19 @@ class Bucket:
         """The bare backward that is awaited, by autograd's number; None: ours, which cannot be mistaken for another."""
         self.closed = False
         """Handed to the reducer: nothing may be added."""
+        self.free()
+
+    def allocate(self) -> None:
+        """Have memory for the whole buffer; what it held is gone where it was freed."""
+        storage = self.wire.untyped_storage()
+        if self.frees and not storage.nbytes():
+            storage.resize_(self.wire.nbytes)
+            self.wire[self.flat.numel() :].zero_()
+
+    def free(self) -> None:
+        """Give the memory of the whole buffer back; views of it must not be read or written until `allocate`."""
+        if self.frees:
+            self.wire.untyped_storage().resize_(0)
 
     def aim(self, factor: float) -> None:
         """Set the factor of the micro-step that closes the window. What an earlier backward made true, it did by another
@@ -157,6 +180,7 @@ class Bucket:
 
     def collect(self) -> None:
         """Move gradients that autograd or the user put elsewhere into the flat buffer, in one call."""
+        self.allocate()
         if self.expecting and not self.elsewhere:
             return  # autograd added every one of them in place
         fresh: list[tuple[Tensor, Tensor]] = []
@@ -268,6 +292,21 @@ class Bucket:
             torch._foreach_zero_(self._small_views)
         self._small_are_zero = True
 
+    def zero_view(self, i: int) -> None:
+        """Zero a gradient of a reduced window, where it is."""
+        if self.frees and not self.wire.untyped_storage().nbytes():
+            for begin, end in self.owned(i):
+                self.reduced[begin:end].zero_()
+        else:
+            self.views[i].zero_()
+
+    def owned(self, i: int) -> list[tuple[int, int]]:
+        """Return where in `reduced` this rank's part of a parameter's gradient lies, if it has any."""
+        first = 0 if self._own is None else self._own * self.share_numel
+        begin = sum(param.numel() for param in self.params[:i]) - first
+        start, stop = max(begin, 0), min(begin + self.params[i].numel(), self.reduced.numel())
+        return [(start, stop)] if stop > start else []
+
     def zero_missing(self) -> None:
         """Unused here means zero; the view still holds an earlier window."""
         for view, filled in zip(self.views, self.filled, strict=True):
@@ -327,6 +366,7 @@ class Bucket:
 
     def resume(self, gradients: Mapping[str, Tensor]) -> None:
         """Be as after the micro-step that left these. An unused small view is zero and waits to be added to, as then."""
+        self.allocate()
         self.make_room()
         for i, (name, param, view) in enumerate(zip(self.names, self.params, self.views, strict=True)):
             if name in gradients:

@@ -22,7 +22,7 @@ FACTS = frozenset(
 """Properties of a tensor that do not depend on its numbers."""
 QUESTIONS = frozenset(
     "size dim numel nelement stride is_contiguous element_size storage_offset is_complex is_floating_point requires_grad_ "
-    "detach_ untyped_storage data_ptr __hash__ __len__".split()
+    "detach_ __hash__ __len__".split()
 )
 """Methods that do not."""
 NORMS = frozenset("vector_norm linalg_vector_norm norm".split())
@@ -52,6 +52,10 @@ class GradientShare(Tensor):
     """Among all parameters, in the order of the buckets."""
     known: Norms
     name: str = ""
+    own: Tensor | None = None
+    """This rank's part of the reduced gradient, in memory order; None: it has none."""
+    allocate: Callable[[], None]
+    """Gives the whole gradient memory, where it has none."""
 
     @classmethod
     def __torch_function__(
@@ -70,15 +74,31 @@ class GradientShare(Tensor):
             if name in SCALINGS and _is_one_number(args[1] if len(args) > 1 else None):
                 for share in shares:
                     share.known.scale(share.place, args[1] if name in ("mul_", "__imul__", "_foreach_mul_") else 1.0 / args[1])
-                return func(*args, **given)
+                return _on_own(func, args, given)
             if name in CLAMPS:
                 for share in shares:
                     share.known.forget(share.place)
-                return func(*args, **given)
+                return _on_own(func, args, given)
             if name in ZEROS:
+                for share in shares:
+                    share.allocate()
                 open_shares(shares)
                 return func(*args, **given)
         raise ConfigError(_refusal(shares[0], name))
+
+
+def _on_own(func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    """Do in place on this rank's part alone what is asked for a gradient, or for a list of them."""
+    first = args[0]
+    if isinstance(first, GradientShare):
+        if first.own is not None:
+            func(first.own, *args[1:], **given)
+        return first
+    plain = [item.own if isinstance(item, GradientShare) and item.closed else item for item in first]
+    own = [item for item in plain if item is not None]
+    if own:
+        func(own, *args[1:], **given)
+    return None
 
 
 def _shares_in(args: Iterable[Any]) -> list[GradientShare]:
@@ -132,7 +152,7 @@ def make_share(view: Tensor, known: Norms) -> GradientShare:
     """Return the same memory as a share: no view in autograd's sense, as the views of a bucket are none."""
     share: GradientShare = torch.empty(0, dtype=view.dtype, device=view.device).as_subclass(GradientShare)
     share.set_(view.untyped_storage(), int(view.storage_offset()), view.shape, view.stride())
-    share.known = known
+    share.known, share.allocate = known, lambda: None
     return share
 
 
@@ -148,6 +168,12 @@ def open_shares(views: Iterable[Tensor]) -> None:
     for view in views:
         if isinstance(view, GradientShare):
             view.closed = False
+
+
+def refuse_replaced(view: Tensor) -> None:
+    """Raise if another tensor was put in the place of a share: its numbers are of this rank alone."""
+    if isinstance(view, GradientShare) and view.closed:
+        raise ConfigError(_refusal(view, "another tensor in place"))
 
 
 def require_open(view: Tensor, name: str) -> None:

@@ -171,8 +171,12 @@ class Reduce(Protocol):
 class Shard(Protocol):
     """Divide the update between the ranks: each has the optimizer's state of its share, and updates that share for all."""
 
+    rank: int
+    """This rank's number among those that divide each bucket between them."""
     shares: int
-    """Ranks that divide each bucket between them."""
+    """How many these are."""
+    frees: bool
+    """Whether a rank keeps its share of the gradients alone."""
     scatters: bool
     """Whether each rank gets the mean of its share of the gradients alone; set by `reduce_by`."""
 

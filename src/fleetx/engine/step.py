@@ -629,7 +629,7 @@ class Pipeline:
         if self.stages.clip is not None and self._grad_norm is not None:
             # By a norm of 0, which clips nothing, where the update is not made: as if it were left out.
             norm = self._grad_norm if found is None else torch.where(found == 0.0, self._grad_norm, 0.0)
-            factor = self.stages.clip(self.buckets.flats, norm)
+            factor = self.stages.clip(self.buckets.reduced, norm)
             if self.stages.shard is not None:
                 self.stages.shard.note_factor(factor)
         if known:

@@ -95,10 +95,14 @@ class ScatterReduce(KeepsNothing):
         # Every rank starts its buckets in the same order, so a wait for an earlier one ends: it needs no later one.
         while len(self._under_way) >= IN_FLIGHT:
             self._under_way.pop(0).wait()
-        row = bucket.wire
-        own = row[self._groups.inside.rank * bucket.share_numel :][: bucket.share_numel]
+        row, own = bucket.wire, bucket.reduced
         sent = row if self.wire_dtype is None else row.to(self.wire_dtype)
-        once = Once(self._groups.inside.reduce_scatter(sent, own), lambda: self._add_across(own))
+
+        def finish() -> None:
+            self._add_across(own)
+            bucket.free()
+
+        once = Once(self._groups.inside.reduce_scatter(sent, own), finish)
         self._groups.count()
         self._under_way.append(once)
         return Pending(None, once.wait)
@@ -117,9 +121,10 @@ class ScatterReduce(KeepsNothing):
 class ShardedUpdate:
     """SHARD: the ranges of this rank, and the calls that bring ranks together around them."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, *, frees: bool = False) -> None:
+        """Divide by these groups. `frees`: each rank keeps its share of the gradients alone (stage 2)."""
         self._groups, self._comm = groups, groups.inside
-        self.shares = groups.inside.size
+        self.rank, self.shares, self.frees = groups.inside.rank, groups.inside.size, frees
         self.scatters = False
         self.collected: dict[str, Any] | None = None
         self._shows_own_state = False
@@ -141,6 +146,11 @@ class ShardedUpdate:
 
     def reduce_by(self, reduce: Reduce) -> Reduce:
         self.scatters = reduce.is_plain_sum
+        if self.frees and not self.scatters:
+            raise ConfigError(
+                "strategy.sharding of stage 2 keeps a share of the gradients on each rank, and this strategy's way to reduce "
+                'leaves the whole mean on all of them. Write strategy.sharding_configs = {"stage": 1} beside it.'
+            )
         return ScatterReduce(self._groups, reduce) if self.scatters else reduce
 
     def dress(self, view: Tensor) -> Tensor:
@@ -160,7 +170,9 @@ class ShardedUpdate:
             self._names += bucket.names
             for number, (name, view) in enumerate(zip(bucket.names, bucket.views, strict=True), place):
                 if isinstance(view, GradientShare):
-                    view.place, view.name = number, name
+                    view.place, view.name, view.allocate = number, name, bucket.allocate
+                    owned = bucket.owned(number - place)
+                    view.own = bucket.reduced[slice(*owned[0])] if owned else None
             place += len(numels)
         for bucket in buckets:
             for param in bucket.params:
