@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from ..config.text import binary
+from ..engine.modules.large_head import advice_on_head
 from ..errors import ConfigError
 from ..strategies.auto import Auto
 from . import candidate as candidates
@@ -105,6 +106,7 @@ class _Planning:
         return (
             f"auto: nothing that the risk allows keeps to {binary(self._asked.memory or 0)} ({reasons}). Give a smaller "
             'sample, more memory, or a global_batch, which may be made up of smaller micro-batches: auto_configs["global_batch"].'
+            f"{advice_on_head(self._subject.model)}"
         )
 
     # --- running ----------------------------------------------------------------------------------------------------------
@@ -238,6 +240,7 @@ class _Planning:
                 *self._notes,
                 *compiling_pays(measured, best, memory=self._asked.memory, total_steps=self._auto.total_steps),
                 *_noise_note(measured, best),
+                *([advice.strip()] if (advice := advice_on_head(self._subject.model)) else []),
             ),
             seconds=self._subject.elapsed_s(),
         )
