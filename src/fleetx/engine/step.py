@@ -38,6 +38,11 @@ from .user_loop.other_steps import refuse_inside_backward
 from .user_loop.user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
 from .window import Weighing, Window, require_loss
 
+OUT_OF_MEMORY = (
+    "This backward ran out of memory. Smaller micro-batches with gradient_merge, recompute and amp need less; "
+    "fleet.find_batch(...) finds what fits."
+)
+
 
 @final
 class Pipeline:
@@ -82,6 +87,8 @@ class Pipeline:
         """Raises where a step of an optimizer that is not the pair's would leave out a part of the strategy."""
         self.look_for_unreduced: Callable[[Optimizer], None] = lambda optimizer: None
         """Raises where such an optimizer steps parameters of the model that no pair trains."""
+        self.advise_on_memory: Callable[[], str] = lambda: ""
+        """Returns what would need less memory in this model."""
         self.warn_of_unowned: Callable[[], None] = lambda: None
         """Used at the first update, and at those after which ranks are compared: gradients of trainable parameters of the model
         that no optimizer holds are of one rank."""
@@ -131,9 +138,11 @@ class Pipeline:
                 self.buckets.expect(reduces=due)
             with no_sync.leave_local() if at_end else contextlib.nullcontext():
                 self.run_backward(loss, self.weighing.seed(weight), retain_graph=retain_graph)
-        except BaseException:
+        except BaseException as error:
             self.window.broken = True
             self.abandon_backward()
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(f"{OUT_OF_MEMORY}{self.advise_on_memory()}")
             raise
         if at_end or not due:
             self._keep()

@@ -205,6 +205,8 @@ class Auto(_BuiltPart):
     """peak memory to stay under; None is what the device has"""
     global_batch: int | None
     """samples of one update of all ranks; None: what one sample on each rank makes"""
+    total_steps: int | None
+    """updates of the run, among which the seconds of compiling are shared out; None: not known"""
     plan: str | None
     """file of the plan: used again if it fits, written if not"""
     def __init__(
@@ -214,6 +216,7 @@ class Auto(_BuiltPart):
         trials: int = 3,
         memory: int | str | None = None,
         global_batch: int | None = None,
+        total_steps: int | None = None,
         plan: str | PathLike[str] | None = None,
     ) -> None: ...
 
@@ -228,6 +231,8 @@ class AutoSettings(TypedDict, total=False):
     """peak memory to stay under; None is what the device has"""
     global_batch: int | None
     """samples of one update of all ranks; None: what one sample on each rank makes"""
+    total_steps: int | None
+    """updates of the run, among which the seconds of compiling are shared out; None: not known"""
     plan: str | PathLike[str] | None
     """file of the plan: used again if it fits, written if not"""
 
