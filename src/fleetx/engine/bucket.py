@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, FleetError
-from .gradient_share import open_shares, require_open
+from .gradient_share import is_closed, open_shares
 from .user_loop.model_pairs import current_task
 
 LARGE_BYTES = 2**20
@@ -65,7 +65,7 @@ SHARE_MULTIPLE = 64
 
 def share_of(numel: int, shares: int) -> int:
     """Return the elements of one of so many equal shares, the last of which may reach past the end."""
-    return numel if shares == 1 else -(-numel // (shares * SHARE_MULTIPLE)) * SHARE_MULTIPLE
+    return numel if shares == 1 else -(-max(1, numel) // (shares * SHARE_MULTIPLE)) * SHARE_MULTIPLE
 
 
 @final
@@ -136,6 +136,8 @@ class Bucket:
         """The bare backward that is awaited, by autograd's number; None: ours, which cannot be mistaken for another."""
         self.closed = False
         """Handed to the reducer: nothing may be added."""
+        self.added_to_last: set[int] = set()
+        """Under sharding, gradients that were added to a share which the last update had left: no update may be made of them."""
 
     def aim(self, factor: float) -> None:
         """Set the factor of the micro-step that closes the window. What an earlier backward made true, it did by another
@@ -224,15 +226,19 @@ class Bucket:
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is view:
-                if not reopened:
-                    require_open(view, self.names[i])
+                if not reopened and is_closed(view):
+                    self.added_to_last.add(i)
+                elif not is_closed(view):
+                    self.added_to_last.discard(i)
                 self.filled[i] |= not reopened  # left there by zero_grad(set_to_none=False), or from the last update
             elif grad is not None:
                 self.elsewhere = True
+                self.added_to_last.discard(i)
             elif self.keeps and self.filled[i]:
                 param.grad = view  # hidden since the last micro-step
             else:
                 self.filled[i] = False
+                self.added_to_last.discard(i)
                 if self.in_place[i]:
                     stale.append(view)
                     param.grad = view
@@ -278,6 +284,7 @@ class Bucket:
         """Begin a new window. What `param.grad` shows is the last update's, or zeros, or None."""
         self.filled[:] = [False] * len(self.params)
         self.keeps = self.touched = self.closed = self.expecting = self.sure = self.hidden = self._renewed = False
+        self.added_to_last.clear()
 
     def expect(self, *, reduces: bool) -> None:
         """Prepare for a backward of ours."""

@@ -25,7 +25,7 @@ from torch.optim import optimizer as optimizer_module
 from ..dist.comm import Comm, Pending, is_initialized
 from ..errors import ConfigError, PeerError
 from .bucket import Bucket, Hook
-from .gradient_share import close_shares
+from .gradient_share import close_shares, open_shares, refuse_added, write_whole
 from .layout import bucket_runs
 from .sidecar import ALARMS, NO_ALARMS, Alarms, Tail
 from .user_loop.model_pairs import owner_of
@@ -344,8 +344,15 @@ class Buckets:
                 if grad is None:
                     view.zero_()
                 elif grad is not view:
-                    view.copy_(grad)
+                    write_whole(view, grad)
                     param.grad = view
+
+    def refuse_added_to_last(self) -> None:
+        """Raise if gradients were added, under sharding, to what the last update has left. Every rank is here, before an
+        update: another pair's loss may do so, and zero_grad() follows."""
+        for bucket in self._buckets:
+            for i in sorted(bucket.added_to_last):
+                refuse_added(bucket.names[i])
 
     def restart(self) -> None:
         """Begin a new window; what came since the last one was reduced is part of it."""
@@ -372,6 +379,7 @@ class Buckets:
                     param.grad = None if set_to_none else view
             bucket.restart()
             if not set_to_none:
+                open_shares(bucket.views)  # zeros are zeros on all ranks
                 bucket.flat.zero_()
             elif at_once:
                 bucket.zero_small()  # here, while the update has left them in the cache
