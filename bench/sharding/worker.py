@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -49,6 +48,8 @@ def ours(name: str, strategy: dict[str, Any], size: Size) -> Row:
 
 def torch_zero(size: Size) -> Row:
     """Gradients are all-reduced, and then each parameter is broadcast by the rank that owns it: half as many bytes again."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # not by who reads the names alone: it warns of torch.jit
+
     model = DistributedDataParallel(mlp(size))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW, lr=LR)
     x, y = data(size)
