@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,7 +285,8 @@ def _without_zeroing(rank: int, stage: int) -> str:
     x, y = batch(0, rank)
     F.cross_entropy(model(x), y).backward()
     face.step()
-    return raised(lambda: F.cross_entropy(model(x), y).backward())
+    F.cross_entropy(model(x), y).backward()  # may be of another pair's loss, which zero_grad() drops
+    return raised(face.step)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -333,7 +336,7 @@ def test_stage_2_has_few_whole_buckets_at_once_during_backward() -> None:
     assert len(seen) >= 8 and max(seen) <= 4
 
 
-def _ended(rank: int) -> bool:
+def _ended_stage_2(rank: int) -> bool:
     """A backward after the pair has ended adds to no memory that was given back."""
     model = net()
     inner = optim.SGD(model.parameters(), lr=0.1)
@@ -353,7 +356,7 @@ def _ended(rank: int) -> bool:
 
 
 def test_a_pair_of_stage_2_that_ended_leaves_no_gradient_without_memory() -> None:
-    assert run_ranks(_ended, 2) == [True, True]
+    assert run_ranks(_ended_stage_2, 2) == [True, True]
 
 
 def _nan(rank: int) -> str:
@@ -534,3 +537,229 @@ def _refused(rank: int, case: str) -> str:
 def test_what_does_not_go_with_it_is_named_on_all_ranks(case: str, words: str) -> None:
     for said in run_ranks(_refused, 3, case):
         assert words in said
+
+
+# --- what scripts do beside backward and step ---------------------------------------------------------------------------
+
+
+def _zeroed_in_place(model: nn.Module, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    face.step()
+    face.zero_grad(set_to_none=False)
+
+
+def _dropped(model: Any, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    model[4].weight.grad = None
+    model[4].bias.grad.zero_()
+    face.step()
+    face.zero_grad()
+
+
+def _replaced(model: Any, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    model[4].weight.grad = torch.full_like(model[4].weight, 0.1)
+    face.step()
+    face.zero_grad()
+
+
+def _scaled_by_data(model: nn.Module, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.data.mul_(0.5 if float(param.grad.detach().norm(2)) > 0.1 else 0.25)
+    face.step()
+    face.zero_grad()
+
+
+LOOPS = {"zeroed in place": _zeroed_in_place, "dropped": _dropped, "replaced": _replaced, "scaled by data": _scaled_by_data}
+
+
+def _loop(rank: int, name: str, strategy: dict[str, Any]) -> list[Tensor]:
+    model = net()
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(**strategy))
+    for step in range(4):
+        LOOPS[name](model, face, rank, step)
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "stages"),
+    [
+        ("zeroed in place", {}, [1, 2]),
+        ("zeroed in place", {"powersgd": {"begin_step": 2, "rank": 2}, "clip_norm": {"max_norm": 0.1}}, [1]),
+        ("dropped", {"clip_norm": {"max_norm": 0.1}}, [1, 2]),
+        ("replaced", {}, [1, 2]),
+        ("scaled by data", {}, [1, 2]),
+    ],
+)
+def test_gradients_that_a_script_changes_train_as_without_it(name: str, beside: dict[str, Any], stages: list[int]) -> None:
+    plain = run_ranks(_loop, 2, name, beside)
+    for stage in stages:
+        _same_on_both(run_ranks(_loop, 2, name, {**beside, "sharding": {"stage": stage}}), plain)
+
+
+def _same_on_both(ours: list[list[Tensor]], plain: list[list[Tensor]]) -> None:
+    assert same_bits(ours[0], ours[1])
+    close(ours[0], plain[0], 2e-6)
+
+
+def _gan(rank: int, strategy: dict[str, Any], by_model: bool) -> list[Tensor]:
+    """The usual loop: the generator's loss leaves gradients in the discriminator, which zero_grad() drops."""
+    torch.manual_seed(1)
+    maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+    judge = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    maker, making = fleet.distribute(maker, OPTIMIZERS["adamw"](maker.parameters()), fleet.DistributedStrategy(**strategy))
+    judge, judging = fleet.distribute(judge, OPTIMIZERS["adamw"](judge.parameters()), fleet.DistributedStrategy(**strategy))
+    for step in range(4):
+        generator = torch.Generator().manual_seed(7 * step + rank)
+        noise, real = torch.randn(5, 4, generator=generator), torch.randn(5, 8, generator=generator)
+        (judge if by_model else judging).zero_grad()
+        F.softplus(-judge(real)).mean().backward()
+        F.softplus(judge(maker(noise).detach())).mean().backward()
+        judging.step()
+        (maker if by_model else making).zero_grad()
+        F.softplus(-judge(maker(noise))).mean().backward()
+        making.step()
+    return [value.detach().clone() for model in (maker, judge) for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(("by_model", "stage"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_two_sharded_pairs_train_as_a_gan_does_without_it(by_model: bool, stage: int) -> None:
+    plain, ours = run_ranks(_gan, 2, {}, by_model), run_ranks(_gan, 2, {"sharding": {"stage": stage}}, by_model)
+    assert same_bits(ours[0], ours[1])
+    close(ours[0], plain[0], 2e-6)
+
+
+def _read_by_keyword(rank: int) -> list[str]:
+    model = net()
+    model, _ = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(sharding=True))
+    x, y = batch(0, rank)
+    F.cross_entropy(model(x), y).backward()
+    grad, other = model[4].weight.grad, torch.zeros(37, 192)
+    assert grad is not None
+    return [
+        raised(lambda: torch.sum(input=grad)),
+        raised(lambda: other.add_(other=grad)),
+        raised(lambda: torch.stack(tensors=[grad])),
+        raised(lambda: torch.ones(37, 192).mul_(grad)),
+    ]
+
+
+def test_a_gradient_given_by_keyword_or_as_a_factor_is_refused_too() -> None:
+    for said in run_ranks(_read_by_keyword, 2)[0]:
+        assert "has the mean of its share of it alone" in said
+
+
+def _versions_and_hooks(rank: int) -> tuple[list[bool], list[int], str]:
+    model = net()
+    inner = optim.SGD(model.parameters(), lr=0.1)
+    seen: list[int] = []
+    inner.register_step_post_hook(lambda o, *_: seen.append(sum(p.numel() for g in o.param_groups for p in g["params"])))
+    strategy = fleet.DistributedStrategy(sharding=True, fuse_grad_size_in_MB=0.001)
+    model, face = fleet.distribute(model, inner, strategy)
+    before = [param._version for param in model.parameters()]
+    x, y = batch(0, rank)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    face.step()
+    changed = [param._version > old for param, old in zip(model.parameters(), before, strict=True)]
+    return changed, seen, raised(loss.backward)
+
+
+def test_after_an_update_older_graphs_are_refused_and_post_hooks_see_whole_parameters() -> None:
+    whole = sum(param.numel() for param in net().parameters())
+    for changed, seen, said in run_ranks(_versions_and_hooks, 2):
+        assert all(changed) and seen == [whole]
+        assert "modified by an inplace operation" in said
+
+
+def _by_hand(rank: int, case: str) -> str:
+    model = net().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(sharding=True))
+    if case == "format":
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, of gradients that are laid out otherwise
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    elif rank == 1:
+        model[4].weight.data.mul_(2)
+    x, y = batch(0, rank)
+    return raised(lambda: face.minimize(F.cross_entropy(model(x), y)))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("format", "`0.weight` is laid out otherwise in memory"),
+        ("one rank", "after fleet.distribute(...) the ranks no longer hold the same model. Unlike rank 0: rank 1 in 4.weight"),
+    ],
+)
+def test_weights_that_one_rank_changed_or_all_laid_out_otherwise_are_found_before_the_first_update(case: str, words: str) -> None:
+    for said in run_ranks(_by_hand, 2, case):
+        assert words in said
+
+
+class EmptyLast(nn.Module):
+    """The layer that is registered last has no elements: it is the first of its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(40, 40)
+        self.empty = nn.ParameterList([torch.empty(0), torch.empty(0, dtype=torch.float64)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().sum() + sum(one.sum().float() for one in self.empty)
+
+
+def _empty(rank: int, strategy: dict[str, Any]) -> list[Tensor]:
+    model = EmptyLast()
+    model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(**strategy))
+    for _ in range(2):
+        face.minimize(model(torch.ones(2, 40) + rank))
+    return list(model.state_dict().values())
+
+
+def test_parameters_without_elements_do_no_harm() -> None:
+    assert same_bits(run_ranks(_empty, 2, {"sharding": True})[0], run_ranks(_empty, 2, {})[0])
+
+
+def _ended(rank: int) -> tuple[bool, str]:
+    model = net()
+    first = OPTIMIZERS["adamw"](model.parameters())
+    model, face = fleet.distribute(model, first, fleet.DistributedStrategy(sharding=True))
+    x, y = batch(0, rank)
+    face.minimize(F.cross_entropy(model(x), y))
+    bucket = weakref.ref(next(iter(face.pipeline.buckets)))
+    model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy())
+    gc.collect()
+    return bucket() is None, raised(first.step)
+
+
+def test_an_ended_pair_keeps_no_buckets_and_its_optimizer_does_not_step_by_a_share() -> None:
+    for is_gone, said in run_ranks(_ended, 2):
+        assert is_gone and "has this rank's share of its state alone" in said
+
+
+def _auto_beside(rank: int) -> list[Tensor]:
+    model, sample = net(), batch(0, rank)
+    strategy = fleet.DistributedStrategy(sharding=True, auto=True)
+
+    def loss_fn(model: nn.Module, given: Any) -> Tensor:
+        return F.cross_entropy(model(given[0]), given[1])
+
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of timings on a busy machine
+        model, face = fleet.distribute(model, inner, strategy, sample=sample, loss_fn=loss_fn)
+    face.minimize(loss_fn(model, sample))
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.campaign
+def test_auto_plans_around_it() -> None:
+    first, second = run_ranks(_auto_beside, 2)
+    assert same_bits(first, second)

@@ -7,6 +7,7 @@ decided by such numbers alone, since every rank must be in every collective.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -329,8 +330,10 @@ def timed_update(rehearsal: Rehearsal) -> float:
     face = rehearsal.optimizer
     rehearsal.gather_gradients()
     face.pipeline.buckets.expose(None)
+    shard = face.pipeline.stages.shard
+    step = face.update.step if shard is None else functools.partial(shard.step, None)
     with face._steps():
-        seconds = [clocked(rehearsal, face.update.step) for _ in range(1 + TIMED)][1:]
+        seconds = [clocked(rehearsal, step) for _ in range(1 + TIMED)][1:]
     drop_gradients(face.pipeline)
     return float(max(rehearsal.comm.gather_json(typical(seconds))))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, FleetError
-from .gradient_share import open_shares, require_open
+from .gradient_share import forget_norm, is_closed, open_shares, write_whole
 from .user_loop.model_pairs import current_task
 
 LARGE_BYTES = 2**20
@@ -65,7 +65,7 @@ SHARE_MULTIPLE = 64
 
 def share_of(numel: int, shares: int) -> int:
     """Return the elements of one of so many equal shares, the last of which may reach past the end."""
-    return numel if shares == 1 else -(-numel // (shares * SHARE_MULTIPLE)) * SHARE_MULTIPLE
+    return numel if shares == 1 else -(-max(1, numel) // (shares * SHARE_MULTIPLE)) * SHARE_MULTIPLE
 
 
 @final
@@ -146,19 +146,31 @@ class Bucket:
         """The bare backward that is awaited, by autograd's number; None: ours, which cannot be mistaken for another."""
         self.closed = False
         """Handed to the reducer: nothing may be added."""
+        self.added_to_last: set[int] = set()
+        """Under sharding, gradients that were added to a share which the last update had left: no update may be made of them."""
         self.free()
 
     def allocate(self) -> None:
         """Have memory for the whole buffer; what it held is gone where it was freed."""
-        storage = self.wire.untyped_storage()
-        if self.frees and not storage.nbytes():
-            storage.resize_(self.wire.nbytes)
+        if self.is_freed():
+            self.wire.untyped_storage().resize_(self.wire.nbytes)
             self.wire[self.flat.numel() :].zero_()
 
     def free(self) -> None:
         """Give the memory of the whole buffer back; views of it must not be read or written until `allocate`."""
         if self.frees:
             self.wire.untyped_storage().resize_(0)
+
+    def give_back(self) -> None:
+        """Hide the gradients once they are sent, and give their memory back. A second gradient of the same backward then comes
+        as a tensor of its own, and is named, instead of being added to memory that is not there."""
+        if self.frees:
+            self.hide()
+            self.free()
+
+    def is_freed(self) -> bool:
+        """Return whether there is memory for this rank's share alone."""
+        return self.frees and not self.wire.untyped_storage().nbytes()
 
     def aim(self, factor: float) -> None:
         """Set the factor of the micro-step that closes the window. What an earlier backward made true, it did by another
@@ -248,15 +260,19 @@ class Bucket:
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is view:
-                if not reopened:
-                    require_open(view, self.names[i])
+                if not reopened and is_closed(view):
+                    self.added_to_last.add(i)
+                elif not is_closed(view):
+                    self.added_to_last.discard(i)
                 self.filled[i] |= not reopened  # left there by zero_grad(set_to_none=False), or from the last update
             elif grad is not None:
                 self.elsewhere = True
+                self.added_to_last.discard(i)
             elif self.keeps and self.filled[i]:
                 param.grad = view  # hidden since the last micro-step
             else:
                 self.filled[i] = False
+                self.added_to_last.discard(i)
                 if self.in_place[i]:
                     stale.append(view)
                     param.grad = view
@@ -294,18 +310,31 @@ class Bucket:
 
     def zero_view(self, i: int) -> None:
         """Zero a gradient of a reduced window, where it is."""
-        if self.frees and not self.wire.untyped_storage().nbytes():
+        if self.is_freed():
             for begin, end in self.owned(i):
                 self.reduced[begin:end].zero_()
         else:
             self.views[i].zero_()
 
+    def write_view(self, i: int, values: Tensor) -> None:
+        """Write what a script has put in place of a gradient of a reduced window, of which it has the whole."""
+        if not self.is_freed():
+            return write_whole(self.views[i], values)
+        forget_norm(self.views[i])
+        first = self._begin(i)
+        laid_out = in_memory_order(torch.empty_like(self.params[i]).copy_(values))
+        for begin, end in self.owned(i):
+            self.reduced[begin:end].copy_(laid_out[begin - first : end - first])
+
     def owned(self, i: int) -> list[tuple[int, int]]:
         """Return where in `reduced` this rank's part of a parameter's gradient lies, if it has any."""
-        first = 0 if self._own is None else self._own * self.share_numel
-        begin = sum(param.numel() for param in self.params[:i]) - first
+        begin = self._begin(i)
         start, stop = max(begin, 0), min(begin + self.params[i].numel(), self.reduced.numel())
         return [(start, stop)] if stop > start else []
+
+    def _begin(self, i: int) -> int:
+        """Return where in `reduced` the gradient would begin: before it, for one that an earlier rank shares."""
+        return sum(param.numel() for param in self.params[:i]) - (0 if self._own is None else self._own * self.share_numel)
 
     def zero_missing(self) -> None:
         """Unused here means zero; the view still holds an earlier window."""
@@ -317,6 +346,7 @@ class Bucket:
         """Begin a new window. What `param.grad` shows is the last update's, or zeros, or None."""
         self.filled[:] = [False] * len(self.params)
         self.keeps = self.touched = self.closed = self.expecting = self.sure = self.hidden = self._renewed = False
+        self.added_to_last.clear()
 
     def expect(self, *, reduces: bool) -> None:
         """Prepare for a backward of ours."""

@@ -25,7 +25,7 @@ from torch.optim import optimizer as optimizer_module
 from ..dist.comm import Comm, Pending, is_initialized
 from ..errors import ConfigError, PeerError
 from .bucket import Bucket, Hook
-from .gradient_share import close_shares, open_shares, refuse_replaced, require_open
+from .gradient_share import close_shares, open_shares, refuse_added
 from .layout import bucket_runs
 from .sidecar import ALARMS, NO_ALARMS, Alarms, Tail
 from .user_loop.model_pairs import owner_of
@@ -147,13 +147,13 @@ class Buckets:
             close_shares(bucket.views)
             bucket.free()
 
-    def require_zeroed(self) -> None:
-        """Raise if a backward would add to gradients that the last update has left, of which there may be no memory."""
+    def ready_for_more(self) -> None:
+        """Have memory where a backward is about to add to gradients that the last update has left, though none may be applied:
+        another pair's loss may do so, and zero_grad() follows."""
         for bucket in self._buckets:
-            if bucket.frees:
-                for name, param, view in zip(bucket.names, bucket.params, bucket.views, strict=True):
-                    if param.grad is view:
-                        require_open(view, name)
+            if bucket.is_freed() and any(p.grad is view for p, view in zip(bucket.params, bucket.views, strict=True)):
+                bucket.allocate()
+                bucket.flat.zero_()
 
     # --- one backward -----------------------------------------------------------------------------------------
 
@@ -378,9 +378,15 @@ class Buckets:
                 if grad is None:
                     bucket.zero_view(i)
                 elif grad is not view:
-                    refuse_replaced(view)
-                    view.copy_(grad)
+                    bucket.write_view(i, grad)
                     param.grad = view
+
+    def refuse_added_to_last(self) -> None:
+        """Raise if gradients were added, under sharding, to what the last update has left. Every rank is here, before an
+        update: another pair's loss may do so, and zero_grad() follows."""
+        for bucket in self._buckets:
+            for i in sorted(bucket.added_to_last):
+                refuse_added(bucket.names[i])
 
     def restart(self) -> None:
         """Begin a new window; what came since the last one was reduced is part of it."""
@@ -408,8 +414,8 @@ class Buckets:
             bucket.restart()
             if not set_to_none:
                 bucket.allocate()
+                open_shares(bucket.views)  # zeros are zeros on all ranks
                 bucket.flat.zero_()
-                open_shares(bucket.views)
             elif at_once:
                 bucket.zero_small()  # here, while the update has left them in the cache
                 bucket.free()

@@ -213,6 +213,9 @@ class Shard(Protocol):
     collected: dict[str, Any] | None
     """That, while a checkpoint is taken; else None."""
 
+    def let_go(self) -> None:
+        """Keep no memory of gradients: the pair has ended."""
+
     def step(self, closure: Callable[[], Any] | None) -> None:
         """Make this rank's share of the update, then send it to the others and receive theirs. Every rank is here."""
 

@@ -457,6 +457,8 @@ class Pipeline:
         if not stays_on_device:
             self.checks.hear()
         self.checks.before_update()
+        if self.stages.shard is not None:
+            self.buckets.refuse_added_to_last()
         if self.checks.flips.versions is not None:
             self.checks.flips.look()
         self._is_unapplied = False
@@ -505,6 +507,9 @@ class Pipeline:
 
     def _make_update(self, closure: Callable[[], Any] | None) -> None:
         if self.stages.shard is not None:
+            if self.compares_ranks:
+                self.checks.before_sharded(self.index)
+            self.buckets.adopt_replaced()
             self.stages.shard.step(closure)
         elif closure is None:
             self.stages.update.step()
@@ -639,7 +644,7 @@ class Pipeline:
             # By a norm of 0, which clips nothing, where the update is not made: as if it were left out.
             norm = self._grad_norm if found is None else torch.where(found == 0.0, self._grad_norm, 0.0)
             factor = self.stages.clip(self.buckets.reduced, norm)
-            if self.stages.shard is not None:
+            if self.stages.shard is not None and self.stages.shard.scatters:
                 self.stages.shard.note_factor(factor)
         if known:
             self._norms.hand_over(factor=factor)
@@ -684,6 +689,8 @@ class Pipeline:
         """End the pair: its parameters are free for another."""
         model_pairs.dismiss(self)
         self.buckets.give_up()
+        if self.stages.shard is not None:
+            self.stages.shard.let_go()
         if self.stages.ddp is not None:
             self.stages.ddp.give_up()
         if self.checks.first_look is not None:

@@ -182,7 +182,7 @@ class BareBackward:
         if pipeline is None:
             return
         if not pipeline.window.closed:
-            pipeline.buckets.require_zeroed()
+            pipeline.buckets.ready_for_more()
         elif pipeline.window.set_aside is None:
             pipeline.stages.reduce.refuse_again()  # here, where no gradient was added yet: what was reduced may still be applied
             pipeline.buckets.adopt_replaced()
