@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from bench.auto_bert.page import in_words_of_the_page, section
 from bench.auto_regret.summary import Record, allows
 from bench.large_batch.page import table
+from bench.lib.bar_chart import Bar, bar_chart, folded
 from bench.localsgd_table.page import MISSING
 
 PAGE = """\
@@ -15,10 +17,12 @@ PAGE = """\
 
 <!-- Made from measured figures by `python -m bench.auto_regret.run --table`; do not edit. -->
 
+{result}
+
+{chart}
+
 `strategy.auto` measures the model and the network, predicts every plan, runs the best few, and chooses. This page compares its
 choices with the best of a fixed grid of plans, every one of which was measured.
-
-{verdicts}
 
 ## The choices
 
@@ -44,6 +48,8 @@ differ by more than the larger of their two spreads, it is said how many are in 
 ## How it was measured
 
 {explanation}
+
+{verdicts}
 
 ## Every plan
 
@@ -158,15 +164,44 @@ def nets(grids: list[Record]) -> str:
     return "; ".join(f"{name} ({cell['about']}, {cell['numel']:,} parameters)" for name, cell in found.items())
 
 
+KEYS = {"regret": "auto", "regret_by_forecast": "by the forecast alone", "regret_no_tuning": "no tuning"}
+
+
+def medians(cells: list[Record]) -> dict[str, float]:
+    """Return the median regret over all cells, by key."""
+    known = {key: [cell[key] for cell in cells if cell[key] is not None] for key in KEYS}
+    return {key: statistics.median(found) for key, found in known.items() if found}
+
+
+def result(cells: list[Record]) -> str:
+    found = medians(cells)
+    if len(found) < len(KEYS):
+        return f"The choices were {MISSING}."
+    return (
+        f"**In the median of {len(cells)} cases the plan that `auto` chooses is {percent(found['regret'])} slower than the best "
+        f"of the grid; a plain float32 run is {percent(found['regret_no_tuning'], 0)} slower.**"
+    )
+
+
+def chart(cells: list[Record]) -> str:
+    bars = [Bar(KEYS[key], max(value, 0.0), percent(value), key == "regret") for key, value in medians(cells).items()]
+    return bar_chart("Slower than the best plan of the grid, median", bars) if bars else ""
+
+
 def page(figures: Mapping[str, Any], bert: Mapping[str, Any] | None = None) -> str:
     """`bert`: what bench/auto_bert published."""
     cells, grids = figures["cells"], figures["grids"]
     return PAGE.format(
-        verdicts=verdict_table(figures["verdicts"]) if cells else f"The choices were {MISSING}.",
+        result=result(cells),
+        chart=chart(cells),
+        verdicts=folded(
+            "What was wanted of these figures, and whether it holds",
+            verdict_table(figures["verdicts"]) if cells else f"The choices were {MISSING}.",
+        ),
         choices=choice_table(cells),
         forecasts=forecast_table(cells),
         missing=missing_list(cells),
         bert="" if bert is None else section(bert),
         explanation=EXPLANATION.format(**figures, nets=nets(grids)),
-        grids="\n\n".join(grid_table(one, cells) for one in grids),
+        grids=folded("All plans of all grids", "\n\n".join(grid_table(one, cells) for one in grids)),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bench.lib.bar_chart import Bar, bar_chart, folded
+
 KINDS = ("fp32", "fp32_recompute", "bf16", "bf16_recompute")
 TITLES = {"fp32": "fp32", "fp32_recompute": "fp32, recompute", "bf16": "bf16", "bf16_recompute": "bf16, recompute"}
 WANTED_BATCH = {"fp32": 33, "fp32_recompute": 280, "bf16": 50, "bf16_recompute": 400}
@@ -121,7 +123,36 @@ def page(figures: Mapping[str, Any]) -> str:
         for name, one in verdicts(cells).items()
     ]
     wanted = markdown(["", "wanted, at least", "measured", "holds"], promised)
-    return "\n".join([intro, wanted, "", table(cells), "", near(cells), "", MEANING, runs(figures.get("made", {}))])
+    wanted = folded("What was wanted of these figures, and whether it holds", wanted)
+    title, rest = intro.split("\n\n", 1)
+    top = "\n\n".join(part for part in (title, result(cells), chart(cells), rest) if part)
+    return "\n".join([top, table(cells), "", near(cells), "", MEANING, runs(figures.get("made", {})), "", wanted, ""])
+
+
+def result(cells: Cells) -> str:
+    """Say in one sentence how many sentences fit, and how fast they are, beside transformers' model."""
+    kind = "bf16_recompute"
+    (theirs, ours), (slow, fast) = (
+        (of(cells, f"hf-{kind}", name), of(cells, f"ours-{kind}", name)) for name in ("max_batch", "sentences_per_s")
+    )
+    if not all((theirs, ours, slow, fast)):
+        return ""
+    return (
+        f"**On 32 GiB, BERT-large trains {ours} sentences at once with bf16 and recompute, where transformers' model takes "
+        f"{theirs}, and {fast / slow:.2f} times as many a second.**"
+    )
+
+
+def chart(cells: Cells) -> str:
+    charts = []
+    for name, title in (("max_batch", "Largest batch, sentences"), ("sentences_per_s", "Sentences a second at that batch")):
+        pairs = [(kind, side, of(cells, f"{side}-{kind}", name)) for kind in KINDS for side in ("hf", "ours")]
+        sides = {"hf": "transformers", "ours": "ours"}
+        bars = [
+            Bar(f"{TITLES[kind]}: {sides[side]}", value, f"{value:,.0f}", side == "ours") for kind, side, value in pairs if value
+        ]
+        charts += [bar_chart(title, bars)] if bars else []
+    return "\n\n".join(charts)
 
 
 VERDICT = {True: "yes", False: "**no**", None: "not measured"}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from bench.compression_speed import traffic
 from bench.compression_table.verdicts import behind
 from bench.large_batch.page import table
+from bench.lib.bar_chart import Bar, bar_chart, folded
 from bench.localsgd_table.methods import SYNCHRONOUS
 from bench.localsgd_table.page import MISSING, verdict_rows
 from bench.localsgd_table.summary import Record
@@ -18,10 +19,12 @@ PAGE = """\
 
 <!-- Made from measured figures by `python -m bench.compression_table.run --table`; do not edit. -->
 
+{result}
+
+{chart}
+
 On a slow link a training waits for its gradients. Compression sends less of them in every update. This page shows how much faster
 that is between two hosts, what it costs in accuracy, and when it does not pay.
-
-{verdicts}
 
 ## The methods, in plain words
 
@@ -51,6 +54,8 @@ changes nothing that is kept.
 ## How it was measured
 
 {explanation}
+
+{verdicts}
 
 ## Every training
 
@@ -88,6 +93,38 @@ EXPLANATION_ACCURACY = """\
   {warmup:g} % of the updates and then falls to 0 ({decay}), the same for all methods; compression begins where it is highest.
   Runs of one seed see the same images in the same order on the same ranks. Accuracy is that on the 10,000 test images; the
   spread is the highest minus the lowest over the seeds."""
+
+
+RESULT = (
+    "**Between two hosts at {rate:g} Mbit/s, `dgc` trains {dgc:.1f} times as fast as torch's DDP, `powersgd` {powersgd:.1f} "
+    "times, and `bf16_allreduce` {bf16:.1f} times{points}.**"
+)
+SHOWN = ("torch DDP", "bf16_allreduce", "powersgd, rank 4", "dgc, 99.9 % kept back")
+
+
+def result(trained: Record | None, speed: Record | None) -> str:
+    """Say in one sentence what the slowest link gained, and what the methods cost in accuracy."""
+    if speed is None:
+        return f"The steps were {MISSING}."
+    link = min(speed["links"].values(), key=lambda one: float(one["rate_mbit"]))
+    if any(name not in link["rows"] or "raised" in link["rows"][name] for name in SHOWN):
+        return f"Not all methods were measured at {link['rate_mbit']:g} Mbit/s."
+    _, bf16, powersgd, dgc = (link["rows"][name]["times_ddp"] for name in SHOWN)
+    points = ""
+    if trained is not None and trained["accuracy"].get(SYNCHRONOUS):
+        base = trained["accuracy"][SYNCHRONOUS]
+        lost = [found[0] for row in trained["accuracy"].values() if (found := behind(row, base)) is not None]
+        points = f"; ResNet-9 on CIFAR-10 loses at most {max(lost):.2f} points of accuracy" if lost else ""
+    return RESULT.format(rate=link["rate_mbit"], dgc=dgc, powersgd=powersgd, bf16=bf16, points=points)
+
+
+def chart(speed: Record | None) -> str:
+    charts = []
+    for link in () if speed is None else speed["links"].values():
+        found = [(name, link["rows"][name]) for name in SHOWN if "times_ddp" in link["rows"].get(name, {})]
+        bars = [Bar(name, row["times_ddp"], f"{row['times_ddp']:.2f}", name != SHOWN[0]) for name, row in found]
+        charts += [bar_chart(f"Times DDP's throughput at {link['rate_mbit']:g} Mbit/s", bars)] if bars else []
+    return "\n\n".join(charts)
 
 
 def speed_table(link: Record) -> str:
@@ -160,10 +197,12 @@ def page(trained: Record | None, speed: Record | None) -> str:
     found = [one["verdicts"] for one in (speed, trained) if one is not None]
     verdicts = {name: verdict for part in found for name, verdict in part.items()}
     return PAGE.format(
-        verdicts=verdict_rows(verdicts),
+        result=result(trained, speed),
+        chart=chart(speed),
+        verdicts=folded("What was wanted of these figures, and whether it holds", verdict_rows(verdicts)),
         speed=f"The steps were {MISSING}." if speed is None else "\n\n".join(map(speed_table, speed["links"].values())),
         accuracy=f"The trainings were {MISSING}." if trained is None else accuracy_table(trained["accuracy"]),
         rules=RULES.format(traffic=traffic_table()),
         explanation=explanation(trained, speed),
-        runs=f"The trainings were {MISSING}." if trained is None else run_rows(trained["runs"]),
+        runs=f"The trainings were {MISSING}." if trained is None else folded("All runs", run_rows(trained["runs"])),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.large_batch.recipe import BATCHES, OPTIMIZERS
 from bench.large_batch.summary import Record, cell_of, ordered, shown
+from bench.lib.bar_chart import Bar, bar_chart, folded
 
 Cells = Mapping[str, Mapping[str, Any]]
 NAMES = {"sgd": "SGD (Nesterov)", "lars": "LARS", "lamb": "LAMB"}
@@ -20,7 +21,9 @@ PAGE = """\
 
 <!-- Made by `python -m bench.large_batch.run --table bench/results/large_batch.json`; do not edit. -->
 
-Measured on {day} on {device}, torch {torch}, commit {commit}.
+{result}
+
+{chart}
 
 A larger batch means fewer updates over the same images, and with too few of them a network ends less accurate. This page shows
 how far each optimizer carries. Every run has {epochs} epochs, so that a batch of 8192 makes 16 times fewer updates than one of
@@ -28,11 +31,13 @@ how far each optimizer carries. Every run has {epochs} epochs, so that a batch o
 
 {accuracies}
 
-{verdicts}
-
 ## How it was measured
 
+Measured on {day} on {device}, torch {torch}, commit {commit}.
+
 {explanation}
+
+{verdicts}
 
 ## The settings chosen
 
@@ -174,6 +179,31 @@ def explanation(recipe: Mapping[str, Any], cells: Cells, note: str | None) -> st
     )
 
 
+def points_lost(cells: Cells, cell: str) -> float | None:
+    """Return how far the accuracy of a cell is behind SGD at the smallest batch; None where one was not measured."""
+    base, one = (cells.get(name, {}).get("mean") for name in (f"sgd@{BATCHES[0]}", cell))
+    return None if base is None or one is None else base - one
+
+
+def result(cells: Cells) -> str:
+    """Say in one sentence what each optimizer loses at the largest batch."""
+    largest, lost = BATCHES[-1], {name: points_lost(cells, f"{name}@{BATCHES[-1]}") for name in OPTIMIZERS}
+    if any(points is None for points in lost.values()):
+        return f"Not all optimizers were measured at batch {largest}."
+    told = ", ".join(f"{NAMES[name]} {points:.2f}" for name, points in lost.items())
+    times = largest // BATCHES[0]
+    return f"**With a batch {times} times as large, {largest}, accuracy falls by this many points: {told}.**"
+
+
+def chart(cells: Cells) -> str:
+    charts = []
+    for batch in BATCHES[1:]:
+        found = [(name, points_lost(cells, f"{name}@{batch}")) for name in OPTIMIZERS]
+        bars = [Bar(NAMES[name], max(lost, 0.0), f"{lost:.2f}", name != "sgd") for name, lost in found if lost is not None]
+        charts += [bar_chart(f"Points of accuracy lost at batch {batch}, against SGD at {BATCHES[0]}", bars)] if bars else []
+    return "\n\n".join(charts)
+
+
 def page(figures: Mapping[str, Any]) -> str:
     cells, recipe, records = figures["cells"], figures["recipe"], figures["runs"]
     return PAGE.format(
@@ -183,9 +213,11 @@ def page(figures: Mapping[str, Any]) -> str:
         commit=figures["commit"],
         epochs=recipe["epochs"],
         accuracies=accuracies(cells),
-        verdicts=verdict_rows(figures["verdicts"]),
+        result=result(cells),
+        chart=chart(cells),
+        verdicts=folded("What was wanted of these figures, and whether it holds", verdict_rows(figures["verdicts"])),
         explanation=explanation(recipe, cells, figures.get("note")),
         chosen=chosen(cells),
-        tuning=runs(records, "tune", cells),
-        finals=runs(records, "final", cells),
+        tuning=folded("All trials", runs(records, "tune", cells)),
+        finals=folded("All final runs", runs(records, "final", cells)),
     )

@@ -116,7 +116,9 @@ def test_two_ranks_reduce_and_each_log_holds_its_stdout_and_stderr_in_order(fold
     assert "out of rank 0" in ended.stdout and "err of rank 0" in ended.stdout
     assert "of rank 1" not in ended.stdout + ended.stderr
     assert ended.stderr == ""
-    assert ended.stdout.splitlines()[0].startswith("Local start of 2 process(es). Rank N writes to log/workerlog.N;")
+    assert ended.stdout.splitlines()[0].startswith(
+        "Local start of 2 process(es). Rank N writes to log/workerlog.N (those of an earlier run are in log/run-1 now);"
+    )
     assert "Distributed Envs" not in ended.stdout
 
 
@@ -269,8 +271,9 @@ def test_two_nodes_share_a_log_folder_and_number_their_ranks_node_by_node(folder
     with start([*COMMAND, "--host", "127.0.0.1", *flags]) as first, start([*COMMAND, "--host", "127.0.0.2", *flags]) as second:
         (out0, err0), (out1, err1) = (node.communicate(timeout=LIMIT_SECONDS) for node in (first, second))
     assert (first.returncode, second.returncode) == (0, 0), err0 + err1
-    logs = {path.name: path.read_text().splitlines()[0] for path in (folder / "log").iterdir()}
+    logs = {path.name: path.read_text().splitlines()[0] for path in (folder / "log").glob("workerlog.*")}
     assert logs == {f"workerlog.{rank}": f"rank {rank}" for rank in range(4)}
+    assert (folder / "log" / "run-1" / "workerlog.7").read_text() == "from an earlier run"
     assert "\nrank 0\n" in out0 and "n0·r1| " in out0 and "·r2| " not in out0
     assert "n1·r2| " in out1 and "UserWarning: from 3\n" in out1 and "\nn1·r2| rank 2\n" not in out1
     assert "Start of ranks 2-3 on node 1 of 2." in out1

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fleetx import fleet
-from fleetx.dist import comm
+from fleetx.dist import comm, world
 from tests.helpers.ddp_loops import STEPS, loss_of, make_pair, ours, plain_loop, rows, sgd, small_buckets, weights
 from tests.helpers.harness import raised, run_ranks
+from tests.helpers.launchers import SOURCE, launchers
 from tests.helpers.models import mlp
 
 
@@ -173,11 +175,68 @@ def _one_backward_fewer(rank: int, spelling: str) -> str:
 
 
 @pytest.mark.parametrize("spelling", ["bare", "optimizer.backward"])
-def test_a_rank_that_waits_for_a_backward_that_no_other_makes_says_where_and_is_no_runtime_error(spelling: str) -> None:
+def test_a_rank_that_waits_for_a_backward_that_no_other_makes_says_who_left_and_is_no_runtime_error(spelling: str) -> None:
     waiting, gone = run_ranks(_one_backward_fewer, 2, spelling)
-    assert waiting.startswith("PeerError: rank 0 has lost the other ranks in backward 1 of update 4"), waiting
-    assert "fleet.sampler(data)" in waiting and "The transport said: " in waiting
+    start = "PeerError: rank 1 made 3 updates and left; rank 0 waits in its 4th (backward 1 of update 4). "
+    assert waiting.startswith(start), waiting
+    assert "fleet.sampler(data)" in waiting
     assert gone == "nothing raised"
+
+
+ONE_BATCH_FEWER = f"""
+import os, sys
+sys.path.insert(0, {str(SOURCE)!r})
+import torch
+from fleetx import fleet
+fleet.init()
+model = torch.nn.Linear(2, 1)
+model, optimizer = fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3 if fleet.worker_index() == 1 else 4):
+    optimizer.minimize(model(torch.ones(2, 2)).sum())
+    if step == 2 and fleet.worker_index() == 1 and "fails" in os.environ.get("CASE", ""):
+        raise ValueError("a row of 3 values")
+"""
+
+
+@pytest.mark.parametrize(("case", "end"), [("ends", "left"), ("fails", "ended with ValueError: a row of 3 values")])
+def test_all_ranks_that_wait_say_which_one_left_after_how_many_updates(tmp_path: Path, case: str, end: str) -> None:
+    """On four ranks: two of those that wait have no connection to the one that left."""
+    with launchers() as fleetruns:
+        run = fleetruns.start(tmp_path, ONE_BATCH_FEWER, "--nproc_per_node=4", CASE=case, OMP_NUM_THREADS="1")
+        assert run.wait() != 0, run.told
+    logs = [run.log(rank) for rank in (0, 2, 3)]
+    told = [log for log in logs if "PeerError" in log]
+    assert told, run.told
+    for rank, log in zip((0, 2, 3), logs, strict=True):
+        if log in told:
+            assert f"rank 1 made 3 updates and {end}; rank {rank} waits in its 4th (backward 1 of update 4)." in log, log
+    if case == "ends":
+        assert "rank 1 made 3 updates and left; rank " in " ".join(run.told.split()), run.told
+    else:
+        assert "ValueError: a row of 3 values" in run.told
+
+
+def _leaves_first(rank: int) -> list[str]:
+    """Ranks of a ring whose neighbours are still there learn it from the notes, not from a broken connection."""
+    comm.PIECE = timedelta(seconds=0.2)
+    group = world.current().comm
+    group.barrier()
+    if rank == 1:
+        comm.post_departure()
+        while group.read_notes(["told/0", "told/2"]) is None:  # its connections stay
+            pass
+        return []
+    told = [raised(group.barrier)]
+    group.post_note(f"told/{rank}", "")
+    return told
+
+
+def test_a_wait_for_a_rank_that_has_left_ends_though_no_connection_broke() -> None:
+    first, gone, third = run_ranks(_leaves_first, 3)
+    assert gone == []
+    for rank, (message,) in ((0, first), (2, third)):
+        where = "a call before the first update"
+        assert message.startswith(f"PeerError: rank 1 made 0 updates and left; rank {rank} waits in {where}. "), message
 
 
 def _one_batch_more_before_a_call(rank: int, call: str) -> str:
@@ -275,3 +334,28 @@ def _slow_in_a_call(rank: int) -> float:
 
 def test_a_rank_that_is_late_is_waited_for() -> None:
     assert run_ranks(_slow_in_a_call, 2) == [2.0, 2.0]
+
+
+def _departures_of_an_earlier_group(rank: int) -> list[int]:
+    group = world.current().comm
+    comm.post_departure()
+    while len(comm._departures()) < 2:
+        pass
+    group.barrier()
+    counts = [len(comm._departures())]
+    group.barrier()
+    if rank == 0:
+        comm.forget_departures()
+    group.barrier()
+    counts.append(len(comm._departures()))
+    group.barrier()
+    if rank == 1:
+        comm.post_departure()
+    group.barrier()
+    counts.append(len(comm._departures()))
+    group.barrier()  # before one of them leaves
+    return counts
+
+
+def test_what_ranks_have_left_of_an_earlier_group_is_forgotten_in_the_next() -> None:
+    assert run_ranks(_departures_of_an_earlier_group, 2) == [[2, 0, 1]] * 2

@@ -161,24 +161,48 @@ def test_a_pipe_that_does_not_block_gets_every_byte() -> None:
 
 
 def present(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir()}
+    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
 
 
-def test_node_0_starts_its_own_logs_afresh_and_removes_those_of_a_larger_run(tmp_path: Path) -> None:
-    for name in ("0", "1", "2", "3", "4", "11", "1.gz", "x"):
+def test_node_0_starts_its_own_logs_afresh_and_moves_those_of_a_larger_run(tmp_path: Path) -> None:
+    for name in ("0", "1", "1.1", "2", "3", "4", "11", "1.gz", "x"):
         (tmp_path / f"workerlog.{name}").write_text("old")
-    start_fresh(tmp_path, range(2), world_size=4)
+    kept = start_fresh(tmp_path, range(2), world_size=4)
+    assert kept == tmp_path / "run-1"
+    assert present(kept) == {f"workerlog.{name}": "old" for name in ("0", "1", "1.1", "4", "11")}
     assert present(tmp_path) == {
         **{"workerlog.0": "", "workerlog.1": ""},
         **{f"workerlog.{name}": "old" for name in ("2", "3", "1.gz", "x")},
     }
 
 
-def test_another_node_touches_its_own_logs_only(tmp_path: Path) -> None:
+def test_another_node_touches_its_own_logs_only_and_moves_them_to_the_same_folder(tmp_path: Path) -> None:
     for rank in range(6):
         (tmp_path / f"workerlog.{rank}").write_text("alive")
-    start_fresh(tmp_path, range(2, 4), world_size=4)
+    assert start_fresh(tmp_path, range(2, 4), world_size=4) == tmp_path / "run-1"
     assert present(tmp_path) == {f"workerlog.{rank}": "" if rank in (2, 3) else "alive" for rank in range(6)}
+    assert start_fresh(tmp_path, range(2), world_size=4) == tmp_path / "run-1"
+    assert sorted(present(tmp_path / "run-1")) == [f"workerlog.{rank}" for rank in range(6)]
+
+
+def test_logs_without_a_line_and_links_are_not_kept_and_each_run_has_a_number(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("theirs")
+    for run in (1, 2):
+        assert start_fresh(tmp_path, range(2), world_size=2) is None
+        (tmp_path / "workerlog.1").unlink()
+        (tmp_path / "workerlog.1").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "workerlog.0").write_text(f"run {run}")
+        assert start_fresh(tmp_path, range(2), world_size=2) == tmp_path / f"run-{run}"
+        assert present(tmp_path / f"run-{run}") == {"workerlog.0": f"run {run}"}
+    assert present(tmp_path) == {"workerlog.0": "", "workerlog.1": "", "elsewhere": "theirs"}
+
+
+def test_a_numbered_folder_that_is_a_link_gets_no_logs(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "run-1").symlink_to(tmp_path / "theirs")
+    (tmp_path / "workerlog.0").write_text("old")
+    assert start_fresh(tmp_path, range(1), world_size=1) == tmp_path / "run-2"
+    assert present(tmp_path / "theirs") == {}
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_starts(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -29,8 +30,9 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError, PeerError, first_line, user_line, warn_user
-from . import deadlock, gloo_threads, heartbeat
+from . import deadlock, departures, gloo_threads, heartbeat
 from .deadlock import Wait
+from .departures import Departure
 from .heartbeat import Phase
 from .notes import NoteBook
 
@@ -227,6 +229,10 @@ PIECE = timedelta(seconds=5)
 """A wait that lasts longer than this is compared with those of other ranks, and again after each further piece."""
 ERROR_KEY, READ_KEY = "fleetx/error", "fleetx/error_read_by"
 WAIT_KEY, DEADLOCK_KEY = "fleetx/wait", "fleetx/deadlock"
+LEFT_KEY = "fleetx/left"
+MOST_LEFT = 16
+"""So many of the ranks that left are read: in a large job each rank reads for itself."""
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 SECONDS_FOR_READERS = 2.0
 SECONDS_BEFORE_WARNING = 30.0
 ERROR_LETTERS = 8000
@@ -268,6 +274,9 @@ def _explain_lost_connection() -> Iterator[None]:
         posted = _posted_error()
         if posted is not None:
             raise (PeerError if posted.startswith(deadlock.START) else DataError)(posted) from None
+        departures.has_lost_others = True
+        if left := _departures():
+            raise PeerError(_told(left)) from None
         raise PeerError(
             f"rank {dist.get_rank()} has lost the other ranks in {heartbeat.where()}: one of them has left, or is in another "
             "call. If a rank shows an error of its own, that is the cause. Otherwise the ranks ran different numbers of "
@@ -276,6 +285,70 @@ def _explain_lost_connection() -> Iterator[None]:
             "fleet.util.all_reduce. "
             f"The transport said: {first_line(broken)}"
         ) from None
+
+
+def _told(left: Sequence[Departure]) -> str:
+    is_in_backward, place = heartbeat.record.reduce is not None, heartbeat.where()
+    return departures.sentence(left, rank=dist.get_rank(), step=is_in_backward * heartbeat.record.step, place=place)
+
+
+def _left_key(number: int | str) -> str:
+    return f"{LEFT_KEY}/{number}"
+
+
+def forget_departures() -> None:
+    """Clear what ranks have left of an earlier group: the store may outlive it. Called by rank 0 before the first collective of
+    this group, which every rank has joined: none of them can still be leaving the earlier one."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        for number in range(1, min(store.add(_left_key("count"), 0), MOST_LEFT) + 1):
+            store.set(_left_key(number), _notes.seal(_left_key(number), dist.get_rank(), ""))
+        store.set(_left_key("count"), "0")
+
+
+def _departures() -> list[Departure]:
+    """Return the ranks that have left, but for those that did because another one had."""
+    left: list[Departure] = []
+    with contextlib.suppress(RuntimeError, ValueError):  # the store's rank has ended, or the group is closed
+        store = dist.distributed_c10d._get_default_store()
+        for number in range(1, MOST_LEFT + 1):
+            key = _left_key(number)
+            if not store.check([key]):
+                break
+            if text := _notes.open(key, store.get(key)):
+                left.append(Departure.from_json(text))
+    return left
+
+
+def post_departure() -> Callable[[], None]:
+    """Post how this rank ends, before its connections close; return what waits until the others have read it.
+
+    Not a collective: each rank ends when it likes. Only the rank whose process holds the store waits, and no longer than
+    SECONDS_FOR_READERS: until every rank has posted its own end."""
+    if not is_initialized() or dist.get_world_size() == 1:
+        return lambda: None
+    rank, size, count = dist.get_rank(), dist.get_world_size(), _left_key("count")
+    with contextlib.suppress(RuntimeError, ValueError):  # the store's rank has ended, and with it those that would read
+        store = dist.distributed_c10d._get_default_store()
+        departure, key = departures.own_departure(rank), _left_key(store.add(count, 1))
+        store.set(key, _notes.seal(key, rank, "" if departure is None else departure.to_json()))
+        store.check([key])  # answered once the note is there: the connections close after it
+        if rank == 0 and _is_held_by_a_rank(store):
+            return functools.partial(_wait_until_all_left, store, count, size)
+    return lambda: None
+
+
+def _is_held_by_a_rank(store: Any) -> bool:
+    while type(store).__name__ == "PrefixStore":
+        store = store.underlying_store
+    return type(store).__name__ == "TCPStore" and os.environ.get(AGENT_STORE) != "True"
+
+
+def _wait_until_all_left(store: Any, count: str, size: int) -> None:
+    deadline = time.monotonic() + SECONDS_FOR_READERS
+    with contextlib.suppress(RuntimeError):
+        while store.add(count, 0) < size and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 @final
@@ -306,6 +379,10 @@ class Stall:
             posted = [Wait.from_json(note) for note in json.loads(found[0])]
             if (posted[self._comm.rank].channel, posted[self._comm.rank].number) == (self._channel, self._number):
                 self._stop(posted)
+        left = _departures()
+        if departures.never_launched(left, self._channel, self._number):
+            departures.has_lost_others = True
+            raise PeerError(_told(left))
 
     def _read(self, keys: Sequence[str]) -> list[Wait] | None:
         notes = self._comm.read_notes(keys)
@@ -486,6 +563,7 @@ def open_group_from_env(backend: str, *, timeout: timedelta | None) -> None:
 
 
 def close_group() -> None:
+    wait_until_all_left = post_departure()
     if is_initialized():
         if deadlock.found:  # else it would be waited for collectives that never end
             for group in list(dist.distributed_c10d._world.pg_map):
@@ -493,6 +571,8 @@ def close_group() -> None:
                     _keep_for_ever(group)
                 group.abort()
         dist.destroy_process_group()
+    wait_until_all_left()
+    heartbeat.record.step, heartbeat.record.reduce, departures.has_lost_others = 0, None, False
     deadlock.forget()
     gloo_threads.wait_until_idle()
     _wait_for_readers()

@@ -81,7 +81,7 @@ def sentence(waits: Sequence[Wait]) -> str:
     places: dict[str, list[int]] = {}
     for rank, wait in enumerate(waits):
         places.setdefault(wait.place, []).append(rank)
-    where = "; ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(ranks)} in {place}" for place, ranks in places.items())
+    where = "; ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {listed(ranks)} in {place}" for place, ranks in places.items())
     return (
         f"{START}: {where}. They ran different numbers of batches, or a backward or a call stands under a "
         "condition that holds on some ranks only. Give every rank equally many batches, as fleet.sampler(data) does, and make "
@@ -89,6 +89,7 @@ def sentence(waits: Sequence[Wait]) -> str:
     )
 
 
-def _listed(ranks: Sequence[int], most: int = 4) -> str:
+def listed(ranks: Sequence[int], most: int = 4) -> str:
+    """Join ranks, at most `most` of them."""
     shown = ", ".join(map(str, ranks[:most]))
     return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"

@@ -76,6 +76,8 @@ def open_world(
         comm = TorchComm()
         atexit.unregister(gloo_threads.wait_until_idle)  # register once, however many worlds were opened
         atexit.register(gloo_threads.wait_until_idle)
+        atexit.unregister(c10d.post_departure)
+        atexit.register(c10d.post_departure)
     elif role.address is not None:
         _open_group(role, backend or choose_backend(role, device), timeout)
         comm = TorchComm()
@@ -134,6 +136,8 @@ def _open_group(role: Role, backend: str, timeout: timedelta | float | None) -> 
 
 def _survey(comm: Comm, device: torch.device, role: Role) -> World:
     """Gather host and local rank of all ranks, once, while every rank is here, so that no later query needs a collective."""
+    if comm.rank == 0 and comm.size > 1:
+        c10d.forget_departures()
     host = socket.gethostname()
     local_rank = role.local_rank if role.source != "none" else comm.rank
     ranks = comm.gather_json([host, local_rank, secrets.token_hex(8)])

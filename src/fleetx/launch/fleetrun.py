@@ -117,12 +117,13 @@ class Console:
         self.first_rank = int(environment["RANK"])
         self.node = int(environment.get("GROUP_RANK", self.node))
         ranks = range(self.first_rank, self.first_rank + self._plan.process_count)
+        kept: Path | None = None
         if environment.get("FLEETX_ATTEMPT", "0") == "0":  # a node that joins a later attempt keeps the logs of those before
-            logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
+            kept = logs.start_fresh(self._plan.log_dir, ranks, world_size=int(environment["WORLD_SIZE"]))
         if shows(logging.DEBUG):
             print_text(tables.environment_table(environment))
         if shows(logging.INFO):
-            print_text(tables.start_line(self._plan, ranks, self.node))
+            print_text(tables.start_line(self._plan, ranks, self.node, kept=kept))
         tracebacks = console.Tracebacks()
         views = {rank: console.make_view(rank, self.node, self._plan, tracebacks) for rank in ranks}
         self._follower.start([(topology.log_path(self._plan.log_dir, rank), view) for rank, view in views.items()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import threading
@@ -33,18 +34,44 @@ def check_folder(log_dir: Path) -> None:
         raise _unusable(log_dir, error) from error
 
 
-def start_fresh(log_dir: Path, ranks: range, *, world_size: int) -> None:
-    """Begin the logs of these ranks, and delete those of an earlier, larger run; other nodes' logs may be in use already."""
+def start_fresh(log_dir: Path, ranks: range, *, world_size: int) -> Path | None:
+    """Begin the logs of these ranks; move those of an earlier run to a folder with a number, which is returned.
+
+    Logs of an earlier, larger run are moved by node 0: other nodes' logs may be in use already."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
+        used = [path for rank in ranks for log in [log_path(log_dir, rank)] for path in (log, older_log(log))]
+        if 0 in ranks:
+            used += stale_logs(log_dir.glob("workerlog.*"), world_size=world_size)
+        kept = keep_logs(log_dir, [path for path in dict.fromkeys(used) if _holds_lines(path)])
         for rank in ranks:
             create_own(log_path(log_dir, rank))
-            older_log(log_path(log_dir, rank)).unlink(missing_ok=True)
-        if 0 in ranks:
-            for path in stale_logs(log_dir.glob("workerlog.*"), world_size=world_size):
-                path.unlink(missing_ok=True)
+        for path in set(used) - {log_path(log_dir, rank) for rank in ranks}:
+            path.unlink(missing_ok=True)  # empty, or a link
     except OSError as error:
         raise _unusable(log_dir, error) from error
+    return kept
+
+
+def keep_logs(log_dir: Path, logs: Sequence[Path]) -> Path | None:
+    """Move logs to `run-1` of their folder, or the next number that has none of these ranks; nodes that share a folder take the
+    same one. A folder that another user has made there is left alone: logs hold what scripts print."""
+    if not logs:
+        return None
+    for number in itertools.count(1):
+        folder = log_dir / f"run-{number}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        is_own = folder.is_dir() and not folder.is_symlink() and folder.lstat().st_uid == os.geteuid()
+        if is_own and not any((folder / log.name).exists() for log in logs):
+            for log in logs:
+                log.rename(folder / log.name)
+            return folder
+    return None
+
+
+def _holds_lines(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0
 
 
 def _unusable(log_dir: Path, error: OSError) -> ConfigError:

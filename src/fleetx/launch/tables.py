@@ -72,14 +72,16 @@ def environment_table(environment: Mapping[str, str], names: Iterable[str] | Non
     return "\n".join(framed([([head], body)], len(head)))
 
 
-def start_line(plan: Plan, ranks: Sequence[int], node: int) -> str:
+def start_line(plan: Plan, ranks: Sequence[int], node: int, *, kept: Path | None = None) -> str:
+    """Say what starts here, and where its output goes. `kept`: where the logs of an earlier run are now."""
     where = f"Local start of {plan.process_count} process(es)"
     if plan.nodes.count > 1:
         where = f"Start of {join_ranks(ranks)} on node {node} of {plan.nodes.count}"
     shown = "warnings and tracebacks"
     if plan.tee:
         shown = "all ranks" if plan.tee == "all" else f"{join_ranks(plan.tee)}, and of others their {shown}"
-    return f"{where}. Rank N writes to {log_path(plan.log_dir, 0).with_suffix('.N')}; shown here: {shown}."
+    earlier = f" (those of an earlier run are in {kept} now)" if kept is not None else ""
+    return f"{where}. Rank N writes to {log_path(plan.log_dir, 0).with_suffix('.N')}{earlier}; shown here: {shown}."
 
 
 def dry_run_text(plan: Plan, *, executable: str, shim: Path, inherited: Mapping[str, str], cores: int) -> str:

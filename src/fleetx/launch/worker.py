@@ -300,6 +300,7 @@ def print_error(error: BaseException) -> None:
         fold(error)
     else:
         error.__traceback__ = user_traceback(error)
+    sys.last_value = error  # as Python itself: exit handlers may ask why the script has ended
     hook(type(error), error, error.__traceback__)
 
 
