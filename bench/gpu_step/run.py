@@ -173,6 +173,8 @@ def lars(subject: Subject, how: str, backend: str) -> Step:
 
 
 def by_strategy(subject: Subject, how: str, backend: str) -> Step:
+    if backend != "inductor":
+        torch.compiler.set_default_backend(backend)
     return through_fleet(subject, "", backend, compile=True, compile_configs={"scope": how})
 
 

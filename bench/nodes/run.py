@@ -3,7 +3,8 @@
     python -m bench.nodes.run                        needs root: hosts are network namespaces
     python -m bench.nodes.run --cuts 2 --returns 2 --connections 500 --longest 4 --name ""     a short one
 
-cuts      of the link of one of two nodes, 2 to 55 s, as many both ways as one way. Right: no restart, and the bits of a calm run
+cuts      of the link of one of two nodes, 2 to 55 s, as many both ways as one way. Right: no restart, and the bits of a calm run;
+          with --longest beyond the grace of 60 s one restart, since then the node is given up and its return awaited
 returns   a launcher is killed, its ranks die with it, and it is started again a few seconds later. Right: the bits of a calm run.
           again_seconds: from the new start to the first update of every rank
 flood     so many connections to node 0's port during a run, held open and opened again when they are closed: processor time of
@@ -45,6 +46,8 @@ STRATEGIES = ("dense", "localsgd", "powersgd", "dgc")
 SHORTEST_SECONDS, LATEST_START_SECONDS = 2.0, 8.0
 LIMIT_SECONDS = 400.0
 FLOOD_SECONDS = 60.0
+GRACE_SECONDS, LATE_SECONDS = 60.0, 8.0
+"""Default of --node_grace; and how much later than the cut a node may be heard of last, and be given up."""
 SETTINGS = Settings(13.0, 1.0, PAUSE_SECONDS, 0.0, random.Random(0))
 STEPS = SETTINGS.steps
 
@@ -105,7 +108,8 @@ def one_case(case: Case, expected: list[str | None], folder: Path) -> dict[str, 
             codes = job.wait(LIMIT_SECONDS)
             again = [next_step_seconds(job, rank, back_seconds) for rank in range(2)]
             restarts = max((note.attempt for rank in range(2) for note in job.notes(rank)), default=0)
-            is_right = codes == [0, 0] and job.finals() == expected and restarts == int(case.kind == "return")
+            is_lost = case.kind == "return" or case.seconds > GRACE_SECONDS + LATE_SECONDS
+            is_right = codes == [0, 0] and job.finals() == expected and restarts == int(is_lost)
             row = {
                 **vars(case),
                 "codes": codes,

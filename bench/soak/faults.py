@@ -16,6 +16,7 @@ from bench.lib.netns import Host
 from bench.lib.nodes_job import NodesJob
 
 BLOCK = bytes(1 << 16)
+START_SECONDS = 60.0
 CLOCK_SECONDS = (-86_400.0, -3_600.0, 3_600.0, 86_400.0)
 
 
@@ -37,9 +38,14 @@ class Scene:
         return self.chance.randrange(len(self.job.places))
 
 
+def strike(scene: Scene, rank: int, signum: signal.Signals) -> bool:
+    """Send a signal to a rank, once it is there: it may just be starting again."""
+    return scene.job.wait_for(lambda: scene.job.signal_rank(rank, signum), START_SECONDS)
+
+
 def kill_rank(scene: Scene) -> str:
     rank = scene.node()
-    was_there = scene.job.signal_rank(rank, signal.SIGKILL)
+    was_there = strike(scene, rank, signal.SIGKILL)
     return f"rank {rank} killed" if was_there else f"rank {rank} was not there to be killed"
 
 
@@ -54,7 +60,8 @@ def kill_launcher(scene: Scene) -> str:
 def stop_rank(scene: Scene) -> str:
     # Longer, the launcher would end it: a stopped rank is named after 3 s.
     rank, seconds = scene.node(), min(scene.seconds(), 2.0)
-    scene.job.signal_rank(rank, signal.SIGSTOP)
+    if not strike(scene, rank, signal.SIGSTOP):
+        return f"rank {rank} was not there to be stopped"
     time.sleep(seconds)
     scene.job.signal_rank(rank, signal.SIGCONT)
     return f"rank {rank} stopped for {seconds:.1f} s"

@@ -12,7 +12,7 @@ from fleetx import fleet
 from fleetx.auto.candidate import offered, parts_in_order
 from fleetx.auto.cost import Reducer, settings_of
 from fleetx.auto.run_measurements import gradients_of
-from fleetx.dist.wire_cost import Cost, Link
+from fleetx.dist.predicted_cost import Cost, Link
 from fleetx.engine.setup.conflicts import check_parts
 from fleetx.engine.slots import PlanContext, Slot
 from fleetx.strategies import catalogue

@@ -23,7 +23,7 @@ from fleetx.auto.explain import rejected
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
 from fleetx.auto.what_if import Question, curves, what_if
-from fleetx.dist.wire_cost import Link, dense
+from fleetx.dist.predicted_cost import Link, dense
 from fleetx.engine.slots import PlanContext
 from fleetx.strategies import catalogue
 from tests.helpers.auto_runs import batch, net, planned, sgd, short_measuring, strategies_tried
@@ -163,7 +163,7 @@ def test_the_majority_decides_and_a_tie_moves_nothing(tmp_path: Path) -> None:
 
 def test_auto_names_no_strategy_but_those_whose_place_in_a_step_it_measures_itself() -> None:
     """`localsgd` alone beside `auto` is the older spelling of another strategy, which a message explains."""
-    known = {"auto", "amp", "recompute", "gradient_merge", "localsgd"}
+    known = {"auto", "amp", "compile", "recompute", "gradient_merge", "localsgd"}
     for file in (ROOT / "src" / "fleetx" / "auto").glob("*.py"):
         code = file.read_text(encoding="utf-8")
         named = {name for name in catalogue() if re.search(rf'"{name}"|strategies\.{name} import', code)}

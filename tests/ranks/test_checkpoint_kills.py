@@ -22,14 +22,14 @@ from torch import nn
 from fleetx import fleet
 from fleetx.checkpoint import save as save_module
 from fleetx.checkpoint.folder import newest_first
-from fleetx.checkpoint.manifest import read_manifest, verify
+from fleetx.checkpoint.hashes import read_manifest, verify
 from tests.helpers.forked import CONTEXT, start_process
 from tests.helpers.harness import raised, run_ranks
 
 TIME_LIMIT_S = 60.0
 FEW, MANY = 5, 100
 EVERY_LINE, SOME_LINES = 2, 37
-WRITERS = ("checkpoint/save.py", "checkpoint/writer.py", "checkpoint/folder.py", "checkpoint/manifest.py", "shutil.py")
+WRITERS = ("checkpoint/save.py", "checkpoint/writer.py", "checkpoint/folder.py", "checkpoint/hashes.py", "shutil.py")
 
 
 class Script:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,6 +153,30 @@ def test_a_lost_node_is_awaited_for_the_next_attempt_and_may_come_back_itself() 
         assert node_0.exchange().port == 4002
     finally:
         node_0.close()
+
+
+def test_a_node_that_was_lost_and_is_back_is_told_of_the_end_like_any_other() -> None:
+    """Node 0 waits for it at the end, also where the connection that it had before was closed while it was lost."""
+    node_0 = Node0(make_terms(max_restart=1, grace_seconds=0.3))
+    silent = begin(node_0, max_restart=1)
+    wait_until(lambda: node_0.exchange(RUNNING).attempt == 1)
+    silent.close()
+    wait_until(lambda: node_0.coordinator._seats[1].closed_seconds is not None)
+    again = Caller(node_0.port)
+    assert again.say_hello(replace(OTHER, max_restart=1, token=token_of(node_0), attempt=0)) is not None
+    for phase in (Phase.READY, Phase.RUNNING, Phase.DONE):
+        assert again.tell(NodeState(1, phase)) is not None
+        node_0.exchange(NodeState(1, phase))
+    assert node_0.exchange().end is End.SUCCEEDED
+    left = NodeState(1, Phase.LEFT)
+    closing = threading.Thread(target=lambda: node_0.coordinator.close(left, limit_seconds=60.0))
+    closing.start()
+    for _ in range(20):
+        told = again.tell(NodeState(1, Phase.DONE))
+        assert told is not None and told["end"] == End.SUCCEEDED.value, "node 0 has left before"
+    again.tell(left)
+    closing.join(60.0)
+    assert not closing.is_alive()
 
 
 def test_a_lost_node_ends_a_job_without_restarts_in_one_sentence() -> None:

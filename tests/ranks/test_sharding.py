@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,16 @@ def _train(
                     param.grad.mul_(0.5)
         elif loop == "twice":
             F.cross_entropy(model(x[:3]), y[:3]).backward()
+        elif loop == "autograd.grad":
+            model.eval()  # statistics that change after the reduce would differ between ranks
+            torch.autograd.grad(model(x[:3]).sum(), list(model.parameters()))
+            model.train()
         reports.append(face.step())
-        face.zero_grad()
+        face.zero_grad(set_to_none=loop != "zeros")
+        if loop == "zeros":
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.zero_()
     held = sum(value.numel() for state in face.state.values() for value in state.values() if isinstance(value, Tensor))
     state = face.state_dict()
     return {
@@ -102,10 +112,13 @@ def close(a: list[Tensor], b: list[Tensor], tolerance: float) -> None:
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_ranks_have_the_bits_of_plain_training_weights_and_gathered_state(optimizer: str) -> None:
+CASES = [*((name, 1) for name in OPTIMIZERS), ("sgd", 2), ("adamw", 2)]
+
+
+@pytest.mark.parametrize(("optimizer", "stage"), CASES)
+def test_two_ranks_have_the_bits_of_plain_training_weights_and_gathered_state(optimizer: str, stage: int) -> None:
     plain = run_ranks(_train, 2, optimizer, {})
-    ours = run_ranks(_train, 2, optimizer, {"sharding": True})
+    ours = run_ranks(_train, 2, optimizer, {"sharding": {"stage": stage}})
     for rank in range(2):
         assert same_bits(ours[rank]["weights"], plain[0]["weights"])
         assert same_bits(ours[rank]["state"], plain[0]["state"]) and ours[rank]["groups"] == plain[0]["groups"]
@@ -135,11 +148,11 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MORE)
-def test_beside_other_parts_it_trains_as_they_do_without_it(name: str) -> None:
+@pytest.mark.parametrize(("name", "stage"), [*((name, 1) for name in MORE), ("lars, clipped", 2), ("merge", 2), ("unused", 2)])
+def test_beside_other_parts_it_trains_as_they_do_without_it(name: str, stage: int) -> None:
     inner = {"optimizer": "sgd"} if "lars" not in name else {"optimizer": "momentum"}
     plain = run_ranks(_train_with, 2, inner["optimizer"], MORE[name])
-    ours = run_ranks(_train_with, 2, inner["optimizer"], MORE[name] | {"sharding": True})
+    ours = run_ranks(_train_with, 2, inner["optimizer"], MORE[name] | {"sharding": {"stage": stage}})
     assert same_bits(ours[0]["weights"], ours[1]["weights"])
     close(ours[0]["weights"], plain[0]["weights"], 2e-6)
 
@@ -189,11 +202,12 @@ def test_lamb_scales_by_the_norms_of_whole_tensors(size: int) -> None:
     close(run_ranks(_lamb, size, {"sharding": True})[0], run_ranks(_lamb, size, {})[0], 2e-6)
 
 
-@pytest.mark.parametrize("loop", ["bare", "clip", "halve", "twice"])
-def test_an_unchanged_loop_trains_as_without_it(loop: str) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("loop", ["bare", "clip", "halve", "twice", "zeros", "autograd.grad"])
+def test_an_unchanged_loop_trains_as_without_it(loop: str, stage: int) -> None:
     plain = run_ranks(_train, 2, "adamw", {}, loop)
-    ours = run_ranks(_train, 2, "adamw", {"sharding": True}, loop)
-    close(ours[0]["weights"], plain[0]["weights"], 0.0 if loop in ("bare", "halve") else 2e-6)
+    ours = run_ranks(_train, 2, "adamw", {"sharding": {"stage": stage}}, loop)
+    close(ours[0]["weights"], plain[0]["weights"], 2e-6 if loop in ("clip", "twice") else 0.0)
 
 
 def test_groups_with_their_own_rates_and_frozen_layers_stay_as_they_are() -> None:
@@ -264,17 +278,85 @@ def test_norms_are_those_of_whole_tensors_also_after_clipping() -> None:
     assert ours[0] == pytest.approx(plain[0], rel=1e-5)
 
 
-def _without_zeroing(rank: int) -> str:
+def _without_zeroing(rank: int, stage: int) -> str:
     model = net()
-    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(sharding=True))
+    strategy = fleet.DistributedStrategy(sharding={"stage": stage})
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), strategy)
     x, y = batch(0, rank)
     F.cross_entropy(model(x), y).backward()
     face.step()
-    return raised(lambda: F.cross_entropy(model(x), y).backward())
+    F.cross_entropy(model(x), y).backward()  # may be of another pair's loss, which zero_grad() drops
+    return raised(face.step)
 
 
-def test_adding_to_the_last_updates_gradient_is_an_error() -> None:
-    assert "Call optimizer.zero_grad() after each step()" in run_ranks(_without_zeroing, 2)[0]
+@pytest.mark.parametrize("stage", [1, 2])
+def test_adding_to_the_last_updates_gradient_is_an_error(stage: int) -> None:
+    assert "Call optimizer.zero_grad() after each step()" in run_ranks(_without_zeroing, 2, stage)[0]
+
+
+def _memory(rank: int) -> tuple[list[int], int, int]:
+    """Return the bytes of whole buckets after each micro-step of windows of two, those of this rank's shares, and the buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    strategy = fleet.DistributedStrategy(sharding={"stage": 2}, gradient_merge={"k_steps": 2}, fuse_grad_size_in_MB=0.5)
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.01, momentum=0.9), strategy)
+    buckets, whole = face.pipeline.buckets, []
+    for step in range(4):
+        face.minimize(model(torch.randn(4, 256, generator=torch.Generator().manual_seed(step + 9 * rank))).square().mean())
+        whole.append(sum(bucket.wire.untyped_storage().nbytes() for bucket in buckets))
+    return whole, sum(bucket.reduced.nbytes for bucket in buckets), len(buckets)
+
+
+def test_stage_2_has_memory_for_whole_buckets_inside_a_window_alone() -> None:
+    whole, own, buckets = run_ranks(_memory, 2)[0]
+    parameters = 8 * (256 * 256 + 256) * 4
+    assert buckets >= 4 and own == pytest.approx(parameters / 2, rel=0.01)
+    assert whole[0] == whole[2] == pytest.approx(parameters, rel=0.01) and whole[1] == whole[3] == 0
+
+
+def _in_flight(rank: int) -> list[int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+    strategy = fleet.DistributedStrategy(sharding={"stage": 2}, fuse_grad_size_in_MB=0.5)
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.01), strategy)
+    reduce, seen = face.pipeline.stages.reduce, []
+    start = reduce.start
+
+    def counted(*args: Any) -> Any:
+        seen.append(sum(bucket.wire.untyped_storage().nbytes() > 0 for bucket in face.pipeline.buckets))
+        return start(*args)
+
+    reduce.start = counted  # type: ignore[method-assign]
+    face.minimize(model(torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))).square().mean())
+    return seen
+
+
+def test_stage_2_has_few_whole_buckets_at_once_during_backward() -> None:
+    seen = run_ranks(_in_flight, 2)[0]
+    assert len(seen) >= 8 and max(seen) <= 4
+
+
+def _ended_stage_2(rank: int) -> bool:
+    """A backward after the pair has ended adds to no memory that was given back."""
+    model = net()
+    inner = optim.SGD(model.parameters(), lr=0.1)
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(sharding={"stage": 2}))
+    x, y = batch(0, rank)
+    F.cross_entropy(model(x), y).backward()
+    copied = copy.deepcopy(model)
+    face.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, face = fleet.distribute(model, inner, fleet.DistributedStrategy())
+    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(copied(x), y).backward()
+    return all(
+        param.grad is not None and bool(param.grad.isfinite().all()) for param in [*model.parameters(), *copied.parameters()]
+    )
+
+
+def test_a_pair_of_stage_2_that_ended_leaves_no_gradient_without_memory() -> None:
+    assert run_ranks(_ended_stage_2, 2) == [True, True]
 
 
 def _nan(rank: int) -> str:
@@ -408,11 +490,13 @@ def _refused(rank: int, case: str) -> str:
         strategy = {"sharding": {"sharding_degree": 2}}
     elif case == "localsgd":
         strategy |= {"localsgd": {"k_steps": 2}}
+    elif case == "powersgd":
+        strategy = {"sharding": {"stage": 2}, "powersgd": True}
 
     def distribute() -> Any:
         return fleet.distribute(model, inner, fleet.DistributedStrategy(**strategy))
 
-    if case in ("optimizer", "degree", "localsgd"):
+    if case in ("optimizer", "degree", "localsgd", "powersgd"):
         return raised(distribute)
     _, face = distribute()
     x, y = batch(0, rank)
@@ -442,6 +526,7 @@ def _refused(rank: int, case: str) -> str:
         ("optimizer", "gives the optimizer parts of tensors, and Adafactor may need them whole"),
         ("degree", 'sharding_configs["sharding_degree"] is 2, and this run has 3 ranks'),
         ("localsgd", "localsgd and sharding both claim `shard`"),
+        ("powersgd", "leaves the whole mean on all of them"),
         ("scaler", "a GradScaler by hand beside strategy.sharding"),
         ("given", "would be this rank's share alone"),
         ("copy", "would hold this rank's share of the state alone"),
@@ -452,3 +537,229 @@ def _refused(rank: int, case: str) -> str:
 def test_what_does_not_go_with_it_is_named_on_all_ranks(case: str, words: str) -> None:
     for said in run_ranks(_refused, 3, case):
         assert words in said
+
+
+# --- what scripts do beside backward and step ---------------------------------------------------------------------------
+
+
+def _zeroed_in_place(model: nn.Module, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    face.step()
+    face.zero_grad(set_to_none=False)
+
+
+def _dropped(model: Any, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    model[4].weight.grad = None
+    model[4].bias.grad.zero_()
+    face.step()
+    face.zero_grad()
+
+
+def _replaced(model: Any, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    model[4].weight.grad = torch.full_like(model[4].weight, 0.1)
+    face.step()
+    face.zero_grad()
+
+
+def _scaled_by_data(model: nn.Module, face: Any, rank: int, step: int) -> None:
+    x, y = batch(step, rank)
+    F.cross_entropy(model(x), y).backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.data.mul_(0.5 if float(param.grad.detach().norm(2)) > 0.1 else 0.25)
+    face.step()
+    face.zero_grad()
+
+
+LOOPS = {"zeroed in place": _zeroed_in_place, "dropped": _dropped, "replaced": _replaced, "scaled by data": _scaled_by_data}
+
+
+def _loop(rank: int, name: str, strategy: dict[str, Any]) -> list[Tensor]:
+    model = net()
+    model, face = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(**strategy))
+    for step in range(4):
+        LOOPS[name](model, face, rank, step)
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "stages"),
+    [
+        ("zeroed in place", {}, [1, 2]),
+        ("zeroed in place", {"powersgd": {"begin_step": 2, "rank": 2}, "clip_norm": {"max_norm": 0.1}}, [1]),
+        ("dropped", {"clip_norm": {"max_norm": 0.1}}, [1, 2]),
+        ("replaced", {}, [1, 2]),
+        ("scaled by data", {}, [1, 2]),
+    ],
+)
+def test_gradients_that_a_script_changes_train_as_without_it(name: str, beside: dict[str, Any], stages: list[int]) -> None:
+    plain = run_ranks(_loop, 2, name, beside)
+    for stage in stages:
+        _same_on_both(run_ranks(_loop, 2, name, {**beside, "sharding": {"stage": stage}}), plain)
+
+
+def _same_on_both(ours: list[list[Tensor]], plain: list[list[Tensor]]) -> None:
+    assert same_bits(ours[0], ours[1])
+    close(ours[0], plain[0], 2e-6)
+
+
+def _gan(rank: int, strategy: dict[str, Any], by_model: bool) -> list[Tensor]:
+    """The usual loop: the generator's loss leaves gradients in the discriminator, which zero_grad() drops."""
+    torch.manual_seed(1)
+    maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+    judge = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    maker, making = fleet.distribute(maker, OPTIMIZERS["adamw"](maker.parameters()), fleet.DistributedStrategy(**strategy))
+    judge, judging = fleet.distribute(judge, OPTIMIZERS["adamw"](judge.parameters()), fleet.DistributedStrategy(**strategy))
+    for step in range(4):
+        generator = torch.Generator().manual_seed(7 * step + rank)
+        noise, real = torch.randn(5, 4, generator=generator), torch.randn(5, 8, generator=generator)
+        (judge if by_model else judging).zero_grad()
+        F.softplus(-judge(real)).mean().backward()
+        F.softplus(judge(maker(noise).detach())).mean().backward()
+        judging.step()
+        (maker if by_model else making).zero_grad()
+        F.softplus(-judge(maker(noise))).mean().backward()
+        making.step()
+    return [value.detach().clone() for model in (maker, judge) for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize(("by_model", "stage"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_two_sharded_pairs_train_as_a_gan_does_without_it(by_model: bool, stage: int) -> None:
+    plain, ours = run_ranks(_gan, 2, {}, by_model), run_ranks(_gan, 2, {"sharding": {"stage": stage}}, by_model)
+    assert same_bits(ours[0], ours[1])
+    close(ours[0], plain[0], 2e-6)
+
+
+def _read_by_keyword(rank: int) -> list[str]:
+    model = net()
+    model, _ = fleet.distribute(model, optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(sharding=True))
+    x, y = batch(0, rank)
+    F.cross_entropy(model(x), y).backward()
+    grad, other = model[4].weight.grad, torch.zeros(37, 192)
+    assert grad is not None
+    return [
+        raised(lambda: torch.sum(input=grad)),
+        raised(lambda: other.add_(other=grad)),
+        raised(lambda: torch.stack(tensors=[grad])),
+        raised(lambda: torch.ones(37, 192).mul_(grad)),
+    ]
+
+
+def test_a_gradient_given_by_keyword_or_as_a_factor_is_refused_too() -> None:
+    for said in run_ranks(_read_by_keyword, 2)[0]:
+        assert "has the mean of its share of it alone" in said
+
+
+def _versions_and_hooks(rank: int) -> tuple[list[bool], list[int], str]:
+    model = net()
+    inner = optim.SGD(model.parameters(), lr=0.1)
+    seen: list[int] = []
+    inner.register_step_post_hook(lambda o, *_: seen.append(sum(p.numel() for g in o.param_groups for p in g["params"])))
+    strategy = fleet.DistributedStrategy(sharding=True, fuse_grad_size_in_MB=0.001)
+    model, face = fleet.distribute(model, inner, strategy)
+    before = [param._version for param in model.parameters()]
+    x, y = batch(0, rank)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    face.step()
+    changed = [param._version > old for param, old in zip(model.parameters(), before, strict=True)]
+    return changed, seen, raised(loss.backward)
+
+
+def test_after_an_update_older_graphs_are_refused_and_post_hooks_see_whole_parameters() -> None:
+    whole = sum(param.numel() for param in net().parameters())
+    for changed, seen, said in run_ranks(_versions_and_hooks, 2):
+        assert all(changed) and seen == [whole]
+        assert "modified by an inplace operation" in said
+
+
+def _by_hand(rank: int, case: str) -> str:
+    model = net().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(sharding=True))
+    if case == "format":
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, of gradients that are laid out otherwise
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    elif rank == 1:
+        model[4].weight.data.mul_(2)
+    x, y = batch(0, rank)
+    return raised(lambda: face.minimize(F.cross_entropy(model(x), y)))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("format", "`0.weight` is laid out otherwise in memory"),
+        ("one rank", "after fleet.distribute(...) the ranks no longer hold the same model. Unlike rank 0: rank 1 in 4.weight"),
+    ],
+)
+def test_weights_that_one_rank_changed_or_all_laid_out_otherwise_are_found_before_the_first_update(case: str, words: str) -> None:
+    for said in run_ranks(_by_hand, 2, case):
+        assert words in said
+
+
+class EmptyLast(nn.Module):
+    """The layer that is registered last has no elements: it is the first of its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(40, 40)
+        self.empty = nn.ParameterList([torch.empty(0), torch.empty(0, dtype=torch.float64)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().sum() + sum(one.sum().float() for one in self.empty)
+
+
+def _empty(rank: int, strategy: dict[str, Any]) -> list[Tensor]:
+    model = EmptyLast()
+    model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(**strategy))
+    for _ in range(2):
+        face.minimize(model(torch.ones(2, 40) + rank))
+    return list(model.state_dict().values())
+
+
+def test_parameters_without_elements_do_no_harm() -> None:
+    assert same_bits(run_ranks(_empty, 2, {"sharding": True})[0], run_ranks(_empty, 2, {})[0])
+
+
+def _ended(rank: int) -> tuple[bool, str]:
+    model = net()
+    first = OPTIMIZERS["adamw"](model.parameters())
+    model, face = fleet.distribute(model, first, fleet.DistributedStrategy(sharding=True))
+    x, y = batch(0, rank)
+    face.minimize(F.cross_entropy(model(x), y))
+    bucket = weakref.ref(next(iter(face.pipeline.buckets)))
+    model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy())
+    gc.collect()
+    return bucket() is None, raised(first.step)
+
+
+def test_an_ended_pair_keeps_no_buckets_and_its_optimizer_does_not_step_by_a_share() -> None:
+    for is_gone, said in run_ranks(_ended, 2):
+        assert is_gone and "has this rank's share of its state alone" in said
+
+
+def _auto_beside(rank: int) -> list[Tensor]:
+    model, sample = net(), batch(0, rank)
+    strategy = fleet.DistributedStrategy(sharding=True, auto=True)
+
+    def loss_fn(model: nn.Module, given: Any) -> Tensor:
+        return F.cross_entropy(model(given[0]), given[1])
+
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of timings on a busy machine
+        model, face = fleet.distribute(model, inner, strategy, sample=sample, loss_fn=loss_fn)
+    face.minimize(loss_fn(model, sample))
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.campaign
+def test_auto_plans_around_it() -> None:
+    first, second = run_ranks(_auto_beside, 2)
+    assert same_bits(first, second)

@@ -19,7 +19,7 @@ from fleetx.auto.cost import (
     update_cost,
     wire,
 )
-from fleetx.dist.wire_cost import Link
+from fleetx.dist.predicted_cost import Link
 from fleetx.errors import ConfigError
 
 GRADIENTS = Gradients(((1000, 500), (500, 200), (300_000,), *[(10_000,)] * 10))

@@ -21,7 +21,7 @@ from fleetx.auto.request import Asked
 from fleetx.auto.run_measurements import gradients_of
 from fleetx.auto.what_if import Question, candidate_of, curves, same_plan, what_if
 from fleetx.cli.planning import how_to_use
-from fleetx.dist.wire_cost import Link, low_rank, sparse
+from fleetx.dist.predicted_cost import Link, low_rank, sparse
 from fleetx.engine.slots import PlanContext, Risk
 from fleetx.errors import ConfigError
 from fleetx.recompute.profile import Element, Profile, Way

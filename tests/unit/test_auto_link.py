@@ -10,7 +10,7 @@ import torch
 
 from fleetx.auto.link import SIZES, LinkProfile, fitted, measured_link, read_off
 from fleetx.dist import world
-from fleetx.dist.wire_cost import all_reduce
+from fleetx.dist.predicted_cost import all_reduce
 from tests.helpers.harness import run_ranks
 
 LATENCY, RATE = 50e-6, 1e9

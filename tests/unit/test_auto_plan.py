@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetx.auto.candidate import RISKS, Candidate, allows, batches_of, every, offered
+from fleetx.auto.candidate import DENSE, RISKS, Candidate, allows, batches_of, every, offered
 from fleetx.auto.cost import Gradients, Reducer, Rung, wire
-from fleetx.auto.explain import rejected
+from fleetx.auto.explain import compiling_pays, rejected
 from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast, from_plain, to_plain
 from fleetx.auto.plan import Plan, Row, differences, from_json, load, to_json
 from fleetx.auto.probe import ladder_of, on_line
 from fleetx.auto.request import least_share
 from fleetx.auto.run_measurements import gradients_of
-from fleetx.dist.wire_cost import Link, as_matrix, low_rank, sparse
+from fleetx.dist.predicted_cost import Link, as_matrix, low_rank, sparse
 from fleetx.engine.setup.conflicts import check_parts
 from fleetx.engine.slots import PlanContext, Risk
 from fleetx.errors import ConfigError
@@ -180,6 +180,25 @@ def test_recompute_follows_from_the_memory_and_from_what_the_reducer_keeps() -> 
     kept = predicted(FAST, Candidate("float32", 8, 1, DGC), memory=707 * MB)  # 8 MB of it are DGC's
     assert kept.peak_bytes == 508 * MB and kept.again_s == 0.009
     assert not predicted(FAST, Candidate("bfloat16", 8), memory=700 * MB).candidate.recomputes
+
+
+def test_compiling_is_weighed_against_the_updates_that_earn_it_back() -> None:
+    compiled = replace(FAST.passes[0], forward_s=0.004, backward_s=0.010, is_compiled=True, compile_s=30.0)
+    measured = replace(FAST, passes=(*FAST.passes, compiled))
+    wanted = Candidate("float32", 8, compiles=True)
+    assert measured.compiled == ["float32"] and measured.precisions == ["float32", "bfloat16"]
+    endless = predicted(measured, wanted)
+    assert endless.cost.seconds == pytest.approx(0.032 - 0.016) and endless.once_s == 0
+    for steps, is_faster in ((1000, False), (10_000, True)):
+        found, plain = (predicted(measured, one, total_steps=steps) for one in (wanted, PLAIN))
+        assert found.once_s == 30.0 / steps and plain.once_s == 0
+        assert (found.seconds_per_sample < plain.seconds_per_sample) == is_faster  # 16 ms are saved: 1,875 updates earn it back
+    [note] = compiling_pays(measured, endless, memory=None, total_steps=None)
+    assert note == "compiling takes 30.0 s, once, and saves 16.0 ms an update by the forecast: earned back after 1,875 updates."
+    assert compiling_pays(measured, predicted(measured, PLAIN), memory=None, total_steps=None) == []
+    for risk, kinds in (("rounding", [False, True]), ("exact", [False])):
+        wanted_of = every(["float32"], [(8, 1)], [DENSE], own_batch=True, risk=risk, compiled=["float32"])
+        assert [one.compiles for one in wanted_of] == kinds
 
 
 def test_what_does_not_fit_or_was_not_measured_is_told_in_words() -> None:

@@ -23,7 +23,7 @@ from fleetx.auto.link import LinkProfile
 from fleetx.auto.measurements import Forecast, Measured, Pass, Reduced, forecast
 from fleetx.auto.run_measurements import gradients_of
 from fleetx.auto.what_if import Question, curves, what_if
-from fleetx.dist.wire_cost import Link
+from fleetx.dist.predicted_cost import Link
 from fleetx.engine.slots import PlanContext
 from fleetx.strategy import DistributedStrategy
 

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from fleetx import fleet
 from fleetx.checkpoint.encode import Encoder, decode
-from fleetx.checkpoint.manifest import Damaged, Manifest, read_manifest, record_of
+from fleetx.checkpoint.hashes import Damaged, Manifest, read_manifest, record_of
 from fleetx.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("alone")

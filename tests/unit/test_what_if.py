@@ -20,7 +20,7 @@ from fleetx.auto.measurements import Measured, Pass, Reduced
 from fleetx.auto.plan import Plan
 from fleetx.auto.what_if import WORLDS, Curve, Outlook, Question, candidate_of, curves, link_for, same_plan, what_if
 from fleetx.cli.planning import curves_text, how_to_use, link_notes, outlook_text, rate, what_changed
-from fleetx.dist.wire_cost import Link, dense, low_rank, sparse
+from fleetx.dist.predicted_cost import Link, dense, low_rank, sparse
 from fleetx.errors import ConfigError
 from fleetx.strategy import DistributedStrategy
 

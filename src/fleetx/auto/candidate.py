@@ -1,9 +1,10 @@
-"""Enumerate what `auto` may choose: precision x micro-batch and merging x reducer; recompute follows from the memory."""
+"""Enumerate what `auto` may choose: precision x compiled or not x micro-batch and merging x reducer; recompute follows from the
+memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -52,24 +53,28 @@ class Candidate:
     """Whether its update takes more samples than the user's own would."""
     kept: tuple[str, ...] = ()
     """Names of the parts that the user has set."""
+    compiles: bool = False
+    """Whether blocks are compiled, beyond what the user has set."""
 
     @property
     def risk(self) -> Risk:
         """Class of risk of what is added to the parts that the user has set."""
         found = [Risk.EXACT if self.reducer.kind in self.kept else self.reducer.risk]
         found += [Risk.ROUNDING] if self.precision != "float32" and "amp" not in self.kept else []
+        found += [Risk.ROUNDING] if self.compiles else []
         found += [Risk.SCHEDULE] if self.grows_batch else []
         return max(found, key=RISKS.index)
 
     @property
-    def risk_order(self) -> tuple[int, int, int, bool]:
+    def risk_order(self) -> tuple[int, int, int, bool, bool]:
         """Sort key, plain training first: of plans that are equally fast the first is taken."""
         grown = self.merge_steps if self.grows_batch else 1
-        return RISKS.index(self.risk), grown * self.reducer.period, grown, self.recomputes
+        return RISKS.index(self.risk), grown * self.reducer.period, grown, self.compiles, self.recomputes
 
     @property
     def name(self) -> str:
         words = [SHORT[self.precision]]
+        words += ["compile"] if self.compiles else []
         words += ["recompute"] if self.recomputes else []
         words += (
             [f"{self.merge_steps} x {self.batch}" if self.batch else f"merge {self.merge_steps}"] if self.merge_steps > 1 else []
@@ -82,6 +87,8 @@ class Candidate:
         found: dict[str, Any] = {}
         if self.precision != "float32":
             found |= {"amp": True, "amp_configs": {"dtype": self.precision}}
+        if self.compiles:
+            found["compile"] = True
         if self.recomputes:
             which = {"checkpoints": list(self.recomputed)} if self.recomputed else {"budget": memory}
             found |= {"recompute": True, "recompute_configs": which}
@@ -110,13 +117,17 @@ def every(
     own_batch: bool,
     risk: str,
     kept: tuple[str, ...] = (),
+    compiled: Collection[str] = (),
 ) -> Iterator[Candidate]:
     """Yield all that the risk allows, without recompute. `batches`: micro-batches and merge steps; `own_batch`: the update is as
-    large as the user's own only without merging; `kept`: names of the parts that the user has set."""
+    large as the user's own only without merging; `kept`: names of the parts that the user has set; `compiled`: precisions that
+    were measured compiled as well."""
     grows = own_batch and "gradient_merge" not in kept
-    for precision in precisions:
+    kinds = [(precision, False) for precision in precisions] + [(precision, True) for precision in compiled]
+    for precision, compiles in kinds:
         for batch, steps in batches:
             for reducer in reducers:
-                found = Candidate(precision, batch, steps, reducer, grows_batch=grows and steps > 1, kept=kept)
+                grown = grows and steps > 1
+                found = Candidate(precision, batch, steps, reducer, grows_batch=grown, kept=kept, compiles=compiles)
                 if allows(risk, found.risk):
                     yield found

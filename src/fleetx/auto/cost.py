@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-from ..dist import wire_cost
-from ..dist.wire_cost import Cost, Link
+from ..dist import predicted_cost
+from ..dist.predicted_cost import Cost, Link
 from ..engine.slots import Part, Risk, Slot
 from ..errors import ConfigError
 from ..strategies import catalogue
@@ -34,7 +34,7 @@ class Gradients:
 
     @property
     def numel(self) -> int:
-        return wire_cost.numel(self.shapes)
+        return predicted_cost.numel(self.shapes)
 
 
 @final
@@ -125,7 +125,7 @@ def settings_of(parts: Iterable[Part]) -> dict[str, Any]:
 def wire(reducer: Reducer, gradients: Gradients, link: Link) -> Cost:
     """Return bytes and seconds of one exchange over a link."""
     if reducer.part is None:
-        return wire_cost.dense(gradients.numel, link)
+        return predicted_cost.dense(gradients.numel, link)
     return reducer.part.wire_cost(gradients.shapes, link)
 
 

@@ -38,6 +38,9 @@ def rejected(
             is_known or (precision == "bfloat16" and not allows(risk, Risk.ROUNDING))
         ):
             found[f"amp {SHORT[precision]}"] = _precision(measured, chosen, precision, risk, memory, ran)
+    was_looked_at = "compile" in measured.missing or measured.compiled
+    if was_looked_at and not chosen.candidate.compiles and "compile" not in fixed.names:
+        found["compile"] = _compile(measured, chosen, risk=risk, memory=memory, ran=ran)
     if not chosen.candidate.recomputes and fixed.recompute is None:
         found["recompute"] = _recompute(measured, chosen, memory)
     if chosen.candidate.merge_steps == 1 and fixed.merge_steps is None:
@@ -92,7 +95,7 @@ def _precision(
         return f'changes results by rounding, and auto_configs["risk"] is "{risk}".'
     if precision in measured.missing:
         return _sentence(measured.missing[precision])
-    same = replace(chosen.candidate, precision=precision, recomputes=False, recomputed=())
+    same = replace(chosen.candidate, precision=precision, recomputes=False, recomputed=(), compiles=False)
     other = forecast(measured, same, memory=memory)
     if isinstance(other, str):
         return _sentence(other)
@@ -101,8 +104,40 @@ def _precision(
     return f"an update would take {_ms(other.cost.seconds)} in place of {_ms(chosen.cost.seconds)}, by the forecast."
 
 
+def _compile(measured: Measured, chosen: Forecast, *, risk: str, memory: int | None, ran: Mapping[Candidate, float]) -> str:
+    if not allows(risk, Risk.ROUNDING):
+        return f'changes results by rounding, and auto_configs["risk"] is "{risk}".'
+    kinds = measured.compiled
+    if not kinds:
+        return _sentence(measured.missing.get("compile", "was not measured"))
+    precision = chosen.candidate.precision if chosen.candidate.precision in kinds else kinds[0]
+    same = replace(chosen.candidate, precision=precision, compiles=True, recomputes=False, recomputed=())
+    other, one = forecast(measured, same, memory=memory), measured.pass_of(same)
+    if isinstance(other, str) or one is None:
+        return _sentence(other if isinstance(other, str) else "was not measured")
+    once = f"; compiling took {one.compile_s:.1f} s, once."
+    if other.candidate in ran and chosen.candidate in ran:
+        return f"run, an update took {_ms(ran[other.candidate])}, and {_ms(ran[chosen.candidate])} as chosen{once}"
+    return f"an update would take {_ms(other.cost.seconds)} in place of {_ms(chosen.cost.seconds)}, by the forecast{once}"
+
+
+def compiling_pays(measured: Measured, chosen: Forecast, *, memory: int | None, total_steps: int | None) -> list[str]:
+    """Say what compiling takes once, and after how many updates that is earned back, where it was chosen."""
+    one = measured.pass_of(chosen.candidate) if chosen.candidate.compiles else None
+    if one is None:
+        return []
+    plain = replace(chosen.candidate, compiles=False, recomputes=False, recomputed=())
+    other = forecast(measured, plain, memory=memory)
+    text = f"compiling takes {one.compile_s:.1f} s, once"
+    if not isinstance(other, str):
+        saved = other.cost.seconds - chosen.cost.seconds
+        text += f", and saves {_ms(saved)} an update by the forecast"
+        text += f": earned back after {one.compile_s / saved:,.0f} updates" if saved > 0 else ""
+    return [f"{text}." if total_steps is None else f"{text}; {total_steps:,} are to be made."]
+
+
 def _recompute(measured: Measured, chosen: Forecast, memory: int | None) -> str:
-    one = measured.pass_of(chosen.candidate.precision, chosen.candidate.batch)
+    one = measured.pass_of(chosen.candidate)
     rungs = [rung for rung in one.ladder if rung.units] if one is not None else []
     least = min(rungs, key=lambda rung: rung.peak_bytes, default=None)
     could = ""
@@ -163,7 +198,7 @@ def _run(chosen: Forecast, kind: str, ran: Mapping[Candidate, float]) -> str:
 
 def _compared(measured: Measured, chosen: Forecast, reducer: Reducer) -> str:
     """Compare it with plain all-reduce, all else being as in the plan that was chosen."""
-    one = measured.pass_of(chosen.candidate.precision, chosen.candidate.batch)
+    one = measured.pass_of(chosen.candidate)
     dense, other = measured.exchange(DENSE), measured.exchange(reducer)
     if one is None or dense is None or other is None:
         return "was not measured."

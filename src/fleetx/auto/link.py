@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 
 from ..dist.comm import Comm
-from ..dist.wire_cost import Link
+from ..dist.predicted_cost import Link
 from .clock import wait_for
 
 KIB = 2**10

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from ..config.text import binary
-from ..dist.wire_cost import Link
+from ..dist.predicted_cost import Link
 from ..engine.slots import PlanContext
 from ..strategies import catalogue
 from .candidate import Candidate
@@ -28,6 +28,10 @@ class Pass:
     """Plans of recompute, from none on. Empty where memory was not measured."""
     is_predicted: bool = False
     """Whether its seconds follow from those of other batches."""
+    is_compiled: bool = False
+    """Whether `auto` compiled the blocks."""
+    compile_s: float = 0.0
+    """Seconds of compiling, once, in the first step."""
 
 
 @final
@@ -71,8 +75,19 @@ class Measured:
         """Return what parts are asked for candidates with."""
         return PlanContext(max(2, self.ranks), "cpu" if self.device == "CPU" else "cuda", self.gradients.shapes)
 
-    def pass_of(self, precision: str, batch: int) -> Pass | None:
-        return next((one for one in self.passes if (one.precision, one.batch) == (precision, batch)), None)
+    def pass_of(self, candidate: Candidate) -> Pass | None:
+        """Return the forward and backward of a candidate; None where it was not measured."""
+        wanted = (candidate.precision, candidate.batch, candidate.compiles)
+        return next((one for one in self.passes if (one.precision, one.batch, one.is_compiled) == wanted), None)
+
+    @property
+    def precisions(self) -> list[str]:
+        return list(dict.fromkeys(one.precision for one in self.passes if not one.is_compiled))
+
+    @property
+    def compiled(self) -> list[str]:
+        """Return the precisions that were measured compiled as well."""
+        return list(dict.fromkeys(one.precision for one in self.passes if one.is_compiled))
 
     def reduced_of(self, reducer: Reducer) -> Reduced | None:
         wanted = reducer.every_update()
@@ -102,10 +117,12 @@ class Forecast:
     """Samples of one update of all ranks."""
     peak_bytes: int
     again_s: float
+    once_s: float = 0.0
+    """This update's share in the seconds of compiling."""
 
     @property
     def seconds_per_sample(self) -> float:
-        return self.cost.seconds / max(1, self.samples)
+        return (self.cost.seconds + self.once_s) / max(1, self.samples)
 
 
 def forecast(
@@ -115,10 +132,12 @@ def forecast(
     memory: float | None = None,
     link: Link | None = None,
     settled: Rung | None = None,
+    total_steps: int | None = None,
 ) -> Forecast | str:
     """Predict an update of a candidate; or say in a sentence why that cannot be. `settled`: the plan of recompute that is used,
-    in place of the cheapest that keeps to the memory."""
-    one, found = measured.pass_of(candidate.precision, candidate.batch), measured.reduced_of(candidate.reducer)
+    in place of the cheapest that keeps to the memory. `total_steps`: updates that share the seconds of compiling; None: so many
+    that these do not count."""
+    one, found = measured.pass_of(candidate), measured.reduced_of(candidate.reducer)
     exchange = measured.exchange(candidate.reducer, link)
     if one is None or found is None or exchange is None:
         missing = candidate.precision if one is None else candidate.reducer.kind
@@ -139,7 +158,8 @@ def forecast(
     ranks = measured.ranks if link is None else link.ranks
     samples = max(1, candidate.batch) * candidate.merge_steps * ranks
     chosen = replace(candidate, recomputes=rung.units > 0, recomputed=rung.names)
-    return Forecast(chosen, cost, samples, max(rung.peak_bytes + found.lasting_bytes, found.peak_bytes), rung.again_s)
+    peak = max(rung.peak_bytes + found.lasting_bytes, found.peak_bytes)
+    return Forecast(chosen, cost, samples, peak, rung.again_s, one.compile_s / total_steps if total_steps else 0.0)
 
 
 # --- as JSON ----------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ def key_of(subject: Subject, auto: Auto) -> dict[str, Any]:
         "fleetx": __version__,
         "scalars": dict(subject.scalars),
         "fixed": subject.fixed.settings,
-        "asked": {"risk": auto.risk, "trials": auto.trials, "memory": auto.memory, "global_batch": auto.global_batch},
+        "asked": {"risk": auto.risk, "trials": auto.trials, "memory": auto.memory, "global_batch": auto.global_batch}
+        | ({} if auto.total_steps is None else {"total_steps": auto.total_steps}),
     }
     agreed: dict[str, Any] = subject.comm.gather_json(key)[0]
     return agreed

@@ -7,6 +7,7 @@ decided by such numbers alone, since every rank must be in every collective.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from torch import nn
 
 from ..engine.dry_run import OutOfMemory, Rehearsal
 from ..engine.dry_steps import drop_gradients
+from ..engine.modules.compiling import for_any_size
 from ..errors import ConfigError
 from ..recompute.batches import Growth, Units, measured_growth, profile_from_smaller
 from ..recompute.budget_solver import Solution, cheapest, cheapest_that_fits, least_peak
@@ -85,9 +87,11 @@ def precisions(device: torch.device) -> list[str]:
 class PrecisionProbe:
     """Measure a step in one precision: its units' memory and time, for the sample as it is or for any number of its rows."""
 
-    def __init__(self, subject: Subject, precision: str, *, memory: int | None, grows: bool) -> None:
-        """Prepare a probe; `grows` says that batches other than the sample's will be asked for."""
+    def __init__(self, subject: Subject, precision: str, *, memory: int | None, grows: bool, is_compiled: bool = False) -> None:
+        """Prepare a probe; `grows` says that batches other than the sample's will be asked for, `is_compiled` that blocks are
+        compiled."""
         self._subject, self.precision, self._memory, self._grows = subject, precision, memory, grows
+        self.is_compiled, self._compile_s = is_compiled, 0.0
         self._own = OwnRecompute(subject) if subject.fixed.recompute is not None else None
         self._growth: Growth | None = None
         self._profile: Profile | None = None
@@ -101,17 +105,24 @@ class PrecisionProbe:
         """Time one step of the sample; 0 if it does not fit into memory."""
         with self._subject.bound(self._settings()) as rehearsal, rehearsal.leaving_no_trace():
             try:
-                return timed_look(rehearsal)
+                first = _step_seconds(rehearsal) if self.is_compiled else 0.0
+                seconds = timed_look(rehearsal)
             except OutOfMemory:
                 return 0.0
+            self._compile_s = max(0.0, first - seconds)
+            return seconds
 
     def _settings(self) -> dict[str, Any]:
-        return Candidate(self.precision).settings()
+        return Candidate(self.precision, compiles=self.is_compiled).settings()
 
     def run(self, batches: Sequence[int], *, is_first: bool) -> None:
         """Measure. `batches`: those that will be asked for, timed themselves where they can be."""
         subject = self._subject
-        with subject.bound(self._settings()) as rehearsal, rehearsal.leaving_no_trace():
+        with contextlib.ExitStack() as inside:
+            rehearsal = inside.enter_context(subject.bound(self._settings()))
+            if self._grows:
+                inside.enter_context(for_any_size(subject.model))
+            inside.enter_context(rehearsal.leaving_no_trace())
             before = lasting_bytes(rehearsal)
             planner = self._measure_memory(rehearsal)
             self.units = dict(planner.units)
@@ -226,7 +237,7 @@ class PrecisionProbe:
             ladder = ladder_of(self.profile(batch), limits, self._can_name())
         else:
             ladder = (Rung(own.peak_bytes, own.seconds, len(own.again)),)
-        return Pass(self.precision, batch, forward_s, backward_s, ladder, is_predicted)
+        return Pass(self.precision, batch, forward_s, backward_s, ladder, is_predicted, self.is_compiled, self._compile_s)
 
     def _times_at(self, batch: int) -> tuple[float, float, bool]:
         if batch in self._times:
@@ -293,8 +304,14 @@ def timed_pass(rehearsal: Rehearsal) -> tuple[float, float]:
 
 def timed_look(rehearsal: Rehearsal) -> float:
     """Time one step; on a GPU, whose first may wait for kernels to be loaded, the second. Collective."""
-    for _ in range(2 if rehearsal.device.type == "cuda" else 1):
-        found = rehearsal.everywhere(lambda: _once(rehearsal))
+    if rehearsal.device.type == "cuda":
+        rehearsal.everywhere(lambda: _once(rehearsal))
+    return _step_seconds(rehearsal)
+
+
+def _step_seconds(rehearsal: Rehearsal) -> float:
+    """Time one step, on the slowest rank. Collective."""
+    found = rehearsal.everywhere(lambda: _once(rehearsal))
     return float(max(rehearsal.comm.gather_json(sum(found))))
 
 
@@ -313,8 +330,10 @@ def timed_update(rehearsal: Rehearsal) -> float:
     face = rehearsal.optimizer
     rehearsal.gather_gradients()
     face.pipeline.buckets.expose(None)
+    shard = face.pipeline.stages.shard
+    step = face.update.step if shard is None else functools.partial(shard.step, None)
     with face._steps():
-        seconds = [clocked(rehearsal, face.update.step) for _ in range(1 + TIMED)][1:]
+        seconds = [clocked(rehearsal, step) for _ in range(1 + TIMED)][1:]
     drop_gradients(face.pipeline)
     return float(max(rehearsal.comm.gather_json(typical(seconds))))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..engine import dry_steps
 from ..engine.dry_run import Rehearsal
+from ..engine.modules.compiling import cannot_compile, compiled_by
 from ..engine.modules.patching import patched
 from ..engine.noise_scale import noise_scale_of
 from ..engine.slots import PlanContext, Slot
@@ -30,6 +31,8 @@ from .subject import Subject, agreed, raise_if_alone
 
 MEASURING_S = 35.0
 """Seconds after which nothing more is measured that can be left out."""
+COMPILED_ON = ("cuda",)
+"""Types of devices on which compiled blocks are measured: for a CPU compiling takes minutes, and wins little."""
 FAR_SLOWER = 1.5
 """A precision whose step takes so many times as long as the fastest one's is not measured in full."""
 
@@ -47,6 +50,8 @@ class Measuring:
         """Seconds of an update by the rules of other parts, by name; or why that cannot be."""
         self.kept_bytes = 0
         """Bytes that the optimizer keeps once it has made an update."""
+        self.compiling_s = 0.0
+        """Seconds that measuring with compiled blocks took."""
 
     def run(self) -> Measured:
         subject, memory = self._subject, self._asked.memory
@@ -85,7 +90,7 @@ class Measuring:
         grows, batches = self._asked.share is not None, [batch for batch, _ in self._batches]
         names = self._precisions()
         probes = {name: PrecisionProbe(self._subject, name, memory=memory, grows=grows) for name in names}
-        looks = {name: self._look(probe, is_first=name == names[0]) for name, probe in probes.items()}
+        looks = {name: self._look(probe, is_first=name == names[0], name=name) for name, probe in probes.items()}
         fastest, best = min(((seconds, name) for name, seconds in looks.items() if seconds), default=(0.0, ""))
         found: list[PrecisionProbe] = []
         for name, probe in probes.items():
@@ -107,15 +112,50 @@ class Measuring:
                 if not found:
                     raise
                 self._missing[name] = f"does not run here ({first_line(error)})"
-        return found
+        fast = best if any(probe.precision == best for probe in found) else found[0].precision
+        return [*found, *self._compiled_probe(fast, batches, memory=memory, grows=grows)]
+
+    def _compiled_probe(self, precision: str, batches: list[int], *, memory: int | None, grows: bool) -> list[PrecisionProbe]:
+        """Measure compiled blocks in the fastest precision; nothing where they cannot be, or the user has said how."""
+        why_not = self._why_not_compiled()
+        if why_not is not None:
+            self._missing["compile"] = why_not
+            return []
+        began = self._subject.elapsed_s()
+        probe = PrecisionProbe(self._subject, precision, memory=memory, grows=grows, is_compiled=True)
+        self._look(probe, is_first=False, name="compile")
+        if "compile" not in self._missing:
+            try:
+                probe.run(batches, is_first=False)
+            except FleetError as error:
+                raise_if_alone(error)
+                self._missing["compile"] = f"does not run here ({first_line(error)})"
+        self.compiling_s = self._subject.elapsed_s() - began
+        return [] if "compile" in self._missing else [probe]
+
+    def _why_not_compiled(self) -> str | None:
+        """Say why compiled blocks are not measured, the same on all ranks; None where they are. Collective."""
+        subject = self._subject
+        if "compile" in self._fixed.names:
+            return "is as you set it"
+        if not allows(self._auto.risk, RISKS[1]):
+            return "changes results by rounding"
+        if subject.device.type not in COMPILED_ON:
+            return f"is not tried on a {subject.device.type.upper()}, for which compiling takes long and wins little"
+        if any(compiled_by(module) == "user" for module in subject.model.modules()):
+            return "the model is compiled already"
+        missing = [why for why in subject.comm.gather_json(cannot_compile(subject.device)) if why is not None]
+        if missing:
+            return f"cannot be: {missing[0]}"
+        return "was not measured, for want of time" if subject.elapsed_s() > MEASURING_S else None
 
     def _precisions(self) -> list[str]:
         if self._fixed.precision is not None:
             return [self._fixed.precision]
         return precisions(self._subject.device) if allows(self._auto.risk, RISKS[1]) else ["float32"]
 
-    def _look(self, probe: PrecisionProbe, *, is_first: bool) -> float:
-        self._subject.tell(f"a first step in {probe.precision}")
+    def _look(self, probe: PrecisionProbe, *, is_first: bool, name: str) -> float:
+        self._subject.tell(f"a first step in {name}")
         try:
             return probe.look()
         except Exception as error:  # `everywhere` has raised on all ranks, each what it knows
@@ -123,7 +163,7 @@ class Measuring:
                 raise_if_alone(error)
             if is_first:
                 raise
-            self._missing[probe.precision] = f"does not run here ({type(error).__name__}: {first_line(error)})"
+            self._missing[name] = f"does not run here ({type(error).__name__}: {first_line(error)})"
             return 0.0
 
     def _noise_scale(self, units: Mapping[str, nn.Module]) -> float | None:

@@ -11,12 +11,13 @@ from typing import Any, final
 
 from ..config.progress import progress
 from ..config.text import binary
+from ..engine.modules.large_head import advice_on_head
 from ..errors import ConfigError
 from ..strategies.auto import Auto
 from . import candidate as candidates
 from .candidate import Candidate, every
 from .cost import Micro, hidden_share, statistical_efficiency
-from .explain import rejected
+from .explain import compiling_pays, rejected
 from .measurements import Forecast, Measured, forecast
 from .plan import Plan, Row, from_json, to_json
 from .plan_file import kept_plan, key_of, require_folder, save
@@ -78,7 +79,6 @@ class _Planning:
     # --- predictions ------------------------------------------------------------------------------------------------------
 
     def _forecasts(self, measured: Measured) -> tuple[dict[Candidate, Forecast], dict[str, str]]:
-        names = list(dict.fromkeys(one.precision for one in measured.passes))
         of_user = self._fixed.reducer
         every_reducer = [of_user] if of_user else candidates.offered(measured.context)
         reducers = [one for one in every_reducer if measured.reduced_of(one) is not None]
@@ -86,7 +86,16 @@ class _Planning:
         refused: dict[str, str] = {}
         own = self._asked.share is None
         kept = self._fixed.names
-        for candidate in every(names, self._batches, reducers, own_batch=own, risk=self._auto.risk, kept=kept):
+        wanted = every(
+            measured.precisions,
+            self._batches,
+            reducers,
+            own_batch=own,
+            risk=self._auto.risk,
+            kept=kept,
+            compiled=measured.compiled,
+        )
+        for candidate in wanted:
             predicted = self._forecast(measured, candidate)
             if isinstance(predicted, str):
                 refused[candidate.name] = predicted
@@ -95,13 +104,14 @@ class _Planning:
         return found, refused
 
     def _forecast(self, measured: Measured, candidate: Candidate) -> Forecast | str:
-        return forecast(measured, candidate, memory=self._asked.memory)
+        return forecast(measured, candidate, memory=self._asked.memory, total_steps=self._auto.total_steps)
 
     def _nothing_fits(self, refused: dict[str, str]) -> str:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(refused.items())[-4:])
         return (
             f"auto: nothing that the risk allows keeps to {binary(self._asked.memory or 0)} ({reasons}). Give a smaller "
             'sample, more memory, or a global_batch, which may be made up of smaller micro-batches: auto_configs["global_batch"].'
+            f"{advice_on_head(self._subject.model)}"
         )
 
     # --- running ----------------------------------------------------------------------------------------------------------
@@ -147,7 +157,7 @@ class _Planning:
         if trial.failed or trial.settled is None or found is None:
             return one
         settled = replace(trial.settled, peak_bytes=trial.settled.peak_bytes - found.lasting_bytes)
-        predicted = forecast(measured, one.candidate, settled=settled)
+        predicted = forecast(measured, one.candidate, settled=settled, total_steps=self._auto.total_steps)
         return one if isinstance(predicted, str) else replace(predicted, candidate=one.candidate)
 
     def _run(self, candidate: Candidate, budget: int | None, one: Forecast, measured: Measured) -> Trial:
@@ -162,7 +172,7 @@ class _Planning:
         """Run the plain plan: as much of the wire is hidden as it ends sooner than its parts would one after the other."""
         trial, candidate = self._try(baseline, measured), baseline.candidate
         exchange = measured.exchange(candidate.reducer)
-        one = measured.pass_of(candidate.precision, candidate.batch)
+        one = measured.pass_of(candidate)
         if trial.failed or exchange is None or one is None or measured.ranks == 1 or not candidate.reducer.is_hidden:
             return measured
         micro = Micro(one.forward_s, one.backward_s, self._of_what_ran(baseline, measured).again_s)
@@ -173,20 +183,26 @@ class _Planning:
         """Run the fastest until enough have worked: each that fails makes room for the next. One is run in any case."""
         worked = failed = 0
         for one in sorted(forecasts.values(), key=lambda one: (one.seconds_per_sample, one.candidate.name)):
-            is_late = worked + failed > 0 and self._subject.elapsed_s() > PLANNING_S
+            is_late = worked + failed > 0 and self._subject.elapsed_s() > self._limit_s
             if worked == self._auto.trials or failed == MOST_FAILED or (is_late and (worked or self._has_run())):
                 break
             trial = self._trials.get(one.candidate) or self._try(one, measured)
             worked, failed = worked + (not trial.failed), failed + bool(trial.failed)
-        if worked < self._auto.trials and self._subject.elapsed_s() > PLANNING_S:
-            self._notes.append(f"after {PLANNING_S:.0f} s no further plan was run.")
+        if worked < self._auto.trials and self._subject.elapsed_s() > self._limit_s:
+            self._notes.append(f"after {self._limit_s:.0f} s no further plan was run.")
+
+    @property
+    def _limit_s(self) -> float:
+        """Seconds after which no further trial begins: what compiled blocks take to be measured, and to be tried once, on top."""
+        return PLANNING_S + 2 * self._measuring.compiling_s
 
     def _has_run(self) -> bool:
         return any(not trial.failed for trial in self._trials.values())
 
     def _best(self, forecasts: dict[Candidate, Forecast]) -> Forecast:
         """Return the fastest that was run; of those about as fast the least risky."""
-        ran = {forecasts[c]: t.seconds / forecasts[c].samples for c, t in self._trials.items() if not t.failed and c in forecasts}
+        known = [(forecasts[c], t) for c, t in self._trials.items() if not t.failed and c in forecasts]
+        ran = {one: (trial.seconds + one.once_s) / one.samples for one, trial in known}
         if not ran:
             reasons = "; ".join(f"{c.name}: {t.failed}" for c, t in self._trials.items())
             raise ConfigError(f"auto: no plan that was predicted to fit could be run ({reasons}).")
@@ -225,7 +241,14 @@ class _Planning:
             merge_steps=chosen.merge_steps,
             measured=measured,
             memory=self._asked.memory,
-            notes=(*self._measuring.notes, *self._notes, *_noise_note(measured, best), *unstable(self._trials)),
+            notes=(
+                *self._measuring.notes,
+                *self._notes,
+                *compiling_pays(measured, best, memory=self._asked.memory, total_steps=self._auto.total_steps),
+                *_noise_note(measured, best),
+                *([advice.strip()] if (advice := advice_on_head(self._subject.model)) else []),
+                *unstable(self._trials),
+            ),
             seconds=self._subject.elapsed_s(),
         )
 

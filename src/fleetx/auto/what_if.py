@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from ..config.text import binary
-from ..dist.wire_cost import Link
+from ..dist.predicted_cost import Link
 from ..errors import ConfigError
 from . import candidate as candidates
 from .candidate import DENSE, MERGES, RISKS, Candidate, allows, every
@@ -93,7 +93,8 @@ def candidate_of(plan: Plan) -> Candidate:
         precision = plan.strategy.amp_configs["dtype"] or (first.precision if first is not None else "bfloat16")
     batch = plan.micro_batch or (first.batch if first is not None else 0)
     grows = plan.merge_steps > 1 and not plan.micro_batch and "gradient_merge" not in kept
-    return Candidate(precision, batch, plan.merge_steps, parts.reducer or DENSE, grows_batch=grows, kept=kept)
+    compiles = plan.strategy.compile and "compile" not in kept
+    return Candidate(precision, batch, plan.merge_steps, parts.reducer or DENSE, grows_batch=grows, kept=kept, compiles=compiles)
 
 
 def same_plan(outlook: Outlook, candidate: Candidate) -> Forecast | str:
@@ -101,8 +102,8 @@ def same_plan(outlook: Outlook, candidate: Candidate) -> Forecast | str:
     merges = outlook.question.global_batch is None
 
     def is_same(other: Candidate) -> bool:
-        alike = (other.precision, other.batch, other.reducer) == (candidate.precision, candidate.batch, candidate.reducer)
-        return alike and (other.merge_steps == candidate.merge_steps or not merges)
+        kinds = [(one.precision, one.compiles, one.batch, one.reducer) for one in (other, candidate)]
+        return kinds[0] == kinds[1] and (other.merge_steps == candidate.merge_steps or not merges)
 
     found = next((one for one in outlook.forecasts if is_same(one.candidate)), None)
     if found is None and not allows(outlook.question.risk, candidate.risk):
@@ -169,10 +170,19 @@ def filled(measured: Measured, reducers: Sequence[Reducer]) -> tuple[Measured, f
 
 
 def _candidates(measured: Measured, question: Question, link: Link, fixed: Fixed) -> list[Candidate]:
-    precisions = list(dict.fromkeys(one.precision for one in measured.passes))
     batches = _batches(sorted({one.batch for one in measured.passes}, reverse=True), question, link.ranks, fixed.merge_steps)
     own, reducers = question.global_batch is None, _reducers(measured, question, link, fixed)
-    return list(every(precisions, batches, reducers, own_batch=own, risk=question.risk, kept=fixed.names))
+    return list(
+        every(
+            measured.precisions,
+            batches,
+            reducers,
+            own_batch=own,
+            risk=question.risk,
+            kept=fixed.names,
+            compiled=measured.compiled,
+        )
+    )
 
 
 def _batches(measured: Sequence[int], question: Question, ranks: int, own_steps: int | None) -> list[tuple[int, int]]:

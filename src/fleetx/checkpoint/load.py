@@ -29,8 +29,8 @@ from ..engine.setup.strategy_record import differences, told
 from ..errors import CheckpointError, warn_user
 from . import folder
 from .encode import Json, decode
-from .manifest import NAME as MANIFEST
-from .manifest import Damaged, Manifest, check_size, is_common, read_manifest, verify
+from .hashes import NAME as MANIFEST
+from .hashes import Damaged, Manifest, check_size, is_common, read_manifest, verify
 from .objects import TRAINING, VALUE, check_all, put_all
 from .save import share_name
 from .snapshot import RANDOM, check_random_states, restore_random_states, seed_added_rank

@@ -36,8 +36,8 @@ from ..dist.own_files import sync_folder
 from ..errors import CheckpointError
 from . import folder
 from .folder import write_tensors
-from .manifest import COMMON, FileRecord, Manifest, record_of
-from .manifest import NAME as MANIFEST
+from .hashes import COMMON, FileRecord, Manifest, record_of
+from .hashes import NAME as MANIFEST
 from .snapshot import Share, Snapshot, without_aliases
 from .writer import become_writer, require_writer
 

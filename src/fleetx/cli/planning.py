@@ -17,7 +17,7 @@ from ..auto.plan import Plan
 from ..auto.what_if import Curve, Outlook, Question, candidate_of, curves, link_for, same_plan, what_if
 from ..config.text import MIB, aligned, binary, listed
 from ..dist.launch_variables import role_from_env
-from ..dist.wire_cost import Link
+from ..dist.predicted_cost import Link
 from ..errors import ConfigError
 from ..strategy import DistributedStrategy
 from .target import target_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, FleetError
-from .gradient_share import open_shares, require_open
+from .gradient_share import forget_norm, is_closed, open_shares, write_whole
 from .user_loop.model_pairs import current_task
 
 LARGE_BYTES = 2**20
@@ -65,7 +65,7 @@ SHARE_MULTIPLE = 64
 
 def share_of(numel: int, shares: int) -> int:
     """Return the elements of one of so many equal shares, the last of which may reach past the end."""
-    return numel if shares == 1 else -(-numel // (shares * SHARE_MULTIPLE)) * SHARE_MULTIPLE
+    return numel if shares == 1 else -(-max(1, numel) // (shares * SHARE_MULTIPLE)) * SHARE_MULTIPLE
 
 
 @final
@@ -81,7 +81,11 @@ class Bucket:
         whole: bool = False,
         shares: int = 1,
         dress: Callable[[Tensor], Tensor] = lambda view: view,
+        own: int | None = None,
+        frees: bool = False,
     ) -> None:
+        """Lay out the parameters. `own`: the share that this rank keeps of a buffer that is divided into `shares`; `frees`: keeps
+        that alone, and has memory for the whole only from the first gradient to the end of the reduce."""
         self.index = index
         self.names = [name for name, _ in named]
         self.params = [param for _, param in named]
@@ -93,6 +97,12 @@ class Bucket:
         """The gradients and, in the last bucket, the tail: one collective moves both."""
         self.flat = self.wire[:numel]
         self.tail = self.wire[self.share_numel * shares :]
+        self.frees, self._own = frees, own
+        self.reduced = self.flat
+        """Where the reduced gradients are: the whole buffer, or this rank's share of it."""
+        if own is not None:
+            share = self.wire[own * self.share_numel :][: self.share_numel]
+            self.reduced = torch.zeros_like(share) if frees else share
         pieces = self.flat.split([p.numel() for p in self.params])
         self.views = [dress(view_like(piece, p)) for piece, p in zip(pieces, self.params, strict=True)]
         self.whole = whole
@@ -101,7 +111,7 @@ class Bucket:
         """`whole`: a gradient came that was not added to what the window has."""
         self._shown: list[Tensor | None] = list(self.views)
         """`whole`: where the window's sums were before the backward; DDP may have moved them into buffers of its own."""
-        on_cpu = first.device.type == "cpu" and not whole
+        on_cpu = first.device.type == "cpu" and not whole and not frees
         self.in_place = [on_cpu and p.nbytes < LARGE_BYTES for p in self.params]
         """Autograd adds these gradients to zeros in their views. Others come as tensors of their own, and are moved.
 
@@ -136,6 +146,31 @@ class Bucket:
         """The bare backward that is awaited, by autograd's number; None: ours, which cannot be mistaken for another."""
         self.closed = False
         """Handed to the reducer: nothing may be added."""
+        self.added_to_last: set[int] = set()
+        """Under sharding, gradients that were added to a share which the last update had left: no update may be made of them."""
+        self.free()
+
+    def allocate(self) -> None:
+        """Have memory for the whole buffer; what it held is gone where it was freed."""
+        if self.is_freed():
+            self.wire.untyped_storage().resize_(self.wire.nbytes)
+            self.wire[self.flat.numel() :].zero_()
+
+    def free(self) -> None:
+        """Give the memory of the whole buffer back; views of it must not be read or written until `allocate`."""
+        if self.frees:
+            self.wire.untyped_storage().resize_(0)
+
+    def give_back(self) -> None:
+        """Hide the gradients once they are sent, and give their memory back. A second gradient of the same backward then comes
+        as a tensor of its own, and is named, instead of being added to memory that is not there."""
+        if self.frees:
+            self.hide()
+            self.free()
+
+    def is_freed(self) -> bool:
+        """Return whether there is memory for this rank's share alone."""
+        return self.frees and not self.wire.untyped_storage().nbytes()
 
     def aim(self, factor: float) -> None:
         """Set the factor of the micro-step that closes the window. What an earlier backward made true, it did by another
@@ -157,6 +192,7 @@ class Bucket:
 
     def collect(self) -> None:
         """Move gradients that autograd or the user put elsewhere into the flat buffer, in one call."""
+        self.allocate()
         if self.expecting and not self.elsewhere:
             return  # autograd added every one of them in place
         fresh: list[tuple[Tensor, Tensor]] = []
@@ -224,15 +260,19 @@ class Bucket:
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is view:
-                if not reopened:
-                    require_open(view, self.names[i])
+                if not reopened and is_closed(view):
+                    self.added_to_last.add(i)
+                elif not is_closed(view):
+                    self.added_to_last.discard(i)
                 self.filled[i] |= not reopened  # left there by zero_grad(set_to_none=False), or from the last update
             elif grad is not None:
                 self.elsewhere = True
+                self.added_to_last.discard(i)
             elif self.keeps and self.filled[i]:
                 param.grad = view  # hidden since the last micro-step
             else:
                 self.filled[i] = False
+                self.added_to_last.discard(i)
                 if self.in_place[i]:
                     stale.append(view)
                     param.grad = view
@@ -268,6 +308,34 @@ class Bucket:
             torch._foreach_zero_(self._small_views)
         self._small_are_zero = True
 
+    def zero_view(self, i: int) -> None:
+        """Zero a gradient of a reduced window, where it is."""
+        if self.is_freed():
+            for begin, end in self.owned(i):
+                self.reduced[begin:end].zero_()
+        else:
+            self.views[i].zero_()
+
+    def write_view(self, i: int, values: Tensor) -> None:
+        """Write what a script has put in place of a gradient of a reduced window, of which it has the whole."""
+        if not self.is_freed():
+            return write_whole(self.views[i], values)
+        forget_norm(self.views[i])
+        first = self._begin(i)
+        laid_out = in_memory_order(torch.empty_like(self.params[i]).copy_(values))
+        for begin, end in self.owned(i):
+            self.reduced[begin:end].copy_(laid_out[begin - first : end - first])
+
+    def owned(self, i: int) -> list[tuple[int, int]]:
+        """Return where in `reduced` this rank's part of a parameter's gradient lies, if it has any."""
+        begin = self._begin(i)
+        start, stop = max(begin, 0), min(begin + self.params[i].numel(), self.reduced.numel())
+        return [(start, stop)] if stop > start else []
+
+    def _begin(self, i: int) -> int:
+        """Return where in `reduced` the gradient would begin: before it, for one that an earlier rank shares."""
+        return sum(param.numel() for param in self.params[:i]) - (0 if self._own is None else self._own * self.share_numel)
+
     def zero_missing(self) -> None:
         """Unused here means zero; the view still holds an earlier window."""
         for view, filled in zip(self.views, self.filled, strict=True):
@@ -278,6 +346,7 @@ class Bucket:
         """Begin a new window. What `param.grad` shows is the last update's, or zeros, or None."""
         self.filled[:] = [False] * len(self.params)
         self.keeps = self.touched = self.closed = self.expecting = self.sure = self.hidden = self._renewed = False
+        self.added_to_last.clear()
 
     def expect(self, *, reduces: bool) -> None:
         """Prepare for a backward of ours."""
@@ -327,6 +396,7 @@ class Bucket:
 
     def resume(self, gradients: Mapping[str, Tensor]) -> None:
         """Be as after the micro-step that left these. An unused small view is zero and waits to be added to, as then."""
+        self.allocate()
         self.make_room()
         for i, (name, param, view) in enumerate(zip(self.names, self.params, self.views, strict=True)):
             if name in gradients:

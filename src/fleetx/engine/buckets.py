@@ -25,7 +25,7 @@ from torch.optim import optimizer as optimizer_module
 from ..dist.comm import Comm, Pending, is_initialized
 from ..errors import ConfigError, PeerError
 from .bucket import Bucket, Hook
-from .gradient_share import close_shares
+from .gradient_share import close_shares, open_shares, refuse_added
 from .layout import bucket_runs
 from .sidecar import ALARMS, NO_ALARMS, Alarms, Tail
 from .user_loop.model_pairs import owner_of
@@ -66,7 +66,10 @@ class Buckets:
         joins = tail is not None and carries_tail and runs[-1][0][1].dtype == tail.dtype
         tail_numels = [0] * (len(runs) - 1) + [tail.numel if tail is not None and joins else 0]
         pieces = enumerate(zip(runs, tail_numels, strict=True))
-        divided: dict[str, Any] = {} if shard is None else {"shares": shard.shares, "dress": shard.dress}
+        divided: dict[str, Any] = {}
+        if shard is not None:
+            own = shard.rank if shard.scatters else None
+            divided = {"shares": shard.shares, "dress": shard.dress, "own": own, "frees": shard.frees}
         self._buckets = [Bucket(i, run, tail_numel=n, whole=whole, **divided) for i, (run, n) in pieces]
         last = self._buckets[-1]
         self._tail_tensor = last.tail
@@ -103,6 +106,8 @@ class Buckets:
         for handle in getattr(self, "_handles", []):
             handle.remove()
         self._handles = []
+        if any(bucket.frees for bucket in getattr(self, "_buckets", [])):
+            self.release()  # autograd would add to memory that is not there
 
     def release(self) -> None:
         """Let go of gradients that lie in these buffers."""
@@ -119,7 +124,36 @@ class Buckets:
 
     @property
     def flats(self) -> list[Tensor]:
+        """The whole buffers; of those that are divided and freed there may be no memory."""
         return [bucket.flat for bucket in self._buckets]
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """Where the reduced gradients are: the whole buffers, or this rank's shares."""
+        return [bucket.reduced for bucket in self._buckets]
+
+    def set_aside(self) -> list[Tensor]:
+        """Return what was reduced, and let the buffers be zero, so that more gradients may come."""
+        kept = [reduced.clone() for reduced in self.reduced]
+        for bucket in self._buckets:
+            bucket.allocate()
+            open_shares(bucket.views)
+        torch._foreach_zero_([*self.flats, *self.reduced])
+        return kept
+
+    def close_again(self) -> None:
+        """Show what was reduced as before `set_aside`, to which nothing was added."""
+        for bucket in self._buckets if self.shard is not None else ():
+            close_shares(bucket.views)
+            bucket.free()
+
+    def ready_for_more(self) -> None:
+        """Have memory where a backward is about to add to gradients that the last update has left, though none may be applied:
+        another pair's loss may do so, and zero_grad() follows."""
+        for bucket in self._buckets:
+            if bucket.is_freed() and any(p.grad is view for p, view in zip(bucket.params, bucket.views, strict=True)):
+                bucket.allocate()
+                bucket.flat.zero_()
 
     # --- one backward -----------------------------------------------------------------------------------------
 
@@ -339,13 +373,20 @@ class Buckets:
     def adopt_replaced(self) -> None:
         """Take the values of tensors that the user put in place of reduced gradients, so that clipping sees them."""
         for bucket in self._buckets:
-            for param, view in zip(bucket.params, bucket.views, strict=True):
+            for i, (param, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
                 grad = param.grad
                 if grad is None:
-                    view.zero_()
+                    bucket.zero_view(i)
                 elif grad is not view:
-                    view.copy_(grad)
+                    bucket.write_view(i, grad)
                     param.grad = view
+
+    def refuse_added_to_last(self) -> None:
+        """Raise if gradients were added, under sharding, to what the last update has left. Every rank is here, before an
+        update: another pair's loss may do so, and zero_grad() follows."""
+        for bucket in self._buckets:
+            for i in sorted(bucket.added_to_last):
+                refuse_added(bucket.names[i])
 
     def restart(self) -> None:
         """Begin a new window; what came since the last one was reduced is part of it."""
@@ -372,9 +413,12 @@ class Buckets:
                     param.grad = None if set_to_none else view
             bucket.restart()
             if not set_to_none:
+                bucket.allocate()
+                open_shares(bucket.views)  # zeros are zeros on all ranks
                 bucket.flat.zero_()
             elif at_once:
                 bucket.zero_small()  # here, while the update has left them in the cache
+                bucket.free()
 
 
 def _refuse_when_used(params: Sequence[nn.Parameter]) -> None:

@@ -184,7 +184,7 @@ class Rehearsal:
         pipeline = self.optimizer.pipeline
         yield from self.model.parameters()
         yield from self.model.buffers()
-        yield from pipeline.buckets.flats
+        yield from (bucket.reduced if bucket.frees else bucket.flat for bucket in pipeline.buckets)
         yield from tensors_in(training_state(self.optimizer))
         yield from tensors_in(self.sample.value)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dist import wire_cost
+from ..dist import predicted_cost
 from ..errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -171,8 +171,12 @@ class Reduce(Protocol):
 class Shard(Protocol):
     """Divide the update between the ranks: each has the optimizer's state of its share, and updates that share for all."""
 
+    rank: int
+    """This rank's number among those that divide each bucket between them."""
     shares: int
-    """Ranks that divide each bucket between them."""
+    """How many these are."""
+    frees: bool
+    """Whether a rank keeps its share of the gradients alone."""
     scatters: bool
     """Whether each rank gets the mean of its share of the gradients alone; set by `reduce_by`."""
 
@@ -208,6 +212,9 @@ class Shard(Protocol):
 
     collected: dict[str, Any] | None
     """That, while a checkpoint is taken; else None."""
+
+    def let_go(self) -> None:
+        """Keep no memory of gradients: the pair has ended."""
 
     def step(self, closure: Callable[[], Any] | None) -> None:
         """Make this rank's share of the update, then send it to the others and receive theirs. Every rank is here."""
@@ -303,7 +310,7 @@ class PlanContext:
     """Ranks that train together, at least 2: one rank alone is planned without reducers."""
     device_type: str = "cpu"
     """Type of the ranks' device, as torch spells it."""
-    shapes: Sequence[wire_cost.Shape] = ()
+    shapes: Sequence[predicted_cost.Shape] = ()
     """Shapes of the gradients, the dimension that is outermost in memory first."""
 
 
@@ -382,9 +389,9 @@ class Part(abc.ABC):
         """Settings worth trying, from the mildest to the strongest; none where `auto` is not to choose this part."""
         return ()
 
-    def wire_cost(self, shapes: Sequence[wire_cost.Shape], link: wire_cost.Link) -> wire_cost.Cost:
+    def wire_cost(self, shapes: Sequence[predicted_cost.Shape], link: predicted_cost.Link) -> predicted_cost.Cost:
         """Predict bytes and seconds of one exchange of gradients of these shapes; by default those of plain training."""
-        return wire_cost.dense(wire_cost.numel(shapes), link)
+        return predicted_cost.dense(predicted_cost.numel(shapes), link)
 
     def updates_per_exchange(self) -> int:
         """Updates from one exchange to the next, at the start."""

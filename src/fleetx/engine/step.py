@@ -38,6 +38,11 @@ from .user_loop.other_steps import refuse_inside_backward
 from .user_loop.user_grad_scaler import GradScaling, refuse_unfit, refuse_unjudged, scaling_of
 from .window import Weighing, Window, require_loss
 
+OUT_OF_MEMORY = (
+    "This backward ran out of memory. Smaller micro-batches with gradient_merge, recompute and amp need less; "
+    "fleet.find_batch(...) finds what fits."
+)
+
 
 @final
 class Pipeline:
@@ -82,6 +87,8 @@ class Pipeline:
         """Raises where a step of an optimizer that is not the pair's would leave out a part of the strategy."""
         self.look_for_unreduced: Callable[[Optimizer], None] = lambda optimizer: None
         """Raises where such an optimizer steps parameters of the model that no pair trains."""
+        self.advise_on_memory: Callable[[], str] = lambda: ""
+        """Returns what would need less memory in this model."""
         self.warn_of_unowned: Callable[[], None] = lambda: None
         """Used at the first update, and at those after which ranks are compared: gradients of trainable parameters of the model
         that no optimizer holds are of one rank."""
@@ -131,9 +138,11 @@ class Pipeline:
                 self.buckets.expect(reduces=due)
             with no_sync.leave_local() if at_end else contextlib.nullcontext():
                 self.run_backward(loss, self.weighing.seed(weight), retain_graph=retain_graph)
-        except BaseException:
+        except BaseException as error:
             self.window.broken = True
             self.abandon_backward()
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(f"{OUT_OF_MEMORY}{self.advise_on_memory()}")
             raise
         if at_end or not due:
             self._keep()
@@ -448,6 +457,8 @@ class Pipeline:
         if not stays_on_device:
             self.checks.hear()
         self.checks.before_update()
+        if self.stages.shard is not None:
+            self.buckets.refuse_added_to_last()
         if self.checks.flips.versions is not None:
             self.checks.flips.look()
         self._is_unapplied = False
@@ -496,6 +507,9 @@ class Pipeline:
 
     def _make_update(self, closure: Callable[[], Any] | None) -> None:
         if self.stages.shard is not None:
+            if self.compares_ranks:
+                self.checks.before_sharded(self.index)
+            self.buckets.adopt_replaced()
             self.stages.shard.step(closure)
         elif closure is None:
             self.stages.update.step()
@@ -629,8 +643,8 @@ class Pipeline:
         if self.stages.clip is not None and self._grad_norm is not None:
             # By a norm of 0, which clips nothing, where the update is not made: as if it were left out.
             norm = self._grad_norm if found is None else torch.where(found == 0.0, self._grad_norm, 0.0)
-            factor = self.stages.clip(self.buckets.flats, norm)
-            if self.stages.shard is not None:
+            factor = self.stages.clip(self.buckets.reduced, norm)
+            if self.stages.shard is not None and self.stages.shard.scatters:
                 self.stages.shard.note_factor(factor)
         if known:
             self._norms.hand_over(factor=factor)
@@ -675,6 +689,8 @@ class Pipeline:
         """End the pair: its parameters are free for another."""
         model_pairs.dismiss(self)
         self.buckets.give_up()
+        if self.stages.shard is not None:
+            self.stages.shard.let_go()
         if self.stages.ddp is not None:
             self.stages.ddp.give_up()
         if self.checks.first_look is not None:

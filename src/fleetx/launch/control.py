@@ -262,8 +262,11 @@ class Coordinator:
         return rank in self._states and self._states[rank].phase is Phase.LEFT
 
     def _check_all_left(self) -> None:
+        """Note whether no node is left to be told of the end. One that was lost may be back by then, and is told too."""
         if all(self._has_left(rank) for rank in self._seats if rank not in (0, *self._lost)):
             self._all_left.set()
+        else:
+            self._all_left.clear()
 
     def close(self, state: NodeState, *, limit_seconds: float) -> None:
         """Wait until the other nodes have received the end of the job, then stop listening. After a success a node that is away
@@ -272,7 +275,8 @@ class Coordinator:
             return
         self.exchange(state)
         limit = time.monotonic() + limit_seconds
-        self._check_all_left()
+        with self._lock:
+            self._check_all_left()
         while not self._all_left.wait(0.05):
             with self._lock:
                 self._note_lost(self._now())

@@ -25,7 +25,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str | None = None, **options: Any) -> None:
-        """Log to a project. `options`: those of `wandb.init`, such as name, group, config, dir and mode ("offline": no account)."""
+        """Log to a project. `options`: those of `wandb.init`, such as name, group, dir and mode ("offline": no account)."""
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError(f"WeightsAndBiases: {INSTALL}")
         self._options = {"project": project, **options}

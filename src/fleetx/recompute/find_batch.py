@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from ..config.text import binary
 from ..engine.dry_run import OutOfMemory, Rehearsal, Sample
 from ..engine.modules.compiling import for_any_size
+from ..engine.modules.large_head import advice_on_head
 from ..errors import ConfigError
 from .batches import Units, largest_that, measured_growth, merged, rows_in, sizes_to_try
 from .budget_solver import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
@@ -131,7 +132,7 @@ class Finder:
             least = smallest_budget(self._growth.at(1), **ANY_WAY)
             raise ConfigError(
                 f"budget is {self._budget} bytes ({binary(self._budget)}); a batch of 1 needs {binary(least)}, with everything "
-                "computed again that can be."
+                f"computed again that can be.{advice_on_head(self._rehearsal.model)}"
             )
         return self._by_trying(predicted)
 

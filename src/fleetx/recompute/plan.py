@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..config.text import MIB, binary, listed
 from ..engine.dry_run import OutOfMemory
+from ..engine.modules.large_head import advice_on_head
 from ..errors import ConfigError
 from .batches import profile_from_smaller
 from .budget_solver import ANY_WAY, Solution, cheapest_that_fits, least_peak, smallest_budget
@@ -108,7 +109,7 @@ def plan_for(budget: int, planner: Planner) -> Settled:
     if fitting is None:
         if not tried:  # run one plan: what the allocator holds beyond its tensors is part of what is needed
             tried.append(_run(planner, profile, least_peak(profile), budget))
-        raise ConfigError(_too_small(budget, profile, tried))
+        raise ConfigError(_too_small(budget, profile, tried) + advice_on_head(planner.rehearsal.model))
     return fitting
 
 
@@ -123,7 +124,7 @@ def _profiled(planner: Planner, budget: int) -> Profile:
                 f'recompute_configs["budget"] is {budget} bytes ({binary(budget)}), and a step of this sample does not fit into '
                 "this device's memory even with every unit computed again. It cannot be predicted from smaller batches: the "
                 "sample's tensors have fewer than 4 rows or different lengths. Use a smaller batch in sample=, or amp. "
-                f"({error})"
+                f"({error}){advice_on_head(planner.rehearsal.model)}"
             ) from None
         return profile
 

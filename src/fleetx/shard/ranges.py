@@ -60,6 +60,7 @@ def pieces_of(bucket: Bucket, ranges: Iterable[Range], *, first_place: int) -> l
     for one in ranges:
         param, view = bucket.params[one.place - first_place], bucket.views[one.place - first_place]
         share = nn.Parameter(in_memory_order(param.data)[one.start : one.stop])
-        grad = bucket.flat[one.offset : one.offset + one.stop - one.start]
+        begin = one.offset - one.rank * bucket.share_numel if bucket.reduced is not bucket.flat else one.offset
+        grad = bucket.reduced[begin : begin + one.stop - one.start]
         pieces.append(Piece(one, param, view, share, grad))
     return pieces

@@ -11,8 +11,9 @@ Together that is what an all-reduce sends. The ranks' weights are equal to the b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -30,7 +31,7 @@ from ..engine.gradient_share import GradientShare, make_share
 from ..engine.setup.optimizer_state import RESTORE, SHAPED_AS_THE_PARAMETER
 from ..engine.setup.own_optimizer import Update
 from ..engine.slots import Reduce, Step
-from ..engine.user_loop.optimizer_hooks import may_change_gradients
+from ..engine.user_loop.optimizer_hooks import may_change_gradients, refuse_before_step
 from ..errors import ConfigError
 from .ranges import Piece, Range, pieces_of, ranges_of
 
@@ -66,6 +67,17 @@ class Groups:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is kept of a bucket after its pair has ended: enough to gather the optimizer's state."""
+
+    params: list[nn.Parameter]
+    first_place: int
+    share_numel: int
+    device: torch.device
+
+
+@final
 class Once:
     """A collective that is awaited where memory is needed, and again at the end, and finished once."""
 
@@ -95,10 +107,14 @@ class ScatterReduce(KeepsNothing):
         # Every rank starts its buckets in the same order, so a wait for an earlier one ends: it needs no later one.
         while len(self._under_way) >= IN_FLIGHT:
             self._under_way.pop(0).wait()
-        row = bucket.wire
-        own = row[self._groups.inside.rank * bucket.share_numel :][: bucket.share_numel]
+        row, own = bucket.wire, bucket.reduced
         sent = row if self.wire_dtype is None else row.to(self.wire_dtype)
-        once = Once(self._groups.inside.reduce_scatter(sent, own), lambda: self._add_across(own))
+
+        def finish() -> None:
+            self._add_across(own)
+            bucket.give_back()
+
+        once = Once(self._groups.inside.reduce_scatter(sent, own), finish)
         self._groups.count()
         self._under_way.append(once)
         return Pending(None, once.wait)
@@ -117,13 +133,16 @@ class ScatterReduce(KeepsNothing):
 class ShardedUpdate:
     """SHARD: the ranges of this rank, and the calls that bring ranks together around them."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, *, frees: bool = False) -> None:
+        """Divide by these groups. `frees`: each rank keeps its share of the gradients alone (stage 2)."""
         self._groups, self._comm = groups, groups.inside
-        self.shares = groups.inside.size
+        self.rank, self.shares, self.frees = groups.inside.rank, groups.inside.size, frees
         self.scatters = False
         self.collected: dict[str, Any] | None = None
         self._shows_own_state = False
         self._buckets: list[Bucket] = []
+        self._layouts: list[Layout] = []
+        self._is_stepping = False
         self._ranges: list[list[Range]] = []
         """Of all ranks, bucket by bucket."""
         self._pieces: list[list[Piece]] = []
@@ -135,12 +154,17 @@ class ShardedUpdate:
         """Squared norms of the tensors just reduced, which all ranks know."""
         self._factors: Tensor | None = None
         self._unknown: set[int] = set()
-        """Places of tensors that were clamped since."""
+        """Places of tensors that were clamped or replaced since."""
 
     # --- set up -----------------------------------------------------------------------------------------------------
 
     def reduce_by(self, reduce: Reduce) -> Reduce:
         self.scatters = reduce.is_plain_sum
+        if self.frees and not self.scatters:
+            raise ConfigError(
+                "strategy.sharding of stage 2 keeps a share of the gradients on each rank, and this strategy's way to reduce "
+                'leaves the whole mean on all of them. Write strategy.sharding_configs = {"stage": 1} beside it.'
+            )
         return ScatterReduce(self._groups, reduce) if self.scatters else reduce
 
     def dress(self, view: Tensor) -> Tensor:
@@ -155,12 +179,15 @@ class ShardedUpdate:
             ranges = ranges_of(numels, share=bucket.share_numel, ranks=self._comm.size, first_place=place)
             own = [one for one in ranges if one.rank == self._comm.rank]
             self._buckets.append(bucket)
+            self._layouts.append(Layout(bucket.params, place, bucket.share_numel, bucket.flat.device))
             self._ranges.append(ranges)
             self._pieces.append(pieces_of(bucket, own, first_place=place))
             self._names += bucket.names
             for number, (name, view) in enumerate(zip(bucket.names, bucket.views, strict=True), place):
                 if isinstance(view, GradientShare):
-                    view.place, view.name = number, name
+                    view.place, view.name, view.allocate = number, name, bucket.allocate
+                    owned = bucket.owned(number - place)
+                    view.own = bucket.reduced[slice(*owned[0])] if owned else None
             place += len(numels)
         for bucket in buckets:
             for param in bucket.params:
@@ -170,7 +197,13 @@ class ShardedUpdate:
             update.sum_over_ranks = self._sum_over_ranks
         self.cut_state()
         given.__dict__[RESTORE] = self._restore_state
+        refuse_before_step(given, _refuse_divided)
         self._refusal = update.register_state_dict_pre_hook(_refuse_share(weakref.ref(self)))
+
+    def let_go(self) -> None:
+        """Keep what gives the optimizer its whole state back, and not the memory of gradients: the pair has ended."""
+        self._buckets, nothing = [], torch.empty(0)
+        self._pieces = [[dataclasses.replace(piece, view=nothing, grad=nothing) for piece in pieces] for pieces in self._pieces]
 
     def _own(self) -> Iterator[Piece]:
         for pieces in self._pieces:
@@ -197,8 +230,8 @@ class ShardedUpdate:
     def current_norm(self) -> Tensor:
         if self._unknown:
             raise ConfigError(
-                f"the gradient of `{self._names[min(self._unknown)]}` was clamped, and strategy.clip_norm needs the norm of what "
-                "it is now, of which this rank has a share alone. Keep one of them."
+                f"the gradient of `{self._names[min(self._unknown)]}` was clamped or replaced, and strategy.clip_norm needs the "
+                "norm of what it is now, of which this rank has a share alone. Keep one of them."
             )
         return self._current().sum().sqrt().to(self._buckets[0].flat.dtype)
 
@@ -226,6 +259,12 @@ class ShardedUpdate:
         factors[place] *= factor.double() if isinstance(factor, Tensor) else factor
         self._factors = factors
 
+    def clear(self, place: int) -> None:
+        assert self._squares is not None
+        self._squares = self._squares.clone()
+        self._squares[place] = 0.0  # not a factor of 0: what was not finite would stay so
+        self._unknown.discard(place)
+
     def forget(self, place: int) -> None:
         self._unknown.add(place)
 
@@ -239,9 +278,27 @@ class ShardedUpdate:
                 "it holds shares of the parameters alone. Leave strategy.sharding out, or call step() without a closure."
             )
         self._refuse_hooks()
-        with self._shares_in_place():
-            self._update.step()
+        self._require_same_layout()
+        with _without_post_hooks(self._update) as post_hooks:
+            with self._shares_in_place():
+                self._is_stepping = True
+                try:
+                    self._update.step()
+                finally:
+                    self._is_stepping = False
         self._gather()
+        for hook in post_hooks:  # now that the weights are whole, as a mean of the weights (EMA) needs them
+            hook(self._update, (), {})
+
+    def _require_same_layout(self) -> None:
+        """Refuse parameters laid out otherwise than when they were divided. Every rank looks at all, also at what others own."""
+        for bucket in self._buckets:
+            for name, param, view in zip(bucket.names, bucket.params, bucket.views, strict=True):
+                if param.stride() != view.stride() and _order(param) != _order(view):
+                    raise ConfigError(
+                        f"`{name}` is laid out otherwise in memory than in fleet.distribute(...), and strategy.sharding divides "
+                        "memory. Write model.to(memory_format=...) before fleet.distribute(...), or call that again after it."
+                    )
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks of the script's own, which would find shares in the place of the parameters."""
@@ -286,6 +343,8 @@ class ShardedUpdate:
         for pending in under_way:
             pending.wait()
         self._groups.count()
+        # The optimizer has changed shares, which are other tensors: a backward through an older graph must see the change.
+        torch.autograd.graph.increment_version([param for bucket in self._buckets for param in bucket.params])
 
     def _gather_bucket(self, number: int, bucket: Bucket) -> Pending:
         first = self._comm.rank * bucket.share_numel
@@ -297,7 +356,7 @@ class ShardedUpdate:
             torch._foreach_copy_(places, [piece.share.data for piece in pieces])
 
         def unpack() -> None:
-            first_place = self._ranges[number][0].place
+            first_place = self._layouts[number].first_place
             foreign = [one for one in self._ranges[number] if one.rank != self._comm.rank]
             if foreign:
                 params = [bucket.params[one.place - first_place] for one in foreign]
@@ -357,38 +416,53 @@ class ShardedUpdate:
         for theirs in self._comm.gather_json(mine):
             known |= {int(place): held for place, held in theirs.items()}
         found: dict[Tensor, dict[str, Any]] = {}
-        place = 0
-        for number, bucket in enumerate(self._buckets):
-            held_by = {param: known[i] for i, param in enumerate(bucket.params, place) if i in known}
+        for number, layout in enumerate(self._layouts):
+            held_by = {param: known[i] for i, param in enumerate(layout.params, layout.first_place) if i in known}
             for param, held in held_by.items():
                 found[param] = {key: _value_of(said, param.device) for key, said in held.items() if said[0] != SHARED}
             kinds = dict.fromkeys((k, said[1]) for held in held_by.values() for k, said in held.items() if said[0] == SHARED)
             for key, dtype in kinds:  # in one order: all ranks have the same descriptions
-                row = self._gather_key(number, bucket, key, getattr(torch, dtype))
+                row = self._gather_key(number, layout, key, getattr(torch, dtype))
                 for param, held in held_by.items():
                     if held.get(key) == [SHARED, dtype]:
-                        found[param][key] = self._assembled(number, param, place, row)
-            place += len(bucket.params)
-        return {param: found[param] for bucket in self._buckets for param in bucket.params if param in found}
+                        found[param][key] = self._assembled(number, param, row)
+        return {param: found[param] for layout in self._layouts for param in layout.params if param in found}
 
-    def _gather_key(self, number: int, bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
-        first = self._comm.rank * bucket.share_numel
-        own = torch.zeros(bucket.share_numel, dtype=dtype, device=bucket.flat.device)
+    def _gather_key(self, number: int, layout: Layout, key: str, dtype: torch.dtype) -> Tensor:
+        first = self._comm.rank * layout.share_numel
+        own = torch.zeros(layout.share_numel, dtype=dtype, device=layout.device)
         for piece in self._pieces[number]:
             value = self._update.state.get(piece.param, {}).get(key)
             if isinstance(value, Tensor) and value.dtype == dtype and value.numel() == piece.share.numel():
                 own[piece.range.offset - first :][: value.numel()].copy_(value)
-        row = own.new_empty(bucket.share_numel * self._comm.size)
+        row = own.new_empty(layout.share_numel * self._comm.size)
         self._comm.all_gather_into(row, own).wait()
         return row
 
-    def _assembled(self, number: int, param: Tensor, first_place: int, row: Tensor) -> Tensor:
-        place = first_place + next(i for i, p in enumerate(self._buckets[number].params) if p is param)
+    def _assembled(self, number: int, param: Tensor, row: Tensor) -> Tensor:
+        layout = self._layouts[number]
+        place = layout.first_place + next(i for i, p in enumerate(layout.params) if p is param)
         flat = torch.cat([row[one.offset :][: one.stop - one.start] for one in self._ranges[number] if one.place == place])
         return view_like(flat.cpu(), param.data).contiguous()
 
 
 SHARED = "share"
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Return the strides that matter: those of dimensions with several elements."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+@contextlib.contextmanager
+def _without_post_hooks(optimizer: Optimizer) -> Iterator[list[Callable[..., Any]]]:
+    """Let the step inside call no hook after it, and return those to be called; the global ones follow the pair's own step."""
+    own, every = optimizer._optimizer_step_post_hooks, optimizer_module._global_optimizer_post_hooks
+    optimizer._optimizer_step_post_hooks, optimizer_module._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield list(own.values())
+    finally:
+        optimizer._optimizer_step_post_hooks, optimizer_module._global_optimizer_post_hooks = own, every
 
 
 def _is_shaped(key: str, value: Any, param: Tensor) -> bool:
@@ -422,6 +496,16 @@ def _value_of(said: Sequence[Any], device: torch.device) -> Any:
         return said[1]
     _, value, dtype, shape, on_cpu = said
     return torch.full(shape, value, dtype=getattr(torch, dtype), device="cpu" if on_cpu else device)
+
+
+def _refuse_divided(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse a step by this rank's share of the state, outside of the pair that has divided it."""
+    restore = optimizer.__dict__.get(RESTORE)
+    if restore is not None and not restore.__self__._is_stepping:
+        raise ConfigError(
+            f"this {type(optimizer).__name__} has this rank's share of its state alone, since strategy.sharding has divided it. "
+            "Call fleet.distribute(model, optimizer) with it again on every rank, which gives it the whole, or make a new one."
+        )
 
 
 def _refuse_share(owner: Callable[[], ShardedUpdate | None]) -> Callable[[Optimizer], None]:

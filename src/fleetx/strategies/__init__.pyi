@@ -205,6 +205,8 @@ class Auto(_BuiltPart):
     """peak memory to stay under; None is what the device has"""
     global_batch: int | None
     """samples of one update of all ranks; None: what one sample on each rank makes"""
+    total_steps: int | None
+    """updates of the run, among which the seconds of compiling are shared out; None: not known"""
     plan: str | None
     """file of the plan: used again if it fits, written if not"""
     def __init__(
@@ -214,6 +216,7 @@ class Auto(_BuiltPart):
         trials: int = 3,
         memory: int | str | None = None,
         global_batch: int | None = None,
+        total_steps: int | None = None,
         plan: str | PathLike[str] | None = None,
     ) -> None: ...
 
@@ -228,6 +231,8 @@ class AutoSettings(TypedDict, total=False):
     """peak memory to stay under; None is what the device has"""
     global_batch: int | None
     """samples of one update of all ranks; None: what one sample on each rank makes"""
+    total_steps: int | None
+    """updates of the run, among which the seconds of compiling are shared out; None: not known"""
     plan: str | PathLike[str] | None
     """file of the plan: used again if it fits, written if not"""
 
@@ -595,7 +600,7 @@ class Sharding(_BuiltPart):
     """
 
     stage: int
-    """what is divided: 1, the optimizer's state"""
+    """what is divided: 1, the optimizer's state; 2, the gradients too"""
     sharding_degree: int | None
     """ranks that divide one state between them, neighbours; None: all ranks of the run"""
     def __init__(self, *, stage: int = 1, sharding_degree: int | None = None) -> None: ...
@@ -604,7 +609,7 @@ class ShardingSettings(TypedDict, total=False):
     """Settings of `sharding` as a dict; keys left out keep their value, or their default."""
 
     stage: int
-    """what is divided: 1, the optimizer's state"""
+    """what is divided: 1, the optimizer's state; 2, the gradients too"""
     sharding_degree: int | None
     """ranks that divide one state between them, neighbours; None: all ranks of the run"""
 

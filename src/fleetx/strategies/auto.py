@@ -33,6 +33,9 @@ class Auto(Part):
     global_batch: int | None = key(
         None, optional(integer(1)), "samples of one update of all ranks; None: what one sample on each rank makes"
     )
+    total_steps: int | None = key(
+        None, optional(integer(1)), "updates of the run, among which the seconds of compiling are shared out; None: not known"
+    )
     plan: str | None = key(None, optional(path(".json")), "file of the plan: used again if it fits, written if not")
 
     def claims(self) -> frozenset[Slot]:

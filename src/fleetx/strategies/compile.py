@@ -13,7 +13,7 @@ from ..config.kinds import boolean, choice, key, optional
 from ..dist.agree import Failures, run_on_all
 from ..engine.modules.compiling import CAPTURING, cannot_compile, compile_modules, compiled_by
 from ..engine.slots import Part, Risk, Site, Slot
-from ..errors import ConfigError
+from ..errors import ConfigError, warn_user
 from ..recompute.units import natural_units
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
@@ -95,6 +95,12 @@ class Compile(Part):
         return dict(found.values())
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
+        if site.comm.rank == 0 and getattr(getattr(site.model, "config", None), "use_cache", False) is True:
+            warn_user(
+                "compile: model.config.use_cache is True, so each block writes to a cache that training never reads, "
+                "at a place of its own: equal blocks cannot share a graph, and torch's compiler gives up after some of them. "
+                "Write model.config.use_cache = False before fleet.distribute(...), and True again before generating."
+            )
         compile_modules(self.modules(site.model), mode=self.mode, dynamic=self.dynamic)
         return {}
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..config.kinds import boolean, integer, key, number, numbers, optional
-from ..dist.wire_cost import ENTRY_BYTES, Cost, Link, Shape, break_even_ranks, numel, sparse, times_less
+from ..dist.predicted_cost import ENTRY_BYTES, Cost, Link, Shape, break_even_ranks, numel, sparse, times_less
 from ..engine.setup.optimizer_swap import require_inner, take_over
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..dist.wire_cost import Cost, Link, Shape, dense, numel
+from ..dist.predicted_cost import Cost, Link, Shape, dense, numel
 from ..engine.slots import Part, Risk, Site, Slot
 from ..reduce.narrow import NarrowAllReduce
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from ..config.kinds import boolean, integer, key, number
-from ..dist.wire_cost import Cost, Link, Shape, as_matrix, low_rank, low_rank_times_less, numel
+from ..dist.predicted_cost import Cost, Link, Shape, as_matrix, low_rank, low_rank_times_less, numel
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..reduce.powersgd import LowRankReduce, is_smaller
 

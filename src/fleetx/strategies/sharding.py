@@ -1,4 +1,4 @@
-"""Sharding: each rank has the optimizer's state of its share of the model, and makes that share of the update (ZeRO, stage 1).
+"""Sharding: each rank has the optimizer's state of its share of the model, and makes that share of the update (ZeRO 1 and 2).
 
 Rajbhandari et al. 2020, arXiv 1910.02054.
 """
@@ -48,7 +48,7 @@ class Sharding(Part):
     planning_note: ClassVar[str] = "It saves memory of the optimizer's state, which a plan does not weigh yet."
     why: ClassVar[str] = "Sharding needs one mean of all ranks' gradients, and one owner of each part of the optimizer's state."
 
-    stage: int = key(1, integer(1, 1), "what is divided: 1, the optimizer's state")
+    stage: int = key(1, integer(1, 2), "what is divided: 1, the optimizer's state; 2, the gradients too")
     sharding_degree: int | None = key(
         None, optional(integer(1)), "ranks that divide one state between them, neighbours; None: all ranks of the run"
     )
@@ -80,13 +80,18 @@ class Sharding(Part):
     def build(self, site: Site) -> Mapping[Slot, Any]:
         if site.comm.size == 1 or self.sharding_degree == 1:
             return {}  # one rank has all of it
-        return {Slot.SHARD: ShardedUpdate(Groups.of(site.comm, self.sharding_degree))}
+        return {Slot.SHARD: ShardedUpdate(Groups.of(site.comm, self.sharding_degree), frees=self.stage == 2)}
 
     def notes(self) -> list[str]:
         return [
             "of the optimizer's state each rank has its share; gradients and new weights together send what an all-reduce sends.",
             "after backward `param.grad` shows the norm of the whole gradient, and can be clipped and scaled; its numbers are "
             "not all on this rank. optimizer.state_dict() is called on every rank.",
+            *(
+                ["stage 2: memory of a bucket's gradients is given back when it is sent; inside a merge window it stays."]
+                if self.stage == 2
+                else []
+            ),
         ]
 
     def no_effect(self) -> str | None:

@@ -80,6 +80,7 @@ class AutoValues(TypedDict):
     trials: int
     memory: int | str | None
     global_batch: int | None
+    total_steps: int | None
     plan: str | PathLike[str] | None
 
 class ClipNormValues(TypedDict):
@@ -238,6 +239,7 @@ class Switches:
     - `trials`: candidates that are run for some real steps
     - `memory`: peak memory to stay under; None is what the device has
     - `global_batch`: samples of one update of all ranks; None: what one sample on each rank makes
+    - `total_steps`: updates of the run, among which the seconds of compiling are shared out; None: not known
     - `plan`: file of the plan: used again if it fits, written if not
     """
     bf16_allreduce: Setting[bool, bool | BF16AllReduce]
@@ -339,7 +341,7 @@ class Switches:
     sharding_configs: Setting[ShardingValues, ShardingSettings]
     """Settings of `sharding`, each checked when it is written.
 
-    - `stage`: what is divided: 1, the optimizer's state
+    - `stage`: what is divided: 1, the optimizer's state; 2, the gradients too
     - `sharding_degree`: ranks that divide one state between them, neighbours; None: all ranks of the run
     """
     sync_batch_norm: Setting[bool, bool | SyncBatchNorm]

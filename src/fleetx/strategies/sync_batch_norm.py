@@ -13,10 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..dist.comm import Comm
 from ..engine import dry_steps
+from ..engine.modules.compiling import compiled_by
 from ..engine.modules.patching import patch_forward
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import ConfigError
 from ..recompute.replay import agreed
+from .compile import Compile
 
 
 def joined_moments(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,18 +96,22 @@ def _gather_moments(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
     return joined_moments(gathered[:, :1], gathered[:, 1 : 1 + channels], gathered[:, 1 + channels :])
 
 
-def synchronised_forward(module: _BatchNorm, comm: Comm) -> Callable[..., Tensor]:
-    """Make BatchNorm's forward with joined statistics in training; outside training it is the module's own."""
+def synchronised_forward(module: _BatchNorm, comm: Comm, *, is_compiled: bool = False) -> Callable[..., Tensor]:
+    """Make BatchNorm's forward with joined statistics in training; outside training it is the module's own. `is_compiled`: what
+    is around it is, and is to end before it."""
 
-    def around(forward: Callable[..., Tensor], x: Tensor) -> Tensor:
-        if not module.training:
-            return forward(x)
+    def joined(x: Tensor) -> Tensor:
         module._check_input_dim(x)
         total, mean, squares = agreed(lambda: _gather_moments(x, comm))
         if module.track_running_stats and module.running_mean is not None and module.running_var is not None:
             _update_running(module, total, mean, squares)
         inv_std = torch.rsqrt(squares / total + module.eps)
         return _Normalize.apply(x, module.weight, module.bias, mean, inv_std, total, comm)  # type: ignore[no-any-return, no-untyped-call]
+
+    in_training = torch.compiler.disable(joined) if is_compiled else joined
+
+    def around(forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return in_training(x) if module.training else forward(x)
 
     return around
 
@@ -154,10 +160,11 @@ class SyncBatchNorm(Part):
 
     def build(self, site: Site) -> Mapping[Slot, Any]:
         if site.comm.size > 1:
+            is_compiled = any(isinstance(part, Compile) for part in site.parts) or any(map(compiled_by, site.model.modules()))
             for name, module in site.model.named_modules():
                 if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
                     _require_plain_forward(name, module)
-                    patch_forward(module, synchronised_forward(module, site.comm))
+                    patch_forward(module, synchronised_forward(module, site.comm, is_compiled=is_compiled))
         return {}
 
     @classmethod

@@ -167,6 +167,12 @@ class Checks:
         if self.ranks.pending is not None or self.compares_after(index):
             self.ranks.after_update(index)
 
+    def before_sharded(self, index: int) -> None:
+        """Compare the ranks' weights where it is time, before an update in which each rank sends its share to all: after it they
+        would be equal, whatever they were."""
+        if self.compares_after(index):
+            self.ranks.before_sharded(index)
+
     def after_round(self, index: int, *, equal: bool) -> None:
         """Weights and buffers are an average. `equal`: the same on all ranks."""
         self.finite.remember()

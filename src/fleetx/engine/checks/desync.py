@@ -40,6 +40,8 @@ class RankCheck:
         self._unapplied = 0
         """Reduces so far that came without a step() between them and the one before."""
         self._last_round = 0
+        self._params_only = False
+        """Whether buffers are left out of a comparison."""
         self._left_some_out = False
         """Whether this rank left out buffers, when the last comparison began, that others may not have left out."""
 
@@ -85,6 +87,20 @@ class RankCheck:
         if self.taken is None and looks_after(self._unapplied, self.every):
             self.taken = (str(place), self._mark())
 
+    def before_sharded(self, index: int) -> None:
+        """Compare the parameters before this update, on every rank at once; buffers may be of a forward since the reduce."""
+        if self._comm.size == 1:
+            return
+        if self.pending is not None:
+            self._finish()
+        self._params_only = True
+        try:
+            self._compare(f"update {index - 1}" if index > 1 else "fleet.distribute(...)", self._mark())
+            if self.pending is not None:
+                self._finish()
+        finally:
+            self._params_only = False
+
     def exchange(self) -> None:
         """Compare fingerprints. Every rank is here, at the same update: the reduce just done has shown it."""
         if self.taken is not None:
@@ -111,7 +127,7 @@ class RankCheck:
         # Another optimizer's parameters are looked at by its own pair, which may let ranks train alone.
         others = model_pairs.trained_by_others(self._own)
         params = {name: param for name, param in self._model.named_parameters() if id(param) not in others}
-        named: dict[str, Tensor] = {**params, **dict(self._model.named_buffers())}
+        named: dict[str, Tensor] = {**params, **({} if self._params_only else dict(self._model.named_buffers()))}
         return {name: t.detach() for name, t in named.items() if name not in left_out and t.numel()}
 
     def _mark(self) -> Tensor:

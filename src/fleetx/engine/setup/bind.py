@@ -12,6 +12,7 @@ from ...dist import world
 from ...errors import ConfigError, warn_user
 from ..buffers.buffer_kinds import refuse_unknown_buffers
 from ..dry_run import Rehearsal, Sample, own_loss
+from ..modules.large_head import advice_on_head
 from ..modules.patching import restore_forwards
 from ..optimizer import FleetOptimizer, watch_steps
 from ..slots import Part, Site, Slot
@@ -184,6 +185,10 @@ def _connect(
         if held is not None:
             warn_of_unowned_gradients(bare(held), face_comm)
 
+    def advise() -> str:
+        held = model_of()
+        return "" if held is None else advice_on_head(bare(held))
+
     def hint() -> str:
         held = model_of()
         optimizer = face_of()
@@ -198,6 +203,7 @@ def _connect(
     pipeline.look_for_unreduced = lambda optimizer: refuse_unreduced(model_of(), optimizer, own)
     pipeline.when_ended, pipeline.when_stale, face.follow = end, follow_in_backward, follow
     pipeline.warn_of_unowned = warn
+    pipeline.advise_on_memory = advise
     pipeline.hint_at_missing(hint)
 
 

@@ -179,11 +179,14 @@ class BareBackward:
         """Let another backward begin from zero: a merged mean is of another scale than its gradients, and what was compressed
         must not be compressed again. What was reduced is added when that is reduced too."""
         pipeline = self._pipeline()
-        if pipeline is not None and pipeline.window.closed and pipeline.window.set_aside is None:
+        if pipeline is None:
+            return
+        if not pipeline.window.closed:
+            pipeline.buckets.ready_for_more()
+        elif pipeline.window.set_aside is None:
             pipeline.stages.reduce.refuse_again()  # here, where no gradient was added yet: what was reduced may still be applied
             pipeline.buckets.adopt_replaced()
-            pipeline.window.set_aside = [flat.clone() for flat in pipeline.buckets.flats]
-            torch._foreach_zero_(pipeline.buckets.flats)
+            pipeline.window.set_aside = pipeline.buckets.set_aside()
             # autograd.grad calls the same hooks, and adds nothing: then nothing will be reduced, and it is put back.
             model_pairs.queue_callback(_weak_method(self._put_back_unless_more))
 
@@ -192,6 +195,7 @@ class BareBackward:
         if pipeline is None or pipeline.window.set_aside is None or self.task is not None or pipeline.buckets.touched():
             return
         self.add_set_aside()
+        pipeline.buckets.close_again()
         pipeline.buckets.before_more(self.set_aside)
 
     @torch.no_grad()
@@ -199,7 +203,7 @@ class BareBackward:
         """Add what was set aside to what was reduced since."""
         pipeline = self._pipeline()
         if pipeline is not None and pipeline.window.set_aside is not None:
-            torch._foreach_add_(pipeline.buckets.flats, pipeline.window.set_aside)
+            torch._foreach_add_(pipeline.buckets.reduced, pipeline.window.set_aside)
             pipeline.window.set_aside = None
 
     def _refuse_graph(self, name: str) -> None:

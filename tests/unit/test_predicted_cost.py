@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleetx import fleet
-from fleetx.dist.wire_cost import (
+from fleetx.dist.predicted_cost import (
     Cost,
     Link,
     all_gather,
