@@ -40,7 +40,10 @@ def test_compiled_blocks_are_measured_told_and_leave_no_trace() -> None:
     [precision] = plan.measured.compiled
     one = plan.measured.pass_of(Candidate(precision, 64, compiles=True))
     assert one is not None and one.forward_s > 0 and one.ladder
-    assert one.ladder[0].peak_bytes == plan.measured.pass_of(Candidate(precision, 64)).ladder[0].peak_bytes  # the same kernels
+    # The precision is the one that is faster here. In 32 bits the kernels are the same; in 16 autocast keeps copies of weights
+    # until backward ends, where compiled code makes them as it needs them.
+    peak, eager = (found.ladder[0].peak_bytes for found in (one, plan.measured.pass_of(Candidate(precision, 64))))
+    assert peak == eager if precision == "float32" else peak <= eager
     told = plan.rejected.get("compile") or next(note for note in plan.notes if note.startswith("compiling takes"))
     assert re.search(r"compiling (took|takes) [\d.]+ s, once", told)
     assert from_json(to_json(plan), source="").measured == plan.measured

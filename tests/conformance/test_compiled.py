@@ -36,6 +36,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "bf16_allreduce": {"bf16_allreduce": True},
     "amp float16": {"amp": {"dtype": "float16"}},
     "clip_norm": {"clip_norm": True},
+    "sharding": {"sharding": True},
     "recompute": {"recompute": True},
     "amp and recompute": {"amp": BFLOAT16, "recompute": True},
 }

@@ -140,7 +140,7 @@ def _peak(
     batch = map_tensors(lambda tensor: _fake(tensor, fakes), sample)
     for param in model.parameters():
         param.grad = fakes.from_tensor(torch.empty(())).new_empty(param.shape) if param.requires_grad else None
-    counter = Counter()
+    counter = Counter(counts_fakes=True)
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
     counter.add_known([*model.parameters(), *model.buffers(), *gradients])
     held = counter.now

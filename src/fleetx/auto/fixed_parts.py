@@ -64,8 +64,10 @@ class Fixed:
         """Say why a part cannot stand beside these; None where it can."""
         wanted = catalogue()[name]().claims()
         for part in self.parts:
-            slot = next((slot for slot in Slot if slot in wanted & part.claims()), None)
-            if slot is not None:
+            shared = [slot for slot in Slot if slot in wanted & part.claims()]
+            if shared:
+                # What the two do is said by another slot than `shard`, which each claims for the sake of its weights or momentum.
+                slot = next((slot for slot in shared if slot is not Slot.SHARD), Slot.SHARD)
                 return f"{part.name}, which you set, claims `{slot.value}`."
         return None
 

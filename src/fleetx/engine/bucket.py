@@ -97,7 +97,7 @@ class Bucket:
         """The gradients and, in the last bucket, the tail: one collective moves both."""
         self.flat = self.wire[:numel]
         self.tail = self.wire[self.share_numel * shares :]
-        self.frees, self._own = frees, own
+        self.frees, self._own, self.divided = frees, own, own is not None
         self.reduced = self.flat
         """Where the reduced gradients are: the whole buffer, or this rank's share of it."""
         if own is not None:
@@ -240,7 +240,8 @@ class Bucket:
 
     def make_room(self) -> None:
         """Ready for new gradients."""
-        open_shares(self.views)
+        if self.divided:
+            open_shares(self.views)
         if not self._small_are_zero:
             self.zero_small()
         for param, view, in_place in zip(self.params, self.views, self.in_place, strict=True):
@@ -260,10 +261,8 @@ class Bucket:
         for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is view:
-                if not reopened and is_closed(view):
-                    self.added_to_last.add(i)
-                elif not is_closed(view):
-                    self.added_to_last.discard(i)
+                if self.divided:
+                    self._note_added(i, reopened=reopened)
                 self.filled[i] |= not reopened  # left there by zero_grad(set_to_none=False), or from the last update
             elif grad is not None:
                 self.elsewhere = True
@@ -277,10 +276,18 @@ class Bucket:
                     stale.append(view)
                     param.grad = view
         self.hidden = False
-        open_shares(self.views)
+        if self.divided:
+            open_shares(self.views)
         if stale and not self._small_are_zero:
             torch._foreach_zero_(stale)
         self._small_are_zero = False
+
+    def _note_added(self, i: int, *, reopened: bool) -> None:
+        """Note whether a gradient was added to what the last update has left."""
+        if not is_closed(self.views[i]):
+            self.added_to_last.discard(i)
+        elif not reopened:
+            self.added_to_last.add(i)
 
     def count_shown(self) -> None:
         """Count what `param.grad` shows of the views as gradients of this window, as torch does."""

@@ -114,8 +114,10 @@ class CountingProbe:
 class Counter(TorchDispatchMode):
     """Counts every storage made by an operation while this mode is on, until it is freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_fakes: bool = False) -> None:
+        """Begin at 0. `counts_fakes`: tensors without data, too, by the size that their data would have."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._counts_fakes = counts_fakes
         self.now = self.peak = 0
         self._alive: dict[int, Any] = {}
 
@@ -139,7 +141,9 @@ class Counter(TorchDispatchMode):
 
     def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
         storage = storage_of(tensor)
-        if storage is None or storage._cdata in self._alive or storage.device.type == "meta":  # of a trace, without memory
+        if storage is None or storage._cdata in self._alive:
+            return
+        if storage.device.type == "meta" and not self._counts_fakes:  # of a trace, without memory
             return
         place, size = storage._cdata, storage.nbytes() if is_new else 0
 
