@@ -138,7 +138,7 @@ class Buckets:
         for bucket in self._buckets:
             bucket.allocate()
             open_shares(bucket.views)
-        torch._foreach_zero_([*self.flats, *self.reduced])
+        torch._foreach_zero_([*self.flats, *(bucket.reduced for bucket in self._buckets if bucket.frees)])  # else part of them
         return kept
 
     def close_again(self) -> None:

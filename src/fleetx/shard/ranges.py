@@ -42,10 +42,9 @@ class Piece:
 
     range: Range
     param: nn.Parameter
-    view: Tensor
-    """Where the parameter's gradient lies in the bucket, as `param.grad` shows it."""
     share: nn.Parameter
     grad: Tensor
+    """Where the mean of this range's gradient lies."""
 
     def follow(self) -> None:
         """Point at the parameter's memory again, where `param.data = ...` has replaced it; show the gradient if there is one."""
@@ -56,11 +55,12 @@ class Piece:
 
 
 def pieces_of(bucket: Bucket, ranges: Iterable[Range], *, first_place: int) -> list[Piece]:
+    """Make what the optimizer trains of the ranges of a bucket that this rank owns."""
     pieces = []
     for one in ranges:
-        param, view = bucket.params[one.place - first_place], bucket.views[one.place - first_place]
+        param = bucket.params[one.place - first_place]
         share = nn.Parameter(in_memory_order(param.data)[one.start : one.stop])
         begin = one.offset - one.rank * bucket.share_numel if bucket.reduced is not bucket.flat else one.offset
         grad = bucket.reduced[begin : begin + one.stop - one.start]
-        pieces.append(Piece(one, param, view, share, grad))
+        pieces.append(Piece(one, param, share, grad))
     return pieces

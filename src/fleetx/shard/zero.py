@@ -203,7 +203,7 @@ class ShardedUpdate:
     def let_go(self) -> None:
         """Keep what gives the optimizer its whole state back, and not the memory of gradients: the pair has ended."""
         self._buckets, nothing = [], torch.empty(0)
-        self._pieces = [[dataclasses.replace(piece, view=nothing, grad=nothing) for piece in pieces] for pieces in self._pieces]
+        self._pieces = [[dataclasses.replace(piece, grad=nothing) for piece in pieces] for pieces in self._pieces]
 
     def _own(self) -> Iterator[Piece]:
         for pieces in self._pieces:
