@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import tempfile
+import types
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fleetx import fleet
+from fleetx.engine.modules import compiling
 from fleetx.errors import FleetWarning
 from tests.helpers.combination_sets import ACTIVE, PARTS, Names, neutral_settings, without_rounding
 from tests.helpers.fitting import compile_by_torchs_kernels
@@ -88,6 +92,29 @@ def optimizer_for(names: Names) -> str:
     return "SGD for another" if torch.optim.SGD in wanted else "Adam" if torch.optim.Adam in wanted else "SGD"
 
 
+_codes: dict[str, list[types.CodeType]] = {}
+"""Pieces of code that torch's compiler keeps graphs with, by the strategies of the runs that use them."""
+
+
+@contextlib.contextmanager
+def graphs_of_equal_runs(names: Names, settings: Settings) -> Iterator[None]:
+    """Let runs of one model with the same strategies share their graphs in this process: compiling is most of such a run."""
+    if "compile" not in names:
+        yield
+        return
+    codes, places = _codes.setdefault(repr((names, [settings.get(name) for name in names])), []), itertools.count()
+    make = compiling._own_code
+
+    def own_code() -> types.CodeType:
+        place = next(places)
+        if place == len(codes):
+            codes.append(make())
+        return codes[place]
+
+    with mock.patch.object(compiling, "_own_code", own_code):
+        yield
+
+
 class Run:
     """All that a script holds."""
 
@@ -95,7 +122,8 @@ class Run:
         torch.manual_seed(seed)
         self.rank, model = rank, Net()
         optimizer = OPTIMIZERS[inner](model.parameters())
-        self.model, self.optimizer = fleet.distribute(model, optimizer, strategy_of(names, settings))
+        with graphs_of_equal_runs(names, settings):
+            self.model, self.optimizer = fleet.distribute(model, optimizer, strategy_of(names, settings))
         torch.manual_seed(100 + seed + rank)
         self.done = 0
         self.losses: list[float] = []

@@ -1,6 +1,6 @@
 """What tests use, imported once: ranks and other processes of tests are forked from one that has imported this file.
 
-Importing torch takes seconds, and the first optimizer as much again. The process that forks has no thread and no process group.
+Importing torch takes seconds, the first optimizer as much again, and so does the first compiled model. The process that forks has no thread and no process group.
 What ranks print goes nowhere: pytest's capture ends with each test, and they go on.
 """
 
@@ -8,6 +8,8 @@ import gc
 import os
 
 import torch
+import torch._dynamo.backends.inductor
+import torch._inductor.compile_fx
 import torch.utils.data
 
 import fleetx.applications  # noqa: F401
