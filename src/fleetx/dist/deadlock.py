@@ -14,6 +14,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..config.text import listed
+
 launched: collections.Counter[str] = collections.Counter()
 """Collectives this process has launched in each channel since it joined its group."""
 
@@ -81,7 +83,7 @@ def sentence(waits: Sequence[Wait]) -> str:
     places: dict[str, list[int]] = {}
     for rank, wait in enumerate(waits):
         places.setdefault(wait.place, []).append(rank)
-    where = "; ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {listed(ranks)} in {place}" for place, ranks in places.items())
+    where = "; ".join(f"{name_ranks(ranks)} in {place}" for place, ranks in places.items())
     return (
         f"{START}: {where}. They ran different numbers of batches, or a backward or a call stands under a "
         "condition that holds on some ranks only. Give every rank equally many batches, as fleet.sampler(data) does, and make "
@@ -89,7 +91,6 @@ def sentence(waits: Sequence[Wait]) -> str:
     )
 
 
-def listed(ranks: Sequence[int], most: int = 4) -> str:
-    """Join ranks, at most `most` of them."""
-    shown = ", ".join(map(str, ranks[:most]))
-    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
+def name_ranks(ranks: Sequence[int], most: int = 4) -> str:
+    """Name ranks, at most `most` of them: "rank 3", "ranks 0, 1, 2, 3 and 4 more"."""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed([str(rank) for rank in ranks], most)}"

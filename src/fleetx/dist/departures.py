@@ -60,7 +60,7 @@ def sentence(left: Sequence[Departure], *, rank: int, step: int, place: str) -> 
     for one in left:
         ends.setdefault((one.updates, one.error), []).append(one.rank)
     told = [
-        f"{'ranks' if len(set(ranks)) > 1 else 'rank'} {deadlock.listed(sorted(set(ranks)))} made {updates} "
+        f"{deadlock.name_ranks(sorted(set(ranks)))} made {updates} "
         f"update{'s' if updates != 1 else ''} and {f'ended with {error}' if error else 'left'}"
         for (updates, error), ranks in ends.items()
     ]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ...config.text import listed
 from ...errors import ConfigError, DataError, warn_user
 from .files import Archive
 from .image_list import ImageList, offsets_of
@@ -88,7 +89,7 @@ def require_room(classes: Sequence[str], name: str, num_classes: int | None) -> 
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return listed([repr(name) for name in names], _SHOWN)
 
 
 # --- Where the folders of classes lie: in a folder --------------------------------------------------------------------------
