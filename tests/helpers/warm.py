@@ -1,7 +1,7 @@
 """What tests use, imported once: ranks and other processes of tests are forked from one that has imported this file.
 
-Importing torch takes seconds, the first optimizer as much again, and so does the first compiled model. The process that forks has no
-thread and no process group.
+Importing torch takes seconds, the first optimizer as much again, and so does the first compiled model. The process that
+forks has no thread and no process group.
 What ranks print goes nowhere: pytest's capture ends with each test, and they go on.
 """
 
