@@ -27,6 +27,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "amp with a black list": {"amp": BFLOAT16 | {"custom_black_list": ["LayerNorm", "head"]}},
     "lars": {"lars": True},
     "lamb": {"lamb": True, "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.0)},
+    "muon": {"muon": True, "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01)},
     "gradient_merge": {"gradient_merge": {"k_steps": 2}},
     "localsgd": {"localsgd": {"k_steps": 2}},
     "adaptive_localsgd": {"adaptive_localsgd": {"init_k_steps": 2}},

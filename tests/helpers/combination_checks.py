@@ -83,13 +83,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "SGD for another": lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.9),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.02),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02),
 }
 
 
 def optimizer_for(names: Names) -> str:
     """Of what the parts ask for; each at a rate that suits them."""
     wanted = [kind for name in names for kind in PARTS[name].inner[:1]]
-    return "SGD for another" if torch.optim.SGD in wanted else "Adam" if torch.optim.Adam in wanted else "SGD"
+    if torch.optim.SGD in wanted:
+        return "SGD for another"
+    return "Adam" if torch.optim.Adam in wanted else "AdamW" if torch.optim.AdamW in wanted else "SGD"
 
 
 _codes: dict[str, list[types.CodeType]] = {}

@@ -55,7 +55,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
 }
 """Settings by which each does something within a few updates of a small net; the others' own are such."""
 AVERAGING = ("localsgd", "adaptive_localsgd")
-NOT_LINEAR = ("amp", "lars", "lamb", "clip_norm")
+NOT_LINEAR = ("amp", "lars", "lamb", "muon", "clip_norm")
 
 Names = tuple[str, ...]
 

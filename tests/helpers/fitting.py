@@ -28,4 +28,6 @@ def fitting(names: Iterable[str], params: Any, otherwise: Callable[[Any], Optimi
         return torch.optim.SGD(params, lr=0.2, momentum=0.9)
     if torch.optim.Adam in wanted:
         return torch.optim.Adam(params, lr=0.02)
+    if torch.optim.AdamW in wanted:
+        return torch.optim.AdamW(params, lr=0.02)
     return otherwise(params)

@@ -337,6 +337,7 @@ def test_the_neutral_setting_of_a_part_is_legal(name: str) -> None:
         ("recompute", {Slot.MODULE}),
         ("lars", {Slot.UPDATE, Slot.MOMENTUM}),
         ("lamb", {Slot.UPDATE, Slot.MOMENTUM}),
+        ("muon", {Slot.UPDATE, Slot.MOMENTUM}),
         ("localsgd", {Slot.SHARD, Slot.REDUCE, Slot.AVERAGE}),
         ("adaptive_localsgd", {Slot.SHARD, Slot.REDUCE, Slot.AVERAGE}),
         ("powersgd", {Slot.REDUCE}),

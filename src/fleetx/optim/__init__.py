@@ -5,9 +5,10 @@ from __future__ import annotations
 from . import schedules
 from .lamb import Lamb
 from .lars import Lars
+from .muon import Muon
 from .trust_ratio_report import TrustRatios
 
-__all__ = ["Lamb", "Lars", "TrustRatios", "schedules"]
+__all__ = ["Lamb", "Lars", "Muon", "TrustRatios", "schedules"]
 
 
 def __dir__() -> list[str]:

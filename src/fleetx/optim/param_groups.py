@@ -12,6 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -101,7 +102,12 @@ def require_own_model(infos: Sequence[Sequence[ParamInfo]], model: object) -> No
         )
 
 
-def require_distinct_names(infos: Iterable[Sequence[ParamInfo]]) -> None:
+class Named(Protocol):
+    @property
+    def name(self) -> str | None: ...
+
+
+def require_distinct_names(infos: Iterable[Sequence[Named]]) -> None:
     """Refuse duplicate names: trust ratios and checkpoints identify tensors by name."""
     counts = Counter(k.name for of_group in infos for k in of_group if k.name is not None)
     twice = [name for name, count in counts.items() if count > 1]

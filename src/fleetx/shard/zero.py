@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -150,6 +150,8 @@ class ShardedUpdate:
         self._names: list[str] = []
         self._stand_ins: dict[int, Tensor] = {}
         """What the optimizer trains in the place of each parameter, by its id: a share, or an empty tensor."""
+        self._range_of: dict[int, Range] = {}
+        """What this rank owns of each parameter, by its id."""
         self._squares: Tensor | None = None
         """Squared norms of the tensors just reduced, which all ranks know."""
         self._factors: Tensor | None = None
@@ -193,8 +195,9 @@ class ShardedUpdate:
             for param in bucket.params:
                 self._stand_ins[id(param)] = nn.Parameter(param.data.new_empty(0))
         self._stand_ins |= {id(piece.param): piece.share for piece in self._own()}
+        self._range_of = {id(piece.param): piece.range for piece in self._own()}
         if isinstance(update, Update):
-            update.sum_over_ranks = self._sum_over_ranks
+            update.sum_over_ranks, update.shares = self._sum_over_ranks, self
         self.cut_state()
         given.__dict__[RESTORE] = self._restore_state
         refuse_before_step(given, _refuse_divided)
@@ -365,15 +368,61 @@ class ShardedUpdate:
 
         return self._comm.all_gather_into(row, own).then(torch.no_grad()(unpack))
 
+    # --- whole tensors, for a rule that needs them ------------------------------------------------------------------
+
+    def gather_whole(
+        self, parts: Mapping[int, Tensor], *, among: Sequence[Tensor], wanted: Collection[int], dtype: torch.dtype
+    ) -> dict[int, Tensor]:
+        # Every rank passes the buckets in one order, and skips the same ones: `among` is the same on all.
+        ids, found, under_way = {id(param) for param in among}, dict[int, Tensor](), list[Pending]()
+        for number, bucket in enumerate(self._buckets):
+            if not any(id(param) in ids for param in bucket.params):
+                continue
+            while len(under_way) >= IN_FLIGHT:
+                under_way.pop(0).wait()
+            under_way.append(self._gather_parts(number, bucket, parts, wanted=wanted, dtype=dtype, found=found))
+        for pending in under_way:
+            pending.wait()
+        self._groups.count()
+        return found
+
+    def _gather_parts(
+        self,
+        number: int,
+        bucket: Bucket,
+        parts: Mapping[int, Tensor],
+        *,
+        wanted: Collection[int],
+        dtype: torch.dtype,
+        found: dict[int, Tensor],
+    ) -> Pending:
+        first = self._comm.rank * bucket.share_numel
+        own = bucket.flat.new_zeros(bucket.share_numel, dtype=dtype)
+        row = bucket.flat.new_empty(bucket.share_numel * self._comm.size, dtype=dtype)
+        for piece in self._pieces[number]:
+            if id(piece.param) in parts:
+                own[piece.range.offset - first :][: piece.share.numel()].copy_(parts[id(piece.param)])
+
+        def unpack() -> None:
+            found.update({id(param): self._assembled(number, param, row) for param in bucket.params if id(param) in wanted})
+
+        return self._comm.all_gather_into(row, own).then(unpack)
+
+    def own_part(self, param: Tensor, whole: Tensor) -> Tensor | None:
+        mine = self._range_of.get(id(param))
+        if mine is None:
+            return None
+        laid_out = whole if whole.stride() == param.stride() else torch.empty_like(param, dtype=whole.dtype).copy_(whole)
+        return in_memory_order(laid_out)[mine.start : mine.stop]
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def cut_state(self) -> None:
         state = self._update.state
-        own = {id(piece.param): piece.range for piece in self._own()}
         for param in [param for param in state if id(param) in self._stand_ins]:
-            if id(param) in own:
-                state[param] = _cut(state[param], param, own[id(param)])
+            if id(param) in self._range_of:
+                state[param] = _cut(state[param], param, self._range_of[id(param)])
             else:
                 del state[param]
 
@@ -425,7 +474,7 @@ class ShardedUpdate:
                 row = self._gather_key(number, layout, key, getattr(torch, dtype))
                 for param, held in held_by.items():
                     if held.get(key) == [SHARED, dtype]:
-                        found[param][key] = self._assembled(number, param, row)
+                        found[param][key] = self._assembled(number, param, row).cpu().contiguous()
         return {param: found[param] for layout in self._layouts for param in layout.params if param in found}
 
     def _gather_key(self, number: int, layout: Layout, key: str, dtype: torch.dtype) -> Tensor:
@@ -443,7 +492,7 @@ class ShardedUpdate:
         layout = self._layouts[number]
         place = layout.first_place + next(i for i, p in enumerate(layout.params) if p is param)
         flat = torch.cat([row[one.offset :][: one.stop - one.start] for one in self._ranges[number] if one.place == place])
-        return view_like(flat.cpu(), param.data).contiguous()
+        return view_like(flat, param.data)
 
 
 SHARED = "share"

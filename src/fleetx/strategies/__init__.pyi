@@ -42,6 +42,8 @@ __all__ = [
     "LarsSettings",
     "LocalSGD",
     "LocalSGDSettings",
+    "Muon",
+    "MuonSettings",
     "PowerSGD",
     "PowerSGDSettings",
     "Recompute",
@@ -526,6 +528,65 @@ class LocalSGDSettings(TypedDict, total=False):
     """updates that go on while an averaging is under way"""
     across_nodes_every: int
     """averagings from one among all ranks to the next; others stay inside a node"""
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(_BuiltPart):
+    """Orthogonalise the momentum of matrices, shared out between the ranks; AdamW keeps all other tensors.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(muon=X.strategies.Muon(muon_weight_decay=0.05))
+        >>> strategy.muon_configs["ns_steps"]
+        5
+    """
+
+    momentum: float
+    """momentum of the matrices"""
+    nesterov: bool
+    """orthogonalise where the momentum will be after one more such gradient"""
+    ns_steps: int
+    """steps of the Newton-Schulz iteration"""
+    muon_weight_decay: float
+    """decoupled weight decay of the matrices"""
+    exclude: list[str]
+    """what AdamW keeps: "embedding", "head", "norm", "bias" mean kinds of tensors, others are parts of names"""
+    adjust_lr_fn: str
+    """how a matrix's shape scales the learning rate"""
+    ns_coefficients: list[float]
+    """the three coefficients of the iteration"""
+    ns_dtype: str
+    """type in which the iteration runs, and in which its results travel"""
+    def __init__(
+        self,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        muon_weight_decay: float = 0.1,
+        exclude: list[str] | tuple[str, ...] = ...,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
+        ns_coefficients: Sequence[float] = ...,
+        ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16",
+    ) -> None: ...
+
+class MuonSettings(TypedDict, total=False):
+    """Settings of `muon` as a dict; keys left out keep their value, or their default."""
+
+    momentum: float
+    """momentum of the matrices"""
+    nesterov: bool
+    """orthogonalise where the momentum will be after one more such gradient"""
+    ns_steps: int
+    """steps of the Newton-Schulz iteration"""
+    muon_weight_decay: float
+    """decoupled weight decay of the matrices"""
+    exclude: list[str] | tuple[str, ...]
+    """what AdamW keeps: "embedding", "head", "norm", "bias" mean kinds of tensors, others are parts of names"""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"]
+    """how a matrix's shape scales the learning rate"""
+    ns_coefficients: Sequence[float]
+    """the three coefficients of the iteration"""
+    ns_dtype: Literal["bfloat16", "float32", "float64"]
+    """type in which the iteration runs, and in which its results travel"""
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(_BuiltPart):

@@ -27,6 +27,8 @@ from . import (
     LarsSettings,
     LocalSGD,
     LocalSGDSettings,
+    Muon,
+    MuonSettings,
     PowerSGD,
     PowerSGDSettings,
     Recompute,
@@ -140,6 +142,18 @@ class LocalSGDValues(TypedDict):
     overlap_steps: int
     across_nodes_every: int
 
+class MuonValues(TypedDict):
+    """Settings of `muon` as they read back: all keys."""
+
+    momentum: float
+    nesterov: bool
+    ns_steps: int
+    muon_weight_decay: float
+    exclude: list[str] | tuple[str, ...]
+    adjust_lr_fn: Literal["original", "match_rms_adamw"]
+    ns_coefficients: Sequence[float]
+    ns_dtype: Literal["bfloat16", "float32", "float64"]
+
 class PowerSGDValues(TypedDict):
     """Settings of `powersgd` as they read back: all keys."""
 
@@ -184,6 +198,8 @@ class Keywords(TypedDict, total=False):
     lars_configs: LarsSettings
     localsgd: bool | LocalSGDSettings | LocalSGD
     localsgd_configs: LocalSGDSettings
+    muon: bool | MuonSettings | Muon
+    muon_configs: MuonSettings
     powersgd: bool | PowerSGDSettings | PowerSGD
     powersgd_configs: PowerSGDSettings
     recompute: bool | RecomputeSettings | Recompute
@@ -316,6 +332,20 @@ class Switches:
     - `wire_dtype`: type in which changes of parameters travel
     - `overlap_steps`: updates that go on while an averaging is under way
     - `across_nodes_every`: averagings from one among all ranks to the next; others stay inside a node
+    """
+    muon: Setting[bool, bool | MuonSettings | Muon]
+    """Orthogonalise the momentum of matrices, shared out between the ranks; AdamW keeps all other tensors."""
+    muon_configs: Setting[MuonValues, MuonSettings]
+    """Settings of `muon`, each checked when it is written.
+
+    - `momentum`: momentum of the matrices
+    - `nesterov`: orthogonalise where the momentum will be after one more such gradient
+    - `ns_steps`: steps of the Newton-Schulz iteration
+    - `muon_weight_decay`: decoupled weight decay of the matrices
+    - `exclude`: what AdamW keeps: "embedding", "head", "norm", "bias" mean kinds of tensors, others are parts of names
+    - `adjust_lr_fn`: how a matrix's shape scales the learning rate
+    - `ns_coefficients`: the three coefficients of the iteration
+    - `ns_dtype`: type in which the iteration runs, and in which its results travel
     """
     powersgd: Setting[bool, bool | PowerSGDSettings | PowerSGD]
     """Send low-rank factors of each gradient and keep the error for later updates."""

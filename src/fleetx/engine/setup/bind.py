@@ -26,7 +26,7 @@ from .build import compile_strategy
 from .conflicts import check_parts
 from .keep_alive import keep_with, let_go
 from .optimizer_state import give_whole_state_back
-from .optimizer_swap import give_back, mark_state
+from .optimizer_swap import give_back, mark_state, require_own_state
 from .placement import (
     OUTSIDE,
     agree_on_model,
@@ -99,6 +99,7 @@ def bind(
         has_sample=has_sample,
         parts=checked,
     )
+    require_own_state(optimizer, checked)  # on all ranks: they have ended the same pair
     for part in checked:
         part.check(site)
     acting = _forward_parts(parts)

@@ -17,6 +17,8 @@ from .placement import plain_name
 
 HOOKS = [f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")]
 STATE_OF = "_fleetx_state_of"
+UNSUITED = "_fleetx_state_is_unsuited"
+"""On an optimizer that was given: whether it cannot go on with the state that the one in its place has left."""
 STAND_IN = "_fleetx_stand_in"
 """On an optimizer that was given: a weak reference to the one in its place; None once it has its place back."""
 NEUTRAL: Mapping[str, Any] = {"nesterov": False, "dampening": 0, "amsgrad": False, "differentiable": False}
@@ -59,6 +61,17 @@ def require_no_state(part: Part, site: Site, *, why: str) -> None:
             f"strategy.{part.name} was given an optimizer that has made updates or loaded a state (on ranks {ranks}). {why} "
             f"Give fleet.distribute(...) a new {type(site.optimizer).__name__}, and load a state of {part.name} into the "
             "optimizer that it returns."
+        )
+
+
+def require_own_state(optimizer: Optimizer, parts: Sequence[Part]) -> None:
+    """Refuse to go on with a state that an earlier pair's rule has left, where the optimizer itself knows no such state."""
+    rule = optimizer.__dict__.get(STATE_OF)
+    if optimizer.__dict__.get(UNSUITED) and rule not in [part.name for part in parts] and any(optimizer.state.values()):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"the state in this {kind} was made by strategy.{rule}, and {kind} cannot go on with it. Keep strategy.{rule}, or "
+            f"give fleet.distribute(...) a new {kind}."
         )
 
 
@@ -116,6 +129,7 @@ def take_over(inner: Optimizer, update: Update, settings: Mapping[str, Any]) -> 
 def mark_state(inner: Optimizer, update: Optimizer) -> None:
     """Note by which rule the state was made that an ended pair leaves behind."""
     inner.__dict__[STATE_OF] = type(update).__name__.lower()
+    inner.__dict__[UNSUITED] = isinstance(update, Update) and not update.state_suits_inner
 
 
 def _take_back(inner: Optimizer) -> None:

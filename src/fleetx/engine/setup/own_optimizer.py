@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+
+
+class Shares(Protocol):
+    """What each rank has of the parameters' elements, for a rule that needs whole tensors. They are told by the ids of the
+    parameters given to fleet.distribute, in whose place the optimizer has shares while it steps."""
+
+    def gather_whole(
+        self, parts: Mapping[int, Tensor], *, among: Sequence[Tensor], wanted: Collection[int], dtype: torch.dtype
+    ) -> dict[int, Tensor]:
+        """Return whole tensors of which every rank has a part, shaped as their parameters; of those `among` these this rank
+        gets the `wanted` ones. Every rank is here, with the same `among`; a part that no rank gives is zeros."""
+
+    def own_part(self, param: Tensor, whole: Tensor) -> Tensor | None:
+        """Return this rank's part of a tensor that is shaped as `param`; None where it has none."""
 
 
 class Update(Optimizer):
@@ -16,8 +31,13 @@ class Update(Optimizer):
 
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Set where each rank updates its share of the parameters: sums a vector over the ranks that have the others."""
+    shares: Shares | None = None
+    """Set there as well."""
     rule_settings: ClassVar[tuple[str, ...]] = ()
     """Keys of a group that only this rule has: a checkpoint must not undo what a script says of them. Empty: torch's own."""
+
+    state_suits_inner: ClassVar[bool] = True
+    """Whether the optimizer in whose place this one was can go on with the state that it leaves."""
 
     def adopt_groups(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> None:
         """Take over another optimizer's very group dicts, of the same parameters: schedulers and the user hold them."""
