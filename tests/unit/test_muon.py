@@ -261,7 +261,10 @@ def test_a_matrix_without_a_gradient_stays_as_it_is() -> None:
         (lambda: Muon([nn.Parameter(torch.ones(2, 2))], momentum=1.0), "momentum is 1.0; it must be"),
         (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_steps=0), "ns_steps is 0; it must be an integer of at least 1"),
         (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_dtype="float16"), "ns_dtype is 'float16'; it must be one of"),
-        (lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_coefficients=(1.0, 2.0)), "it must be three numbers"),
+        (
+            lambda: Muon([nn.Parameter(torch.ones(2, 2))], ns_coefficients=(1.0, 2.0)),
+            "it must be a list of 3, each element a finite number",
+        ),
         (lambda: Muon([nn.Parameter(torch.ones(2, 2))], adjust_lr_fn="keller"), "adjust_lr_fn is 'keller'"),
         (lambda: Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "use_mion": True}]), "Did you mean `use_muon`?"),
         (lambda: Muon(net()), "Write Muon(model.named_parameters(), ..., model=model)."),

@@ -112,15 +112,18 @@ def names(*example: str) -> Kind:
     return Kind(f"a list of non-empty strings, such as {shown}", parse, "list[str] | tuple[str, ...]")
 
 
-def numbers(element: Kind, *, ascending: bool = False) -> Kind:
+def numbers(element: Kind, *, ascending: bool = False, count: int | None = None) -> Kind:
+    """Describe a list of numbers; `count`: how many there must be, None: any but none."""
+
     def parse(value: Any) -> list[float]:
-        require(isinstance(value, (list, tuple)) and len(value) > 0)
+        require(isinstance(value, (list, tuple)) and (len(value) > 0 if count is None else len(value) == count))
         parsed = [element.parse(v) for v in value]
         require(not ascending or parsed == sorted(parsed))
         return parsed
 
     order = "ascending " if ascending else ""
-    return Kind(f"a non-empty {order}list, each element {element.allowed}", parse, f"Sequence[{element.hint}]")
+    kind = f"a non-empty {order}list" if count is None else f"a list of {count}"
+    return Kind(f"{kind}, each element {element.allowed}", parse, f"Sequence[{element.hint}]")
 
 
 def optional(kind: Kind) -> Kind:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ..config.text import listed
 from ..errors import ConfigError, did_you_mean
 from .orthogonal import matrix_shape
 from .param_groups import FROZEN, is_norm, moves
@@ -54,11 +55,12 @@ class Tensor2D:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whether Muon or AdamW updates a parameter, and why; `doubt` says what may be wrong with that, and what to write then."""
+    """Whether Muon or AdamW updates a parameter, and why."""
 
     by_muon: bool
     why: str
-    doubt: str | None = None
+    is_doubtful: bool = False
+    """Whether its name or its place in the model speaks for the other."""
 
 
 def choose(known: Tensor2D, exclude: Sequence[str]) -> Choice:
@@ -75,12 +77,8 @@ def choose(known: Tensor2D, exclude: Sequence[str]) -> Choice:
     for word in exclude:
         why = _reason(known, word)
         if why is not None:
-            return Choice(False, why, _doubt_of_excluded(known, word, why))
-    return Choice(True, _kept_reason(known), _doubt_of_kept(known, exclude))
-
-
-def _kept_reason(known: Tensor2D) -> str:
-    return "a convolution, as a matrix" if len(known.shape) > 2 else "a matrix"
+            return Choice(False, why, _looks_hidden(known, word, why))
+    return Choice(True, "a convolution" if len(known.shape) > 2 else "a matrix", "head" in exclude and _looks_like_head(known))
 
 
 def _reason(known: Tensor2D, word: str) -> str | None:
@@ -125,26 +123,41 @@ def is_head_name(known: Tensor2D) -> bool:
     return leaf in HEAD_NAMES or leaf.endswith("_head") or (leaf in OUTERMOST_HEAD_NAMES and depth <= 1)
 
 
-def _doubt_of_kept(known: Tensor2D, exclude: Sequence[str]) -> str | None:
-    assert known.name is not None
-    if "head" not in exclude:
-        return None
-    pieces = known.name.lower().split(".")
-    if (known.is_repeated and is_head_name(known)) or (not known.is_repeated and HEAD_NAMES & set(pieces)):
-        words = ", ".join(f'"{word}"' for word in [*exclude, known.name])
-        return f"`{known.name}` is named like a head, and Muon updates it. If AdamW should: exclude = [{words}]"
-    return None
+def _looks_like_head(known: Tensor2D) -> bool:
+    """Return whether a matrix that Muon updates is named like a head, or lies in a module that is."""
+    pieces = set((known.name or "").lower().split("."))
+    return is_head_name(known) if known.is_repeated else bool(HEAD_NAMES & pieces)
 
 
-def _doubt_of_excluded(known: Tensor2D, word: str, why: str) -> str | None:
-    is_square_end = word == "head" and why.startswith("the last Linear") and known.shape[0] == known.shape[1]
-    is_layer = word == "embedding" and known.modules and isinstance(known.modules[0], nn.Linear) and len(known.modules) == 1
-    if is_square_end or is_layer:
-        return (
-            f"`{known.name}` goes to AdamW ({why}), and looks like a hidden layer. If Muon should update it: give it a group of "
-            'its own with "use_muon": True'
+def _looks_hidden(known: Tensor2D, word: str, why: str) -> bool:
+    """Return whether a matrix that goes to AdamW looks like a hidden layer: a last Linear that is square, or one that is no
+    embedding but for its name."""
+    if word == "head":
+        return why.startswith("the last Linear") and known.shape[0] == known.shape[1]
+    return word == "embedding" and len(known.modules) == 1 and isinstance(known.modules[0], nn.Linear)
+
+
+def doubts(rows: Iterable[tuple[str, Tensor, Choice]], exclude: Sequence[str]) -> list[str]:
+    """Say of doubtful choices what to write if they are wrong."""
+    found = [(name, chosen) for name, param, chosen in rows if chosen.is_doubtful and moves(param)]
+    kept, excluded = ([name for name, chosen in found if chosen.by_muon is by_muon] for by_muon in (True, False))
+    said = []
+    if kept:
+        words = ", ".join(f'"{word}"' for word in [*exclude, *kept])
+        said.append(
+            f"Muon updates {listed(_quoted(kept), 3)}, by name part of a head, which AdamW should update. If so, write "
+            f'strategy.muon_configs = {{"exclude": [{words}]}}, or exclude=[{words}] in Muon(...).'
         )
-    return None
+    if excluded:
+        said.append(
+            f"AdamW updates {listed(_quoted(excluded), 3)}, by name or place embeddings or heads, by shape hidden layers. If "
+            'Muon should, give the optimizer a group {"params": ..., "use_muon": True} for it.'
+        )
+    return said
+
+
+def _quoted(names: Iterable[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
 
 
 # --- what is known of parameters ---------------------------------------------------------------------------------------

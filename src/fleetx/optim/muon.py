@@ -27,7 +27,7 @@ from ..dist.comm import Comm
 from ..engine.setup.own_optimizer import Shares, Update, load_in_place
 from ..errors import ConfigError
 from .gathered import Gathered
-from .matrix_rule import DEFAULT_EXCLUDE, Choice, Tensor2D, choose, description, require_words_in_names, tensors_of_groups
+from .matrix_rule import DEFAULT_EXCLUDE, Choice, Tensor2D, choose, description, doubts, require_words_in_names, tensors_of_groups
 from .options import refuse_near_misses, refuse_no_rate
 from .orthogonal import COEFFICIENTS, batches_of, cost, matrix_shape, orthogonalise, shares_of
 from .param_groups import moves, require_distinct_names
@@ -230,10 +230,7 @@ class Muon(Update):
         number(0.0, below=1.0).check("momentum", group["momentum"])
         boolean().check("nesterov", group["nesterov"])
         integer(1, 99).check("ns_steps", group["ns_steps"])
-        if len(numbers(number()).check("ns_coefficients", group["ns_coefficients"])) != 3:
-            raise ConfigError(
-                f"ns_coefficients is {group['ns_coefficients']!r}; it must be three numbers, such as {COEFFICIENTS}."
-            )
+        numbers(number(), count=3).check("ns_coefficients", group["ns_coefficients"])
         choice(*TYPES).check("ns_dtype", group["ns_dtype"])
         choice(*SCALES).check("adjust_lr_fn", group["adjust_lr_fn"])
         for key in ("muon_weight_decay", "weight_decay", "eps"):
@@ -284,9 +281,8 @@ class Muon(Update):
         return description((name, param, chosen) for _, param, name, chosen in self.parameters_with_choices())
 
     def doubts(self) -> list[str]:
-        """Return what may have been chosen wrongly, each with what to write then."""
-        found = (chosen.doubt for _, param, _, chosen in self.parameters_with_choices() if moves(param))
-        return [doubt for doubt in found if doubt is not None]
+        """Return what may have been chosen wrongly, and what to write then."""
+        return doubts(((name, param, chosen) for _, param, name, chosen in self.parameters_with_choices()), self.exclude)
 
     # --- one update -------------------------------------------------------------------------------------------
 

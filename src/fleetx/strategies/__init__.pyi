@@ -552,7 +552,7 @@ class Muon(_BuiltPart):
     adjust_lr_fn: str
     """how a matrix's shape scales the learning rate"""
     ns_coefficients: list[float]
-    """the three coefficients of the iteration"""
+    """coefficients of the iteration"""
     ns_dtype: str
     """type in which the iteration runs, and in which its results travel"""
     def __init__(
@@ -584,7 +584,7 @@ class MuonSettings(TypedDict, total=False):
     adjust_lr_fn: Literal["original", "match_rms_adamw"]
     """how a matrix's shape scales the learning rate"""
     ns_coefficients: Sequence[float]
-    """the three coefficients of the iteration"""
+    """coefficients of the iteration"""
     ns_dtype: Literal["bfloat16", "float32", "float64"]
     """type in which the iteration runs, and in which its results travel"""
 

@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 from ..config.kinds import boolean, choice, integer, key, names, number, numbers
-from ..config.text import listed
 from ..engine.setup.optimizer_swap import named_groups, require_inner, require_no_state, take_over
 from ..engine.slots import Part, Risk, Site, Slot
 from ..errors import warn_user
@@ -47,7 +46,7 @@ class Muon(Part):
         'what AdamW keeps: "embedding", "head", "norm", "bias" mean kinds of tensors, others are parts of names',
     )
     adjust_lr_fn: str = key("match_rms_adamw", choice(*SCALES), "how a matrix's shape scales the learning rate")
-    ns_coefficients: list[float] = key(list(COEFFICIENTS), numbers(number()), "the three coefficients of the iteration")
+    ns_coefficients: list[float] = key(list(COEFFICIENTS), numbers(number(), count=3), "coefficients of the iteration")
     ns_dtype: str = key("bfloat16", choice(*TYPES), "type in which the iteration runs, and in which its results travel")
 
     def claims(self) -> frozenset[Slot]:
@@ -77,12 +76,11 @@ class Muon(Part):
     def _warn(self, update: MuonOptimizer) -> None:
         if not any(chosen.by_muon for of_group in update.choices for chosen in of_group):
             warn_user(
-                "strategy.muon updates no tensor here, which makes it AdamW: the model has no matrices beside embeddings and "
-                'heads. Leave it out, or write strategy.muon_configs = {"exclude": ["norm", "bias"]}.'
+                "strategy.muon updates no tensor here, which makes it AdamW: all matrices are excluded. Leave strategy.muon out, "
+                "or exclude less."
             )
-        if doubts := update.doubts():
-            where = "strategy.muon_configs has the key `exclude`, and optimizer.describe() shows every parameter."
-            warn_user(f"strategy.muon: {listed(doubts, 3, separator='; ')}. {where}")
+        for doubt in update.doubts():
+            warn_user(f"{doubt} optimizer.describe() shows every parameter.")
 
     def _optimizer(self, site: Site) -> MuonOptimizer:
         keys = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")

@@ -344,7 +344,7 @@ class Switches:
     - `muon_weight_decay`: decoupled weight decay of the matrices
     - `exclude`: what AdamW keeps: "embedding", "head", "norm", "bias" mean kinds of tensors, others are parts of names
     - `adjust_lr_fn`: how a matrix's shape scales the learning rate
-    - `ns_coefficients`: the three coefficients of the iteration
+    - `ns_coefficients`: coefficients of the iteration
     - `ns_dtype`: type in which the iteration runs, and in which its results travel
     """
     powersgd: Setting[bool, bool | PowerSGDSettings | PowerSGD]
