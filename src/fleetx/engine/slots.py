@@ -7,7 +7,7 @@
     every k-th        MERGE     how many micro-batches make one update
                       REDUCE    dense | 16-bit | powersgd | dgc | none
                       CLIP      none | global norm
-                      UPDATE    any torch optimizer | lars | lamb (MOMENTUM: a claim, no stage of its own)
+                      UPDATE    any torch optimizer | lars | lamb | muon (MOMENTUM: a claim, no stage of its own)
                       AVERAGE   none | localsgd | adaptive_localsgd
 
 Two parts that claim one slot are in conflict; nothing else is. That is the whole compatibility table.

@@ -62,7 +62,7 @@ class Sharding(Part):
             names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
             raise ConfigError(
                 f"strategy.sharding gives the optimizer parts of tensors, and {kind.__name__} may need them whole. It works with "
-                f"these of torch.optim, and with strategy.lars and strategy.lamb on top of them: {names}."
+                f"these of torch.optim, and with strategy.lars, strategy.lamb and strategy.muon on top of them: {names}."
             )
         degree, ranks = self.sharding_degree, site.comm.size
         if degree is not None and (degree > ranks or ranks % degree):
