@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute by a budget": {"recompute": True, "recompute_configs": {"budget": 1_200_000}},
     "lamb": {"lamb": True, "lamb_configs": {"lamb_weight_decay": 0.02}},
     "lars": {"lars": True, "clip_norm": True},
+    "muon": {"muon": True, "muon_configs": {"muon_weight_decay": 0.02}},
     "bf16_allreduce": {"bf16_allreduce": True},
     "powersgd": {"powersgd": True, "powersgd_configs": {"rank": 2}},
     "dgc": {"dgc": True, "dgc_configs": {"sparsity": [0.75, 0.99], "rampup_step": 4, "rampup_begin_step": 2}},
@@ -64,6 +65,8 @@ def seeded(rank: int) -> None:
 
 def a_pair(given: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net(2)
+    if "muon" in given:
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, torch.optim.Adam(model.parameters(), lr=1e-3) if "lamb" in given else sgd(model)
 
 
@@ -106,7 +109,7 @@ def planned_around(name: str, **configs: Any) -> tuple[Plan, dict[str, Any]]:
     return from_json(ranks[0]["plan"], source=""), ranks[0]
 
 
-LONG = ("recompute", "lars", "bf16_allreduce", "adaptive_localsgd", "amp in float16")
+LONG = ("recompute", "lars", "muon", "bf16_allreduce", "adaptive_localsgd", "amp in float16")
 """Campaigns: others like them are quick tests."""
 
 

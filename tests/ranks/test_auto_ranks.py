@@ -244,7 +244,7 @@ def test_dgc_with_adam_is_refused_in_words_and_the_rest_is_planned() -> None:
 
 # --- risk, batch ------------------------------------------------------------------------------------------------------------
 
-RULES = {"lars", "lamb"}
+RULES = {"lars", "lamb", "muon"}
 """Their updates are timed alone, for a sentence: they are no candidates."""
 ALLOWED = {"exact": {"plain"}, "rounding": {"plain", "amp"}, "lossy": {"plain", "amp", "powersgd", "dgc"}}
 

@@ -52,6 +52,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lars": ("sgd", {"lars": True, **SKIP}),
     "lamb": ("adam_plain", {"lamb": True, **SKIP}),
     "lamb_fp16_clip": ("adam_plain", {"lamb": True, **FP16, "clip_norm": True}),
+    "muon": ("adamw", {"muon": True, **SKIP}),
+    "muon_fp16_clip": ("adamw_fused", {"muon": True, **FP16, "clip_norm": True}),
     "dgc": ("sgd", {"dgc": True, "dgc_configs": {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 64}, **SKIP}),
     "powersgd": ("sgd", {"powersgd": True, "powersgd_configs": {"begin_step": 1, "rank": 2, "min_compression": 1.0}, **SKIP}),
     "powersgd_fp16_merge": (

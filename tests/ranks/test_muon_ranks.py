@@ -214,3 +214,24 @@ def test_the_optimizer_given_lends_its_groups_and_gets_them_back() -> None:
     for said in run_ranks(_ended, 2):
         assert said[:2] == ["None", "0.01"] and said[3] == "False"
         assert "was made by strategy.muon, and AdamW cannot go on with it" in said[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [2, 3])
+def test_on_a_gpu_ranks_that_share_the_work_have_the_bits_of_one_alone(size: int) -> None:
+    for one in run_ranks(_in_pieces, size, 700, env={"FLEETX_DEVICE": "cuda"}):
+        assert one["shared"] == size and same_bits(one["weights"], one["alone"])
+
+
+def _wrapped(rank: int) -> tuple[bool, list[Tensor]]:
+    model = nn.parallel.DistributedDataParallel(net())
+    model, face = fleet.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.02), fleet.DistributedStrategy(muon=True))
+    for step in range(3):
+        face.minimize(loss_of(model, step, rank))
+    return face.update._comm is not None, weights_of(model)
+
+
+def test_the_work_is_shared_where_ddp_reduces() -> None:
+    first, second = run_ranks(_wrapped, 2)
+    assert first[0] and second[0] and same_bits(first[1], second[1])

@@ -9,7 +9,7 @@ What the predictions know of each:
                        the only reducer that is measured, with all its settings. What it sends over other links is what its
                        wire_cost says: two_level, wire_dtype, overlap_steps and later periods are not in that. The memory that
                        overlap_steps takes shows in the real updates alone
-    lars, lamb         the optimizer's step is timed with them
+    lars, lamb, muon   the optimizer's step is timed with them
     clip_norm          a part of every exchange that is measured
     sync_batch_norm    its messages show in the real updates alone. Every candidate has them, so the order among candidates stays
 """
