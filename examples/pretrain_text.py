@@ -1,4 +1,4 @@
-"""Pre-train a BERT on your own text at a large batch: LAMB, warm-up and decay, evaluation, exact resume, a monitor.
+"""Pre-train a BERT on your own text at a large batch: LAMB or Muon, warm-up and decay, evaluation, exact resume, a monitor.
 
 The data is a folder of text files, with folders `train` and `val` in it or without; a vocabulary is trained on it.
 
@@ -37,13 +37,14 @@ def read_flags():
     parser.add_argument(
         "--lr", type=float, default=6e-4, help="rate at 512 sequences an update; it grows with the root of the batch"
     )
+    parser.add_argument("--muon", action="store_true", help="Muon for matrices and AdamW for the rest, in place of LAMB")
     parser.add_argument("--run", default="runs/pretrain", type=Path, help="folder of curves, checkpoints and the trained model")
     parser.add_argument("--save_every", type=int, default=1000, help="micro-batches between two checkpoints")
     return parser.parse_args()
 
 
 def build_strategy(args):
-    strategy = fleet.DistributedStrategy(lamb=True, clip_norm=True)
+    strategy = fleet.DistributedStrategy(lamb=not args.muon, muon=args.muon, clip_norm=True)
     strategy.amp = fleet.device().type == "cuda"  # bfloat16; most CPUs are slower with it
     if args.merge > 1:
         strategy.gradient_merge = True
@@ -82,7 +83,7 @@ def main():
     val_loader = model.get_val_dataloader(args.data, args.batch_size, vocab_path=model.vocabulary_file)
 
     lr = sqrt_scaled_lr(args.lr, batch=args.batch_size * args.merge * fleet.worker_num(), reference_batch=512)
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)  # the decay is LAMB's own
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)  # the decay is LAMB's or Muon's own
     sample = next(iter(loader)) if args.budget else None  # a budget is planned on a batch
     model, optimizer = fleet.distribute(model, optimizer, build_strategy(args), sample=sample)
     updates = math.ceil(args.epochs * len(loader) / args.merge)

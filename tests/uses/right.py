@@ -8,7 +8,20 @@ import torch
 
 import fleetx as X
 from fleetx import fleet
-from fleetx.strategies import DGC, Amp, Auto, BF16AllReduce, ClipNorm, GradientMerge, Lamb, Lars, LocalSGD, PowerSGD, Recompute
+from fleetx.strategies import (
+    DGC,
+    Amp,
+    Auto,
+    BF16AllReduce,
+    ClipNorm,
+    GradientMerge,
+    Lamb,
+    Lars,
+    LocalSGD,
+    Muon,
+    PowerSGD,
+    Recompute,
+)
 
 if TYPE_CHECKING:
     from fleetx.strategies import DGCSettings, LocalSGDSettings
@@ -48,6 +61,7 @@ local: LocalSGDSettings = {"k_steps": 4, "outer_nesterov": True}
 fleet.DistributedStrategy(localsgd=local)
 k_steps: int = GradientMerge(k_steps=4).k_steps
 momentum: float = LocalSGD(outer_momentum=0.9, outer_lr=0.7).outer_momentum
+steps: int = Muon(ns_dtype="float32").ns_steps
 decay: list[str] = Lamb(always_adapt=True).exclude_from_weight_decay
 
 # What the strategy is for
@@ -58,3 +72,4 @@ due: bool = report.due
 again: fleet.DistributedStrategy = fleet.DistributedStrategy.from_yaml(strategy.to_yaml())
 rank: int = fleet.worker_index() + X.fleet.worker_num()
 lars: torch.optim.Optimizer = X.optim.Lars(model.parameters(), lr=0.1, momentum=0.9)
+muon: torch.optim.Optimizer = X.optim.Muon(model.parameters(), 0.1, 0.95, True, 5, 0.1)
