@@ -31,7 +31,7 @@ def net() -> nn.Sequential:
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     params = list(model.parameters())
-    return [{"params": params[:7], "lr": 0.03}, {"params": params[7:], "weight_decay": 0.2}]
+    return [{"params": params[:7], "lr": 0.03, "ns_dtype": "float32"}, {"params": params[7:], "weight_decay": 0.2}]
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:

@@ -400,15 +400,16 @@ class Muon(Update):
         """Orthogonalise this rank's batches, and start to send them. Every rank is here, with the same matrices."""
         mine = [[matrices[place] for place in plan.batches[batch]] for batch in plan.shares[comm.rank]]
         known = None if self.shares is None else self._gather_directions(self.shares, matrices, mine)
-        gathered = {
-            kind: Gathered(comm, lengths, dtype=kind[0], device=kind[1]) for kind, lengths in _lengths(matrices, plan).items()
-        }
-        for batch in mine:
-            steps = {id(matrix.whole): step for matrix, step in self._orthogonalise(batch, known)}
-            for matrix in batch:
-                gathered[matrix.kind()].put(steps.get(id(matrix.whole)), matrix.whole.numel())
-        for stream in gathered.values():
-            stream.start_rest()
+        gathered: dict[Any, Gathered] = {}
+        # One kind after the other: were two streams filled in turns, by the costs of a rank's own batches, one rank would start a
+        # piece of the first where another starts one of the second, and both would receive what they did not expect.
+        for kind, lengths in _lengths(matrices, plan).items():
+            gathered[kind] = Gathered(comm, lengths, dtype=kind[0], device=kind[1])
+            for batch in (batch for batch in mine if batch[0].kind() == kind):
+                steps = {id(matrix.whole): step for matrix, step in self._orthogonalise(batch, known)}
+                for matrix in batch:
+                    gathered[kind].put(steps.get(id(matrix.whole)), matrix.whole.numel())
+            gathered[kind].start_rest()
         return gathered
 
     def _gather_directions(self, shares: Shares, matrices: Sequence[Matrix], mine: list[list[Matrix]]) -> dict[int, Tensor]:

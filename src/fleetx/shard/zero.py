@@ -375,6 +375,7 @@ class ShardedUpdate:
     ) -> dict[int, Tensor]:
         # Every rank passes the buckets in one order, and skips the same ones: `among` is the same on all.
         ids, found, under_way = {id(param) for param in among}, dict[int, Tensor](), list[Pending]()
+        wanted = ids.intersection(wanted)
         for number, bucket in enumerate(self._buckets):
             if not any(id(param) in ids for param in bucket.params):
                 continue
