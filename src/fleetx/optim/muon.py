@@ -355,8 +355,7 @@ class Muon(Update):
     def _move_momentum(self, matrices: Sequence[Matrix]) -> None:
         for group, of_group, buffers, grads in self._lists(matrices):
             move_momentum(buffers, grads, momentum=group["momentum"])
-            for count in [self.state[matrix.trained]["step"] for matrix in of_group]:
-                count += 1
+            torch._foreach_add_([self.state[matrix.trained]["step"] for matrix in of_group], 1)
 
     def _directions(self, matrices: Iterable[Matrix]) -> dict[int, Tensor]:
         """Return what is orthogonalised, or this rank's shares of that, by the ids of the parameters."""
