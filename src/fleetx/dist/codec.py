@@ -8,8 +8,9 @@ A product of such an integer and such a scale has at most 15 bits, so that it is
 With `kept` what was not sent is exact as well: |value| > scale / 2 wherever the integer is not 0, so that value and product are
 within a factor of 2 and their difference has no rounding (Sterbenz). Decoded + kept is the value, to the bit.
 
-A block with a NaN or an infinity has the scale NaN and decodes to NaN everywhere: all that receive it know. A block whose scale
-would be below the normal numbers of float32 has the scale 0, sends zeros and keeps everything.
+A block with a NaN or an infinity has the scale NaN and decodes to NaN everywhere: all that receive it know. It keeps its values,
+so that those that are not finite can still be named. A block whose scale would be below the normal numbers of float32 has the
+scale 0, sends zeros and keeps everything.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class Codec:
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of so many elements: a multiple of 8, so that rows that follow each other are aligned."""
-        used = self.blocks(numel) * (SCALE_BYTES + self.block * self.bits // 8)  # nothing reads the bytes after these
+        used = self.blocks(numel) * (SCALE_BYTES + self.block * self.bits // 8)
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def encode(self, row: Tensor, wire: Tensor, *, kept: Tensor | None = None) -> None:
         """Write a row of float32 or float64 as bytes into `wire`, and what these miss into `kept`, which may be the row."""
         scales, numbers = self._split(wire, row.numel())
+        wire[scales.nbytes + numbers.nbytes :].zero_()
         scratch = row.new_empty(self._most(row))
         for blocks, values in self._stretches(row):
             held, products = values.numel(), scratch[: values.numel()]
@@ -61,12 +63,12 @@ class Codec:
             largest = torch.abs(of_blocks, out=products).amax(1, keepdim=True)  # faster than a norm, or smallest and largest
             scale = scales_of(largest, self.bits)
             scales[blocks].copy_(scale.squeeze(1))
-            divisor = scale.to(row.dtype)
-            torch.div(of_blocks, torch.where(divisor == 0, 1.0, divisor), out=products).round_()
+            factor = scale.to(row.dtype).nan_to_num_(0.0)
+            torch.div(of_blocks, torch.where(factor == 0, 1.0, factor), out=products).round_()
             self._pack(products, numbers[blocks])
             if kept is not None:
                 at = slice(blocks.start * self.block, blocks.start * self.block + held)
-                torch.sub(values.view(-1)[:held], products.mul_(divisor).view(-1)[:held], out=kept[at])
+                torch.sub(values.view(-1)[:held], products.mul_(factor).view(-1)[:held], out=kept[at])
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Write the values of `wire` into a row of any floating type."""
@@ -78,9 +80,18 @@ class Codec:
         for at, products in self._products(wire, out):
             at.add_(products)
 
+    def zero_nonfinite(self, wire: Tensor, numel: int) -> None:
+        """Let blocks that are not finite decode to zeros, where what they are is told in another way."""
+        self._split(wire, numel)[0].nan_to_num_(0.0)
+
     def are_finite(self, wire: Tensor, numel: int) -> Tensor:
         """Return whether all values of `wire` are finite, as a tensor on its device."""
         return self._split(wire, numel)[0].isfinite().all()
+
+    def squares_bound(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a bound of the sum of the squares of all values; not finite where they are not, or where it exceeds `dtype`."""
+        scales = self._split(wire, numel)[0].to(dtype)
+        return scales.square_().sum() * (self.block * LARGEST[self.bits] ** 2)
 
     # --- layout -----------------------------------------------------------------------------------------------------
 

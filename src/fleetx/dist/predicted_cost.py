@@ -85,6 +85,12 @@ def low_rank(matrices: Sequence[tuple[int, int]], link: Link, *, rank: int, dens
     return both(all_reduce((left + dense_numel) * FLOAT32_BYTES, link), all_reduce(right * FLOAT32_BYTES, link))
 
 
+def quantised(numel: float, link: Link, *, bits: int, block: int, dense_numel: float = 0.0) -> Cost:
+    """Return the cost of sending all numbers as integers, with a scale of 16 bits a block, to their owners and back: as much as an
+    all-reduce of these bytes. `dense_numel` of them, which are zeros there, are all-reduced as well."""
+    return both(all_reduce(numel * (bits + 16 / block) / 8, link), all_reduce(dense_numel * FLOAT32_BYTES, link))
+
+
 def averaging(numel: float, link: Link, *, period: int, item_bytes: float = FLOAT32_BYTES) -> Cost:
     """Return the mean cost per update of Local SGD: one dense all-reduce in `period` updates."""
     round_ = all_reduce(numel * item_bytes, link)

@@ -29,6 +29,8 @@ from . import (
     LocalSGDSettings,
     PowerSGD,
     PowerSGDSettings,
+    QuantizedAllReduce,
+    QuantizedAllReduceSettings,
     Recompute,
     RecomputeSettings,
     Sharding,
@@ -148,6 +150,13 @@ class PowerSGDValues(TypedDict):
     min_compression: float
     two_level: bool
 
+class QuantizedAllReduceValues(TypedDict):
+    """Settings of `quantized_allreduce` as they read back: all keys."""
+
+    bits: Literal[8, 4]
+    block: int
+    error_feedback: bool
+
 class RecomputeValues(TypedDict):
     """Settings of `recompute` as they read back: all keys."""
 
@@ -186,6 +195,8 @@ class Keywords(TypedDict, total=False):
     localsgd_configs: LocalSGDSettings
     powersgd: bool | PowerSGDSettings | PowerSGD
     powersgd_configs: PowerSGDSettings
+    quantized_allreduce: bool | QuantizedAllReduceSettings | QuantizedAllReduce
+    quantized_allreduce_configs: QuantizedAllReduceSettings
     recompute: bool | RecomputeSettings | Recompute
     recompute_configs: RecomputeSettings
     sharding: bool | ShardingSettings | Sharding
@@ -326,6 +337,15 @@ class Switches:
     - `begin_step`: updates that stay dense at the start
     - `min_compression`: tensors that would shrink by less than this stay dense
     - `two_level`: dense inside a node, low-rank factors between nodes
+    """
+    quantized_allreduce: Setting[bool, bool | QuantizedAllReduceSettings | QuantizedAllReduce]
+    """Send gradients as blockwise integers, and keep the rounding error for later updates."""
+    quantized_allreduce_configs: Setting[QuantizedAllReduceValues, QuantizedAllReduceSettings]
+    """Settings of `quantized_allreduce`, each checked when it is written.
+
+    - `bits`: bits of each number on the wire
+    - `block`: numbers that share a scale, which is 16 bits
+    - `error_feedback`: what rounding loses is added to the next gradient; else it is gone
     """
     recompute: Setting[bool, bool | RecomputeSettings | Recompute]
     """Drop the activations of blocks in forward and compute them again in backward, which saves memory."""
