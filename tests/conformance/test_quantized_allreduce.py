@@ -94,6 +94,39 @@ def test_what_arrives_and_what_is_kept_add_up_to_what_there_was(bits: int, megab
             assert all(np.array_equal(a, b) for a, b in zip(ours["weights"], theirs["weights"], strict=True))
 
 
+# --- beside sharding: no second hop ----------------------------------------------------------------------------------------
+
+
+def _run_sharded(rank: int, strategy: dict[str, Any]) -> list[tuple[list[Array], list[Array]]]:
+    model = Slopes(SHAPES, torch.float64)
+    model, optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=1.0), strategy)
+    seen = []
+    for update in range(1, 7):
+        optimizer.minimize(model(heavy_tailed(SHAPES, rank, update)))
+        errors = optimizer.pipeline.stages.reduce.state_dict()["shares"]["error"]
+        kept = [errors.get(f"rows.{i}", torch.zeros(shape)).numpy().copy() for i, shape in enumerate(SHAPES)]
+        seen.append(([p.detach().numpy().copy() for p in model.parameters()], kept))
+    return seen
+
+
+@pytest.mark.parametrize(("size", "stage", "bits"), [(2, 1, 8), (3, 1, 4), (2, 2, 4), (3, 2, 8)])
+def test_under_sharding_the_owner_takes_the_sum_as_it_is(size: int, stage: int, bits: int) -> None:
+    """137 numbers in shares of a multiple of 64: 128 and 9, or 64, 64 and 9; blocks of 24 end with a share."""
+    ranks = run_ranks(_run_sharded, size, quantised(bits=bits, block=24) | {"sharding": {"stage": stage}})
+    part = {2: 128, 3: 64}[size]
+    reference = QuantisedRanks(ranks=size, numel=137, bits=bits, block=24, part=part, both=False)
+    moved, whole = np.zeros(137), np.zeros(7)
+    for update in range(1, 7):
+        shares = shares_at(update, size)
+        moved -= reference.reduce([in_a_row(share) for share in shares])
+        whole = whole - sum(share[1] for share in shares)
+        for rank, seen in enumerate(ranks):
+            weights, kept = seen[update - 1]
+            np.testing.assert_allclose(in_a_row(weights), moved, rtol=0, atol=EXACT)
+            np.testing.assert_allclose(weights[1], whole, rtol=0, atol=EXACT)
+            np.testing.assert_allclose(in_a_row(kept), reference.residuals[rank], rtol=0, atol=EXACT)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +171,8 @@ BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "lamb": ("adam", {"lamb": True}),
     "lars": ("sgd", {"lars": {"lars_coeff": 0.1}}),
     "clipping, merged": ("sgd", {"clip_norm": {"max_norm": 0.5}} | merged(2)),
-    "sharding": ("adam", {"sharding": True}),
+    "sharding, clipping": ("adam", {"sharding": True, "clip_norm": {"max_norm": 0.5}}),
+    "sharding, where parameters may be unused": ("adam", {"sharding": True, "find_unused_parameters": True}),
 }
 
 

@@ -35,9 +35,12 @@ class QuantisedRanks:
     A rank owns one part of the row, of whole blocks. It receives share + residual of the others, blockwise, adds them to its own
     in rank order, and sends the sum on in the same way. What was not sent is the next residual, of both hops."""
 
-    def __init__(self, *, ranks: int, numel: int, bits: int, block: int, feeds_back: bool = True) -> None:
-        self.ranks, self.bits, self.block, self.feeds_back = ranks, bits, block, feeds_back
-        self.part = -(-numel // (ranks * block)) * block
+    def __init__(
+        self, *, ranks: int, numel: int, bits: int, block: int, feeds_back: bool = True, part: int | None = None, both: bool = True
+    ) -> None:
+        """Start without residuals. `part`: numbers that a rank owns, where others cut the row; `both`: the sums are sent on."""
+        self.ranks, self.bits, self.block, self.feeds_back, self.both = ranks, bits, block, feeds_back, both
+        self.part = -(-numel // (ranks * block)) * block if part is None else part
         self.residuals = [np.zeros(numel) for _ in range(ranks)]
 
     def reduce(self, shares: list[Array]) -> Array:
@@ -50,7 +53,8 @@ class QuantisedRanks:
                 if sender != owner:
                     received, sums[sender][at] = blockwise(sums[sender][at], bits=self.bits, block=self.block)
                     total += received
-            found[at], sums[owner][at] = blockwise(total, bits=self.bits, block=self.block)
+            sent_on = blockwise(total, bits=self.bits, block=self.block) if self.both else (total, np.zeros_like(total))
+            found[at], sums[owner][at] = sent_on
         if self.feeds_back:
             self.residuals = sums
         return found

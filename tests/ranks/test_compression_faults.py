@@ -93,6 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], int, bool]] = {
     "powersgd": (POWER, 1, False),
     "powersgd, merged, adam": (POWER | merged(3), 3, True),
     "quantised": (QUANTISED, 1, False),
+    "quantised, sharded, adam": (QUANTISED | {"sharding": {"stage": 2}}, 1, True),
     "quantised, merged, adam, small buckets": (QUANTISED | merged(3) | {"fuse_grad_size_in_MB": 0.0005}, 3, True),
 }
 

@@ -51,6 +51,7 @@ PLANS: dict[str, Plan] = {
     "quantised with adam, in mid-window, many small buckets": Plan(
         strategy=quantised() | merged(3) | {"fuse_grad_size_in_MB": 0.0005}, adam=True, total=24, saved_after=13
     ),
+    "quantised, sharded": Plan(strategy=quantised() | {"sharding": {"stage": 2}}, adam=True),
     "quantised to 4 bits under float16": Plan(strategy=quantised(bits=4) | AMP, overflows=(5, 8)),
     "many small buckets": Plan(strategy=dgc(**RAMP) | {"fuse_grad_size_in_MB": 0.0005}),
 }

@@ -86,8 +86,9 @@ def low_rank(matrices: Sequence[tuple[int, int]], link: Link, *, rank: int, dens
 
 
 def quantised(numel: float, link: Link, *, bits: int, block: int, dense_numel: float = 0.0) -> Cost:
-    """Return the cost of sending all numbers as integers, with a scale of 16 bits a block, to their owners and back: as much as an
-    all-reduce of these bytes. `dense_numel` of them, which are zeros there, are all-reduced as well."""
+    """Return the cost of sending all numbers as integers, with a scale of 16 bits a block, to their owners and back.
+
+    It is that of an all-reduce of these bytes. `dense_numel` of the numbers are zeros there, and all-reduced as they are."""
     return both(all_reduce(numel * (bits + 16 / block) / 8, link), all_reduce(dense_numel * FLOAT32_BYTES, link))
 
 

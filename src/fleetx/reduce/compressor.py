@@ -160,6 +160,9 @@ class Compressor(abc.ABC):
     def is_local(self) -> bool:
         return False
 
+    def leave_shares(self) -> bool:
+        return False
+
     def attach(self, buckets: Buckets) -> None:
         self._buckets = list(buckets)
         self._all = weakref.ref(buckets)

@@ -19,7 +19,7 @@ then the all-reduce. A backward that fails starts no second hop more: other rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -68,7 +68,7 @@ class Round:
     """Of the own part: one row of bytes from each rank, until they are summed."""
     first: Pending | None = None
     returned: Tensor | None = None
-    """The sums of all parts, as bytes."""
+    """The sums of all parts, as bytes; None where the owner alone needs its own."""
     second: Pending | None = None
 
     def wait_for_started(self) -> None:
@@ -94,17 +94,28 @@ class QuantisedReduce(Compressor):
         """The rows of each bucket that travel whole."""
         self._aside: list[list[Tensor]] = []
         """Where they wait meanwhile: in the bucket they are zeros, which cost a block nothing of its precision."""
+        self._leaves_shares = False
+        """Under sharding the owner of a part updates it: there is no second hop."""
 
     def attach(self, buckets: Buckets) -> None:
+        for bucket in buckets:  # views need memory to be made, which sharding frees
+            bucket.allocate()
         super().attach(buckets)
         for bucket in buckets:
             self._whole.append([piece.grad for piece in pieces_of(bucket) if not self._takes(piece.param)])
         self._aside = [[torch.empty_like(row) for row in rows] for rows in self._whole]
         tails = [bucket.tail for bucket in buckets if bucket.tail.numel()]
         self._small = [row for rows in self._aside for row in rows] + tails
+        for bucket in buckets:
+            bucket.free()
+
+    def leave_shares(self) -> bool:
+        # The tail would lie behind memory that sharding frees.
+        self._leaves_shares, self.carries_tail = True, False
+        return True
 
     def compresses(self, index: int) -> bool:
-        return super().compresses(index) and (self._comm.size > 1 or bool(self._errors))
+        return self._leaves_shares or (super().compresses(index) and (self._comm.size > 1 or bool(self._errors)))
 
     def _is_dense(self, index: int) -> bool:
         return False
@@ -113,9 +124,8 @@ class QuantisedReduce(Compressor):
         return not travels_whole(param.shape)
 
     def _numbers_sent(self) -> int:
-        ranks, block = self._comm.size, self._codec.block
-        parts = [part_numel(bucket.flat.numel(), ranks=ranks, block=block) for bucket in self._buckets]
-        return sum(ranks * self._codec.nbytes(part) for part in parts) // 4
+        one_way = sum(self._comm.size * self._codec.nbytes(self._part_numel(bucket)) for bucket in self._buckets)
+        return one_way // 8 if self._leaves_shares else one_way // 4
 
     def _residuals(self) -> list[Tensor]:
         return self._errors
@@ -161,8 +171,9 @@ class QuantisedReduce(Compressor):
         return begun
 
     def _start_first_hop(self, begun: Round) -> None:
-        parts, codec, rank = list(self._parts(begun.work)), self._codec, self._comm.rank
-        sent = torch.empty(len(parts), codec.nbytes(self._numel(begun.work)), dtype=torch.uint8, device=begun.work.device)
+        parts, codec, rank = self._parts(begun.bucket, begun.work), self._codec, self._comm.rank
+        each = codec.nbytes(self._part_numel(begun.bucket))
+        sent = torch.empty(len(parts), each, dtype=torch.uint8, device=begun.work.device)
         for owner, part in enumerate(parts):
             if owner != rank:
                 codec.encode(part, sent[owner], kept=part if self._feeds_back else None)
@@ -177,23 +188,28 @@ class QuantisedReduce(Compressor):
         begun.first.wait()
         rows, begun.first, begun.received = begun.received, None, None
         codec, rank = self._codec, self._comm.rank
-        own = list(self._parts(begun.work))[rank]
+        own = self._parts(begun.bucket, begun.work)[rank]
         for sender, row in enumerate(rows):
             if sender != rank:
                 codec.zero_nonfinite(row, own.numel())  # its sender tells, and names what of its gradients is not finite
                 codec.add_decoded(row, own)
+        if self._leaves_shares:
+            begun.squares.append(own.square().sum())
+            return
         result, begun.returned = torch.empty_like(rows[0]), torch.empty_like(rows).view(-1)
         codec.encode(own, result, kept=own if self._feeds_back else None)
         begun.squares.append(codec.squares_bound(result, own.numel(), own.dtype))
         begun.second = self._comm.all_gather_into(begun.returned, result)
 
-    def _numel(self, work: Tensor) -> int:
-        return part_numel(work.numel(), ranks=self._comm.size, block=self._codec.block)
+    def _part_numel(self, bucket: Bucket) -> int:
+        if self._leaves_shares:
+            return bucket.share_numel
+        return part_numel(bucket.flat.numel(), ranks=self._comm.size, block=self._codec.block)
 
-    def _parts(self, row: Tensor) -> Iterator[Tensor]:
-        """Cut a row into the parts of all ranks, in rank order."""
-        numel = self._numel(row)
-        return (row[rank * numel : (rank + 1) * numel] for rank in range(self._comm.size))
+    def _parts(self, bucket: Bucket, row: Tensor) -> list[Tensor]:
+        """Cut a row that is laid out as this bucket into the parts of all ranks, in rank order."""
+        numel = self._part_numel(bucket)
+        return [row[rank * numel : (rank + 1) * numel] for rank in range(self._comm.size)]
 
     def _prepare(self, step: Step) -> list[Tensor]:
         for begun in self._rounds:
@@ -215,7 +231,7 @@ class QuantisedReduce(Compressor):
             if any(nonfinite):
                 self._put_back(begun.bucket.index)
         super()._reduce_decided(step, sums, nonfinite)
-        self._rounds = []
+        self._end()
 
     def _put_back(self, index: int) -> None:
         if self._whole[index]:
@@ -229,26 +245,39 @@ class QuantisedReduce(Compressor):
         for begun in self._rounds:
             begun.wait_for_started()
         self._finish(nonfinite)
-        self._rounds = []
+        self._end()
         return nonfinite
 
     def _finish(self, nonfinite: Tensor | None) -> None:
         """Keep what was not sent, and put what was received in place of the gradients. Where `nonfinite`, residuals stay."""
         for begun in self._rounds:
-            bucket = begun.bucket
-            if self._feeds_back:
-                error = self._errors[bucket.index]
-                missed = begun.work if begun.returned is not None else torch.zeros_like(begun.work)
-                error.copy_(missed) if nonfinite is None else torch.where(nonfinite, error, missed, out=error)
-            if begun.returned is None:  # one rank alone, which goes on with what several have kept
-                bucket.flat.copy_(begun.work)
+            if self._errors:
+                self._keep(begun, nonfinite)
+            parts, rank = self._parts(begun.bucket, begun.bucket.flat), self._comm.rank
+            if begun.returned is None:
+                parts[rank].copy_(self._parts(begun.bucket, begun.work)[rank])
             else:
-                rows = begun.returned.view(self._comm.size, -1)
-                for row, part in zip(rows, self._parts(bucket.flat), strict=True):
+                for row, part in zip(begun.returned.view(len(parts), -1), parts, strict=True):
                     self._codec.decode(row, part)
-            self._put_back(bucket.index)
-        if self._comm.size == 1 and nonfinite is None:
-            self._errors = []
+            self._put_back(begun.bucket.index)
+
+    def _keep(self, begun: Round, nonfinite: Tensor | None) -> None:
+        residual = self._parts(begun.bucket, self._errors[begun.bucket.index])
+        for rank, (kept, missed) in enumerate(zip(residual, self._parts(begun.bucket, begun.work), strict=True)):
+            if rank == self._comm.rank and begun.returned is None:
+                missed = torch.zeros_like(missed)  # the owner has the sum itself
+            kept.copy_(missed if nonfinite is None else torch.where(nonfinite, kept, missed))
+
+    def _end(self) -> None:
+        for begun in self._rounds:
+            bucket = begun.bucket
+            if bucket.frees:  # not earlier: until all have agreed, the residuals to come lie there
+                own = self._parts(bucket, bucket.flat)[self._comm.rank]
+                bucket.reduced[: own.numel()].copy_(own)
+                bucket.give_back()
+        self._rounds = []
+        if self._comm.size == 1 and self._nonfinite is None and self._exchanged:
+            self._errors = []  # of several ranks, which have all gone out now
 
     def _make_room(self) -> None:
         flats = [bucket.flat for bucket in self._buckets]
