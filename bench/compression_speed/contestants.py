@@ -15,6 +15,8 @@ from fleetx import fleet
 
 ALONE, DDP, DENSE, BF16 = "no communication", "torch DDP", "dense (ours)", "bf16_allreduce"
 DGC, POWERSGD = "dgc, 99.9 % kept back", "powersgd, rank 4"
+EIGHT, FOUR = "quantized_allreduce, 8 bits", "quantized_allreduce, 4 bits"
+"""In turns of bench/bytes."""
 TORCH_FP16, TORCH_POWERSGD = "torch fp16_compress_hook", "torch powerSGD_hook, rank 4"
 TORCH_ONE_BUCKET = f"{TORCH_POWERSGD}, one bucket"
 IN_TURNS = (ALONE, DDP, DENSE, BF16, DGC, POWERSGD, TORCH_FP16, TORCH_ONE_BUCKET)
@@ -31,6 +33,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int]] = {
     BF16: ({"bf16_allreduce": True}, SLOW_STEPS),
     DGC: ({"dgc": True, "dgc_configs": {"rampup_begin_step": DENSE_UPDATES, "sparsity": [SPARSITY]}}, FAST_STEPS),
     POWERSGD: ({"powersgd": True, "powersgd_configs": {"rank": RANK, "begin_step": DENSE_UPDATES}}, FAST_STEPS),
+    EIGHT: ({"quantized_allreduce": True}, SLOW_STEPS),
+    FOUR: ({"quantized_allreduce": True, "quantized_allreduce_configs": {"bits": 4}}, SLOW_STEPS),
 }
 COMPRESSED = (DGC, POWERSGD)
 

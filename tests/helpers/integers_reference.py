@@ -36,7 +36,15 @@ class QuantisedRanks:
     in rank order, and sends the sum on in the same way. What was not sent is the next residual, of both hops."""
 
     def __init__(
-        self, *, ranks: int, numel: int, bits: int, block: int, feeds_back: bool = True, part: int | None = None, both: bool = True
+        self,
+        *,
+        ranks: int,
+        numel: int,
+        bits: int,
+        block: int,
+        feeds_back: bool = True,
+        part: int | None = None,
+        both: bool = True,
     ) -> None:
         """Start without residuals. `part`: numbers that a rank owns, where others cut the row; `both`: the sums are sent on."""
         self.ranks, self.bits, self.block, self.feeds_back, self.both = ranks, bits, block, feeds_back, both

@@ -5,7 +5,7 @@
     per micro-batch   FORWARD   autocast                          -> loss
                       BACKWARD  plain | fp16 loss scaling         -> param.grad, accumulating
     every k-th        MERGE     how many micro-batches make one update
-                      REDUCE    dense | 16-bit | powersgd | dgc | none
+                      REDUCE    dense | 16-bit | quantised | powersgd | dgc | none
                       CLIP      none | global norm
                       UPDATE    any torch optimizer | lars | lamb (MOMENTUM: a claim, no stage of its own)
                       AVERAGE   none | localsgd | adaptive_localsgd
