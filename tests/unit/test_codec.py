@@ -22,7 +22,7 @@ def a_row(numel: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def sent(row: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:
     """Return the bytes of a row, what they mean, and what they miss."""
-    wire = torch.full((codec.nbytes(row.numel()),), 255, dtype=torch.uint8)
+    wire = torch.full((codec.nbytes(row.numel()),), 255, dtype=torch.uint8, device=row.device)
     kept, received = torch.empty_like(row), torch.empty_like(row)
     codec.encode(row, wire, kept=kept)
     codec.decode(wire, received)
@@ -132,3 +132,14 @@ def test_float64_beyond_the_range_of_scales_is_not_finite(bits: int) -> None:
 def test_an_empty_row_has_no_bytes(bits: int) -> None:
     wire, received, kept = sent(torch.empty(0), Codec(bits, 16))
     assert wire.numel() == received.numel() == kept.numel() == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@BITS
+@pytest.mark.parametrize("block", [256, 24])
+def test_a_gpu_gives_the_bits_of_a_cpu(bits: int, block: int) -> None:
+    """By kernels, and, with a block that is no power of two, by list operations."""
+    row = a_row(5000, torch.float32)
+    row[4000] = float("inf")
+    for ours, theirs in zip(sent(row.cuda(), Codec(bits, block)), sent(row, Codec(bits, block)), strict=True):
+        assert torch.equal(ours.cpu().nan_to_num(), theirs.nan_to_num())

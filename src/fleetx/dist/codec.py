@@ -11,22 +11,31 @@ within a factor of 2 and their difference has no rounding (Sterbenz). Decoded + 
 A block with a NaN or an infinity has the scale NaN and decodes to NaN everywhere: all that receive it know. It keeps its values,
 so that those that are not finite can still be named. A block whose scale would be below the normal numbers of float32 has the
 scale 0, sends zeros and keeps everything.
+
+On a GPU float32 goes by Triton kernels (codec_triton.py), which give the same bits; all else by the list operations here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
+
+from .triton_support import has_triton, runs_here
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 LARGEST = {8: 127, 4: 7}
 """The largest integer, by bits."""
 SCALE_BYTES, ALIGNMENT = 2, 8
 STRETCH = 2**17
 """Elements processed at a time on a CPU: a few arrays of this length fit in a core's cache."""
+PROGRAM = 2048
+"""Elements of one program of a kernel."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -52,6 +61,9 @@ class Codec:
         """Write a row of float32 or float64 as bytes into `wire`, and what these miss into `kept`, which may be the row."""
         scales, numbers = self._split(wire, row.numel())
         wire[scales.nbytes + numbers.nbytes :].zero_()
+        if (kernels := self._kernels_for(row)) is not None:
+            self._launch(kernels.encode, row.numel(), row, scales, numbers, row if kept is None else kept, flag=kept is not None)
+            return
         scratch = row.new_empty(self._most(row))
         for blocks, values in self._stretches(row):
             held, products = values.numel(), scratch[: values.numel()]
@@ -72,11 +84,17 @@ class Codec:
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Write the values of `wire` into a row of any floating type."""
+        if (kernels := self._kernels_for(out)) is not None:
+            self._launch(kernels.decode, out.numel(), *self._split(wire, out.numel()), out, flag=False)
+            return
         for at, products in self._products(wire, out):
             at.copy_(products)
 
     def add_decoded(self, wire: Tensor, out: Tensor) -> None:
         """Add the values of `wire` to a row of float32 or float64."""
+        if (kernels := self._kernels_for(out)) is not None:
+            self._launch(kernels.decode, out.numel(), *self._split(wire, out.numel()), out, flag=True)
+            return
         for at, products in self._products(wire, out):
             at.add_(products)
 
@@ -92,6 +110,23 @@ class Codec:
         """Return a bound of the sum of the squares of all values; not finite where they are not, or where it exceeds `dtype`."""
         scales = self._split(wire, numel)[0].to(dtype)
         return scales.square_().sum() * (self.block * LARGEST[self.bits] ** 2)
+
+    # --- on a GPU ---------------------------------------------------------------------------------------------------
+
+    def _kernels_for(self, row: Tensor) -> ModuleType | None:
+        is_power = self.block & (self.block - 1) == 0
+        if row.numel() == 0 or row.dtype != torch.float32 or not (is_power and has_triton() and runs_here(row.device)):
+            return None
+        from . import codec_triton  # Triton is imported only where it is used
+
+        return codec_triton
+
+    def _launch(self, kernel: Any, numel: int, *rows: Tensor, flag: bool) -> None:
+        """Launch a kernel over so many values. `flag`: whether it keeps what it misses, or adds."""
+        count, some = self.blocks(numel), max(1, PROGRAM // self.block)
+        as_words = {torch.uint8: torch.int8, torch.bfloat16: torch.int16}
+        words = [row.view(as_words.get(row.dtype, row.dtype)) for row in rows]
+        kernel[(-(-count // some),)](*words, numel, count, LARGEST[self.bits], self.block // 2, some, flag)
 
     # --- layout -----------------------------------------------------------------------------------------------------
 
