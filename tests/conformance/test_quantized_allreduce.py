@@ -191,6 +191,48 @@ def test_one_rank_alone_trains_as_without_it(alone: None) -> None:
     assert ours[1] == plain[1]
 
 
+def _in_bfloat16(rank: int) -> list[Array]:
+    model = net(torch.float32).to(torch.bfloat16)
+    model, optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.1), quantised())
+    for update in range(1, 9):
+        optimizer.minimize(loss_of(model, rank, update))
+    errors = optimizer.pipeline.stages.reduce.state_dict()["shares"]["error"]
+    assert {error.dtype for error in errors.values()} == {torch.float32} and optimizer.skipped == 0
+    return [flat(model)]
+
+
+def test_a_model_in_bfloat16_keeps_its_residual_in_float32() -> None:
+    ours, theirs = run_ranks(_in_bfloat16, 2)
+    np.testing.assert_array_equal(ours, theirs)
+    assert np.abs(np.array(ours) - flat(net(torch.float32))).max() > 0.01
+
+
+def _five_updates(rank: int, fails: bool) -> Array:
+    """Whether in update 3 backward raises on all ranks behind the first three of four buckets; the update is then made again."""
+    model = net(torch.float32)
+    model, optimizer = distributed(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), quantised() | {"fuse_grad_size_in_MB": 0.00001}
+    )
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("out of patience")
+
+    for update in range(1, 6):
+        loss = loss_of(model, rank, update)
+        if fails and update == 3:
+            handle = model[0].weight.register_hook(fail)
+            assert raised(lambda loss=loss: optimizer.minimize(loss)) == "RuntimeError: out of patience"
+            handle.remove()
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, update)
+        optimizer.minimize(loss)
+    return flat(model)
+
+
+def test_a_backward_that_fails_half_way_leaves_what_is_kept_as_it_was() -> None:
+    np.testing.assert_array_equal(run_ranks(_five_updates, 2, True), run_ranks(_five_updates, 2, False))
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------------
 
 
