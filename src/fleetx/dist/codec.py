@@ -106,11 +106,6 @@ class Codec:
         """Return whether all values of `wire` are finite, as a tensor on its device."""
         return self._split(wire, numel)[0].isfinite().all()
 
-    def squares_bound(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a bound of the sum of the squares of all values; not finite where they are not, or where it exceeds `dtype`."""
-        scales = self._split(wire, numel)[0].to(dtype)
-        return scales.square_().sum() * (self.block * LARGEST[self.bits] ** 2)
-
     # --- on a GPU ---------------------------------------------------------------------------------------------------
 
     def _kernels_for(self, row: Tensor) -> ModuleType | None:

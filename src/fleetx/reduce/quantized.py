@@ -63,7 +63,7 @@ class Round:
     work: Tensor
     """Gradient and residual, later what was not sent: the bucket's own memory, or a wider copy of 16 bits."""
     squares: list[Tensor]
-    """Bounds of the sums of squares of all that was sent as integers."""
+    """Sums of the squares of all that becomes integers: the row of this rank, and the sum that it owns."""
     received: Tensor | None = None
     """Of the own part: one row of bytes from each rank, until they are summed."""
     first: Pending | None = None
@@ -165,7 +165,7 @@ class QuantisedReduce(Compressor):
         work = bucket.flat if bucket.flat.dtype == wide else bucket.flat.to(wide)
         if self._feeds_back:
             work.add_(self._errors[index])
-        begun = Round(bucket, work, squares=[])
+        begun = Round(bucket, work, squares=[work.dot(work)])
         if self._comm.size > 1:
             self._start_first_hop(begun)
         return begun
@@ -177,7 +177,6 @@ class QuantisedReduce(Compressor):
         for owner, part in enumerate(parts):
             if owner != rank:
                 codec.encode(part, sent[owner], kept=part if self._feeds_back else None)
-                begun.squares.append(codec.squares_bound(sent[owner], part.numel(), part.dtype))
         begun.received = torch.empty_like(sent)
         begun.first = self._comm.all_to_all(sent, begun.received)
 
@@ -193,12 +192,11 @@ class QuantisedReduce(Compressor):
             if sender != rank:
                 codec.zero_nonfinite(row, own.numel())  # its sender tells, and names what of its gradients is not finite
                 codec.add_decoded(row, own)
+        begun.squares.append(own.dot(own))
         if self._leaves_shares:
-            begun.squares.append(own.square().sum())
             return
         result, begun.returned = torch.empty_like(rows[0]), torch.empty_like(rows).view(-1)
         codec.encode(own, result, kept=own if self._feeds_back else None)
-        begun.squares.append(codec.squares_bound(result, own.numel(), own.dtype))
         begun.second = self._comm.all_gather_into(begun.returned, result)
 
     def _part_numel(self, bucket: Bucket) -> int:
@@ -217,13 +215,13 @@ class QuantisedReduce(Compressor):
         return []
 
     def _are_finite(self) -> Tensor:
-        # The guard against NaN looks at the norm of all gradients, which overflows before they do, and must not find what is not
-        # found here: residuals would have changed for an update that is not made.
-        parts = self._comm.size * sum(len(begun.squares) for begun in self._rounds)
-        known = [(square * parts).isfinite() for begun in self._rounds for square in begun.squares]
-        sums = [row for rows in self._aside for row in rows]
-        sums += [begun.work for begun in self._rounds if self._comm.size == 1]
-        return torch.stack([*known, *(norm.isfinite() for norm in (norms_of(sums) if sums else []))]).all()
+        # The guard against NaN looks at the norm of all that is received, which overflows before its numbers, and must not find
+        # what is not found here: residuals would have changed for an update that is not made. Rounding at most doubles a number.
+        received = 4 * self._comm.size * len(self._rounds)
+        squares = [square for begun in self._rounds for square in begun.squares]
+        known = [(square * received).isfinite() & square.sqrt().float().isfinite() for square in squares]  # float32: for scales
+        whole = [row for rows in self._aside for row in rows]
+        return torch.stack([*known, *(norm.isfinite() for norm in (norms_of(whole) if whole else []))]).all()
 
     def _reduce_decided(self, step: Step, sums: Sequence[Tensor], nonfinite: NonFinite) -> None:
         for begun in self._rounds:
