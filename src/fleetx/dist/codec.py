@@ -34,8 +34,8 @@ LARGEST = {8: 127, 4: 7}
 SCALE_BYTES, ALIGNMENT = 2, 8
 STRETCH = 2**17
 """Elements processed at a time on a CPU: a few arrays of this length fit in a core's cache."""
-PROGRAM = 2048
-"""Elements of one program of a kernel."""
+PROGRAM, LARGEST_TILE = 2048, 4096
+"""Elements of one program of a kernel, and of the largest block that one takes."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -109,8 +109,8 @@ class Codec:
     # --- on a GPU ---------------------------------------------------------------------------------------------------
 
     def _kernels_for(self, row: Tensor) -> ModuleType | None:
-        is_power = self.block & (self.block - 1) == 0
-        if row.numel() == 0 or row.dtype != torch.float32 or not (is_power and has_triton() and runs_here(row.device)):
+        fits = self.block & (self.block - 1) == 0 and self.block <= LARGEST_TILE
+        if row.numel() == 0 or row.dtype != torch.float32 or not (fits and has_triton() and runs_here(row.device)):
             return None
         from . import codec_triton  # Triton is imported only where it is used
 
