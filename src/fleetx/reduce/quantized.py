@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 EXACT_BELOW = 2**14
 """Tensors of one dimension or none with fewer elements travel whole: norms and biases, few numbers that matter much."""
 IN_FLIGHT = 3
-"""Buckets whose first hop is under way before the second hop of the oldest starts: with fewer backward would wait for the link more
-often, with more there would be more messages in memory."""
+"""Buckets whose first hop is under way before the second hop of the oldest starts: with fewer backward would wait for the link
+more often, with more there would be more messages in memory."""
 
 
 def travels_whole(shape: Shape) -> bool:
