@@ -15,6 +15,8 @@ from fleetx import fleet
 
 ALONE, DDP, DENSE, BF16 = "no communication", "torch DDP", "dense (ours)", "bf16_allreduce"
 DGC, POWERSGD = "dgc, 99.9 % kept back", "powersgd, rank 4"
+EIGHT, FOUR = "quantized_allreduce, 8 bits", "quantized_allreduce, 4 bits"
+"""In turns of bench/bytes."""
 TORCH_FP16, TORCH_POWERSGD = "torch fp16_compress_hook", "torch powerSGD_hook, rank 4"
 TORCH_ONE_BUCKET = f"{TORCH_POWERSGD}, one bucket"
 IN_TURNS = (ALONE, DDP, DENSE, BF16, DGC, POWERSGD, TORCH_FP16, TORCH_ONE_BUCKET)
@@ -24,6 +26,8 @@ DENSE_UPDATES, DENSE_WARM_STEPS, WARM_STEPS = 2, 2, 5
 SLOW_STEPS, FAST_STEPS = 2, 8
 """Of a block: at 100 Mbit/s a dense step is 4 seconds, and one that sends little a tenth of one."""
 ONE_BUCKET_MB = 1024
+QUANTISED_MB = 8
+"""A message then has the bytes of a float32 one of 32 MB, and the first leaves earlier in backward."""
 
 STRATEGIES: dict[str, tuple[dict[str, Any], int]] = {
     ALONE: ({"localsgd": True, "localsgd_configs": {"k_steps": NEVER}}, FAST_STEPS),
@@ -31,6 +35,8 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int]] = {
     BF16: ({"bf16_allreduce": True}, SLOW_STEPS),
     DGC: ({"dgc": True, "dgc_configs": {"rampup_begin_step": DENSE_UPDATES, "sparsity": [SPARSITY]}}, FAST_STEPS),
     POWERSGD: ({"powersgd": True, "powersgd_configs": {"rank": RANK, "begin_step": DENSE_UPDATES}}, FAST_STEPS),
+    EIGHT: ({"quantized_allreduce": {"bits": 8}, "fuse_grad_size_in_MB": QUANTISED_MB}, SLOW_STEPS),
+    FOUR: ({"quantized_allreduce": {"bits": 4}, "fuse_grad_size_in_MB": QUANTISED_MB}, SLOW_STEPS),
 }
 COMPRESSED = (DGC, POWERSGD)
 

@@ -33,6 +33,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "adaptive_localsgd": {"adaptive_localsgd": {"init_k_steps": 2}},
     "dgc": {"dgc": {"rampup_begin_step": 2, "sparsity": [0.5], "min_numel": 64}},
     "powersgd": {"powersgd": {"begin_step": 2, "rank": 2, "min_compression": 1.0}},
+    "quantized_allreduce": {"quantized_allreduce": {"bits": 4, "block": 16}},
     "fp16_allreduce": {"fp16_allreduce": True},
     "bf16_allreduce": {"bf16_allreduce": True},
     "amp float16": {"amp": {"dtype": "float16"}},

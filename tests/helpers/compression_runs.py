@@ -31,6 +31,10 @@ def powersgd(**configs: Any) -> dict[str, Any]:
     return {"powersgd": True, "powersgd_configs": {"begin_step": 0, "min_compression": 0.001, **configs}}
 
 
+def quantised(**configs: Any) -> dict[str, Any]:
+    return {"quantized_allreduce": True, "quantized_allreduce_configs": {"block": 16, **configs}}
+
+
 def merged(k: int) -> dict[str, Any]:
     return {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k}}
 

@@ -27,3 +27,42 @@ def blockwise(row: Array, *, bits: int, block: int) -> tuple[Array, Array]:
         if scale >= 2.0**-126:
             received[begin : begin + block] = np.rint(values / scale) * scale
     return received, row - received
+
+
+class QuantisedRanks:
+    """All ranks of a run of quantised all-reduce: `reduce` is what one update does to a row of each rank's gradients.
+
+    A rank owns one part of the row, of whole blocks. It receives share + residual of the others, blockwise, adds them to its own
+    in rank order, and sends the sum on in the same way. What was not sent is the next residual, of both hops."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        numel: int,
+        bits: int,
+        block: int,
+        feeds_back: bool = True,
+        part: int | None = None,
+        both: bool = True,
+    ) -> None:
+        """Start without residuals. `part`: numbers that a rank owns, where others cut the row; `both`: the sums are sent on."""
+        self.ranks, self.bits, self.block, self.feeds_back, self.both = ranks, bits, block, feeds_back, both
+        self.part = -(-numel // (ranks * block)) * block if part is None else part
+        self.residuals = [np.zeros(numel) for _ in range(ranks)]
+
+    def reduce(self, shares: list[Array]) -> Array:
+        found = np.zeros_like(shares[0])
+        sums = [share + residual for share, residual in zip(shares, self.residuals, strict=True)]
+        for owner in range(self.ranks):
+            at = slice(owner * self.part, (owner + 1) * self.part)
+            total = sums[owner][at].copy()
+            for sender in range(self.ranks):
+                if sender != owner:
+                    received, sums[sender][at] = blockwise(sums[sender][at], bits=self.bits, block=self.block)
+                    total += received
+            sent_on = blockwise(total, bits=self.bits, block=self.block) if self.both else (total, np.zeros_like(total))
+            found[at], sums[owner][at] = sent_on
+        if self.feeds_back:
+            self.residuals = sums
+        return found

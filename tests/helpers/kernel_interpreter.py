@@ -25,7 +25,7 @@ from fleetx.optim import TrustRatios
 CHUNK = 256
 LOOP = {"foreach": False, "fused": False}
 OURS = "fleetx.optim.kernels"
-DGC = ("fleetx.reduce.dgc_triton", "fleetx.reduce.dgc_fused")
+DGC = ("fleetx.reduce.dgc_triton", "fleetx.reduce.dgc_fused", "fleetx.dist.codec_triton")
 
 
 def _take_out() -> dict[str, ModuleType]:
@@ -37,6 +37,7 @@ def _take_out() -> dict[str, ModuleType]:
 def _import_interpreted() -> None:
     importlib.import_module(f"{OURS}.fused")
     importlib.import_module("fleetx.reduce.dgc_fused")
+    importlib.import_module("fleetx.dist.codec_triton")
     interpreter = sys.modules["triton.runtime.interpreter"]
     kernel = sys.modules[f"{OURS}.lars"].lars_apply
     assert isinstance(kernel, interpreter.InterpretedFunction), "Triton compiles although TRITON_INTERPRET=1 is set"

@@ -1,4 +1,4 @@
-"""DGC and PowerSGD saved in mid-ramp and mid-window, and resumed: the bits of a run that never stopped, each rank its own."""
+"""Compressed training saved in mid-ramp and mid-window, and resumed: the bits of a run that never stopped, each rank its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fleetx import fleet
-from tests.helpers.compression_runs import AMP, dgc, distributed, leaves, merged, powersgd, unequal
+from tests.helpers.compression_runs import AMP, dgc, distributed, leaves, merged, powersgd, quantised, unequal
 from tests.helpers.harness import raised, run_ranks
 from tests.helpers.localsgd_runs import on_nodes, rendezvous, snapshot, weight_of
 from tests.helpers.models import batch
@@ -48,6 +48,11 @@ PLANS: dict[str, Plan] = {
     "powersgd, still dense": Plan(strategy=powersgd(**LOW), saved_after=2),
     "powersgd with adam, in mid-window": Plan(strategy=powersgd(**LOW) | merged(3), adam=True, total=24, saved_after=13),
     "powersgd under float16": Plan(strategy=powersgd(**LOW) | AMP, overflows=(5, 8)),
+    "quantised with adam, in mid-window, many small buckets": Plan(
+        strategy=quantised() | merged(3) | {"fuse_grad_size_in_MB": 0.0005}, adam=True, total=24, saved_after=13
+    ),
+    "quantised, sharded": Plan(strategy=quantised() | {"sharding": {"stage": 2}}, adam=True),
+    "quantised to 4 bits under float16": Plan(strategy=quantised(bits=4) | AMP, overflows=(5, 8)),
     "many small buckets": Plan(strategy=dgc(**RAMP) | {"fuse_grad_size_in_MB": 0.0005}),
 }
 ON_NODES = {
@@ -176,6 +181,8 @@ OTHER: dict[str, tuple[Plan, Plan]] = {
     "min_numel": (Plan(strategy=dgc(**RAMP)), Plan(strategy=dgc(**(RAMP | {"min_numel": 100})))),
     "min_compression": (Plan(strategy=powersgd(**LOW)), Plan(strategy=powersgd(**(LOW | {"min_compression": 2.0})))),
     "dgc, then powersgd": (Plan(strategy=dgc(**RAMP)), Plan(strategy=powersgd(**LOW))),
+    "quantised, then none": (Plan(strategy=quantised()), Plan(strategy={})),
+    "quantised, then without error feedback": (Plan(strategy=quantised()), Plan(strategy=quantised(error_feedback=False))),
     "dgc, then none": (Plan(strategy=dgc(**RAMP)), Plan(strategy={})),
     "a rank of 1, then 2": (Plan(strategy=powersgd(**(LOW | {"rank": 1}))), Plan(strategy=powersgd(**LOW))),
     "a rank of 2, then 1": (Plan(strategy=powersgd(**LOW)), Plan(strategy=powersgd(**(LOW | {"rank": 1})))),

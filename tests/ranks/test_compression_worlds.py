@@ -15,7 +15,8 @@ from tests.helpers.localsgd_runs import on_nodes, rendezvous
 
 DGC = {"dgc": True, "dgc_configs": {"sparsity": [0.9], "min_numel": 50}}
 POWERSGD = {"powersgd": True, "powersgd_configs": {"rank": 1, "begin_step": 0, "min_compression": 1.0}}
-STRATEGIES = {"dgc": DGC, "powersgd": POWERSGD}
+QUANTISED = {"quantized_allreduce": True, "quantized_allreduce_configs": {"block": 16}}
+STRATEGIES = {"dgc": DGC, "powersgd": POWERSGD, "quantised": QUANTISED}
 
 
 def _pair(strategy: dict[str, Any]) -> tuple[nn.Module, Any]:

@@ -55,6 +55,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "dgc": True, "dgc_configs": {"rampup_begin_step": 1, "sparsity": [0.5, 0.9], "rampup_step": 3, "min_numel": 64},
         "amp": True, "amp_configs": {"dtype": "float16"}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2},
     },
+    "quantised": {"quantized_allreduce": {"bits": 4, "block": 16}},
+    "quantised_fp16_small_buckets": {
+        "quantized_allreduce": True, "fuse_grad_size_in_MB": 0.002, "amp": True, "amp_configs": {"dtype": "float16"},
+    },
     "powersgd": {"powersgd": True, "powersgd_configs": {"begin_step": 2, "rank": 2, "min_compression": 1.0}},
     "powersgd_fp16": {
         "powersgd": True, "powersgd_configs": {"begin_step": 0, "rank": 1, "min_compression": 1.0},

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon_fp16_clip": ("adamw_fused", {"muon": True, **FP16, "clip_norm": True}),
     "dgc": ("sgd", {"dgc": True, "dgc_configs": {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 64}, **SKIP}),
     "powersgd": ("sgd", {"powersgd": True, "powersgd_configs": {"begin_step": 1, "rank": 2, "min_compression": 1.0}, **SKIP}),
+    "quantised": ("adamw", {"quantized_allreduce": {"bits": 4, "block": 16}, **SKIP}),
     "powersgd_fp16_merge": (
         "sgd_fused",
         {"powersgd": True, "powersgd_configs": {"begin_step": 0, "rank": 1, "min_compression": 1.0}, **FP16, **MERGE},

@@ -165,7 +165,12 @@ def test_two_backwards_a_step_add_up_under_gradient_merge(avg: bool, local: bool
 
 
 def _twice_compressed(rank: int, part: str) -> tuple[list[str], list[Tensor]]:
-    settings = {"powersgd": {"begin_step": 0, "rank": 2, "min_compression": 1.0}, "dgc": {"min_numel": 16, "sparsity": [0.5]}}
+    quantised = {"bits": 8, "block": 16}
+    settings = {
+        "quantized_allreduce": quantised,
+        "powersgd": {"begin_step": 0, "rank": 2, "min_compression": 1.0},
+        "dgc": {"min_numel": 16, "sparsity": [0.5]},
+    }
     model = mlp(torch.float64)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = fleet.distribute(model, inner, small_buckets(**{part: True, f"{part}_configs": settings[part]}))
@@ -180,8 +185,9 @@ def _twice_compressed(rank: int, part: str) -> tuple[list[str], list[Tensor]]:
     return told, states
 
 
-def test_two_backwards_an_update_add_up_under_powersgd_and_are_refused_under_dgc() -> None:
-    ranks = run_ranks(_twice_compressed, 2, "powersgd")
+@pytest.mark.parametrize("part", ["powersgd", "quantized_allreduce"])
+def test_two_backwards_an_update_add_up_under_compressors_with_error_feedback(part: str) -> None:
+    ranks = run_ranks(_twice_compressed, 2, part)
     torch.testing.assert_close(ranks[0][1], ranks[1][1], rtol=0, atol=0)
     assert set(ranks[0][0]) == {"nothing raised"}
     dense = mlp(torch.float64)
@@ -194,6 +200,9 @@ def test_two_backwards_an_update_add_up_under_powersgd_and_are_refused_under_dgc
     # Error feedback: the way that training has gone is that of dense training, up to what is still to be sent.
     moved, wanted = ranks[0][1][-1] - before, weights(dense) - before
     assert float((moved - wanted).norm() / wanted.norm()) < 0.3
+
+
+def test_two_backwards_an_update_are_refused_under_dgc() -> None:
     for told, _ in run_ranks(_twice_compressed, 2, "dgc"):
         assert told[0].startswith("ConfigError: a second backward before optimizer.step() under strategy.dgc"), told[0]
         assert "with fleet.no_sync():" in told[0] and told[1] == "nothing raised"

@@ -177,7 +177,7 @@ def test_what_cannot_stand_beside_a_part_is_told_with_its_slot() -> None:
 def test_a_part_that_was_set_is_not_told_as_rejected() -> None:
     kept = fixed(amp=True, recompute=True, gradient_merge=True, bf16_allreduce=True)
     found = sentences(kept, Candidate("float32", 8, reducer=Reducer.named("bf16_allreduce")))
-    assert set(found) == {"powersgd", "dgc", "localsgd", "fp16_allreduce", "adaptive_localsgd"}
+    assert set(found) == {"powersgd", "dgc", "quantized_allreduce", "localsgd", "fp16_allreduce", "adaptive_localsgd"}
     assert set(found.values()) == {"bf16_allreduce, which you set, claims `reduce`."}
 
 

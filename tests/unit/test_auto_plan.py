@@ -73,7 +73,7 @@ def test_exact_is_float32_and_dense_alone_and_each_class_adds_to_the_one_before(
     assert {(c.precision, c.reducer.kind, c.merge_steps) for c in found[1]} == {
         (precision, kind, 1) for precision in ("float32", "bfloat16") for kind in ("dense", "bf16_allreduce")
     }
-    assert {c.reducer.kind for c in found[2]} == {"dense", "bf16_allreduce", "powersgd", "dgc"}
+    assert {c.reducer.kind for c in found[2]} == {"dense", "bf16_allreduce", "powersgd", "quantized_allreduce", "dgc"}
     assert len(found[3]) == 2 * 2 * len(REDUCERS)
 
 
@@ -237,7 +237,7 @@ def test_dgc_loses_to_dense_beyond_as_many_ranks_as_its_density_allows() -> None
 @given(
     rates=st.tuples(st.floats(1e5, 1e11), st.floats(1e5, 1e11)),
     ranks=st.integers(2, 4096),
-    reducer=st.sampled_from([one for one in REDUCERS if one.kind != "powersgd"]),
+    reducer=st.sampled_from([one for one in REDUCERS if one.kind not in ("powersgd", "quantized_allreduce")]),
     steps=st.sampled_from([1, 2, 8]),
 )
 def test_more_bandwidth_never_makes_an_update_slower(
@@ -313,10 +313,10 @@ def test_every_strategy_that_was_not_taken_has_one_sentence() -> None:
     for risk in ("exact", "rounding", "lossy", "schedule"):
         found = sentences(FAST, risk=risk)
         kinds = {"recompute", "gradient_merge", "bf16_allreduce", "fp16_allreduce", "powersgd", "dgc"}
-        kinds |= {"localsgd", "adaptive_localsgd"}
+        kinds |= {"localsgd", "adaptive_localsgd", "quantized_allreduce"}
         assert set(found) == kinds | {"amp bf16", "lars", "lamb"}
         assert all(text.endswith(".") and not text.endswith("..") for text in found.values())
-        numberless = ("powersgd", "lamb", "amp bf16", "adaptive_localsgd")
+        numberless = ("powersgd", "quantized_allreduce", "lamb", "amp bf16", "adaptive_localsgd")
         assert all(re.search(r"\d", text) for name, text in found.items() if name not in numberless)
 
 

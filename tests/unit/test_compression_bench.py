@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.bytes import run as quantised
 from bench.compression_speed import contestants as speed_rows
 from bench.compression_speed import run as compression_speed
 from bench.compression_speed import traffic
@@ -219,6 +220,27 @@ def test_the_trainings_run_from_end_to_end_in_small():
     assert done.returncode == 0, done.stderr
     for method in METHODS:
         assert f"final {method} " in done.stdout
+
+
+def test_bits_a_parameter_are_counted_and_read_from_the_link():
+    seconds = {quantised.ALONE: 0.2, quantised.DDP: 4.0, quantised.BF16: 2.0, quantised.EIGHT: 1.0, quantised.FOUR: 0.5}
+    outcome = {
+        name: {"seconds": [s], "bytes_per_step": quantised.NUMBERS, "link_bytes_per_step": 2 * quantised.NUMBERS, "steps": 2}
+        for name, s in seconds.items()
+    }
+    rows = quantised.rows_of(outcome, 100.0)
+    assert (rows[quantised.EIGHT]["bits_counted"], rows[quantised.EIGHT]["bits_on_link"]) == (8.0, 16.0)
+    assert rows[quantised.FOUR]["times_bf16"] == 4.0
+    found = quantised.verdicts({"100": {"rows": rows}})
+    assert [one["holds"] for one in found.values()] == [True, True]
+
+
+@pytest.mark.campaign
+def test_the_steps_with_integers_run_from_end_to_end_in_small():
+    command = [sys.executable, "-m", "bench.bytes.run", "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout.splitlines()[-1])) == set(quantised.IN_TURNS)
 
 
 @pytest.mark.campaign

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fleetx.dist.codec import Codec
 from fleetx.engine.bucket import Bucket
 from fleetx.reduce.compressor import pieces_of
 from fleetx.reduce.dgc import ListedRows, Row, Rule
@@ -119,3 +120,43 @@ def test_a_gradient_of_zeros_is_no_trouble() -> None:
     for _ in range(3):
         both.assert_alike(torch.zeros_like(noise(0)), (50, 23))
     both.assert_alike(noise(0), (50, 23))
+
+
+# --- the codec of blockwise integers ------------------------------------------------------------------------------------------
+
+
+def coded(row: Tensor, codec: Codec) -> list[Tensor]:
+    """The bytes, what they miss, what they mean, and that added to ones."""
+    wire, kept = torch.zeros(codec.nbytes(len(row)), dtype=torch.uint8), torch.empty_like(row)
+    decoded, added = torch.empty_like(row), torch.ones_like(row)
+    codec.encode(row, wire, kept=kept)
+    codec.decode(wire, decoded)
+    codec.add_decoded(wire, added)
+    again = torch.zeros_like(wire)
+    codec.encode(row, again)
+    assert torch.equal(wire, again), "keeping changes nothing of what is sent"
+    return [wire, kept, decoded, added]
+
+
+ROWS = {
+    "sizes of all kinds": torch.randn(700, generator=torch.Generator().manual_seed(3)) * torch.logspace(-40, 30, 700),
+    "ties": torch.arange(-350.0, 350.0) / 2,
+    "zeros": torch.zeros(33),
+    "one": torch.ones(1),
+    "not finite": torch.tensor([1.0, float("nan"), 3.0] + [0.5] * 60 + [float("inf"), -2.0] + [1e-42] * 64),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ROWS)
+def test_integers_and_what_they_miss_have_the_bits_of_the_list_operations(
+    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = coded(ROWS[name], Codec(bits, 32))
+    monkeypatch.setattr("fleetx.dist.codec.has_triton", lambda: False)
+    theirs = coded(ROWS[name], Codec(bits, 32))
+    bad = theirs[2].isnan()
+    for mine, right in zip(ours[1:], theirs[1:], strict=True):
+        assert torch.equal(mine[~bad], right[~bad]) and torch.equal(mine.isfinite(), right.isfinite())
+    if not bad.any():  # which integers stand beside a scale of NaN does not matter
+        assert torch.equal(ours[0], theirs[0])

@@ -94,7 +94,7 @@ def test_one_rank_without_merging_cannot_know_it_and_is_told_what_to_write() -> 
     fleet.distribute(model, optimizer, merging)
 
 
-@pytest.mark.parametrize("name", ["dgc", "powersgd", "localsgd", "adaptive_localsgd"])
+@pytest.mark.parametrize("name", ["dgc", "powersgd", "quantized_allreduce", "localsgd", "adaptive_localsgd"])
 def test_a_part_that_reduces_something_else_than_the_mean_is_refused(name: str) -> None:
     part = catalogue()[name]()
     with pytest.raises(ConfigError, match=f"`{name}` reduces something else"):

@@ -15,6 +15,7 @@ from fleetx.dist.predicted_cost import (
     dense,
     low_rank,
     low_rank_times_less,
+    quantised,
     sparse,
     times_less,
 )
@@ -49,6 +50,11 @@ def test_powersgd_sends_both_factors_whatever_the_ranks_and_no_more_columns_than
     assert cost.bytes_sent == (4 * 30 + 3 * 103 + 5) * 4
     assert cost.seconds == pytest.approx(4 * 0.1 + cost.bytes_sent / 1000)
     assert low_rank_times_less(1024, 1024, 4) == 128.0
+
+
+def test_integers_are_sent_both_ways_in_whole_blocks_with_two_bytes_for_each() -> None:
+    cost = quantised(1000, Link(ranks=2, bytes_per_s=1.0), bits=4, block=128, dense_numel=7)
+    assert cost.bytes_sent == 2 * 1 / 2 * (8 * (128 / 2 + 2) + 7 * 4)
 
 
 @pytest.mark.parametrize(("sparsity", "ranks"), [(0.999, 1000), (0.99, 100), (0.75, 4)])

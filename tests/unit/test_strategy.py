@@ -341,6 +341,7 @@ def test_the_neutral_setting_of_a_part_is_legal(name: str) -> None:
         ("localsgd", {Slot.SHARD, Slot.REDUCE, Slot.AVERAGE}),
         ("adaptive_localsgd", {Slot.SHARD, Slot.REDUCE, Slot.AVERAGE}),
         ("powersgd", {Slot.REDUCE}),
+        ("quantized_allreduce", {Slot.REDUCE}),
         ("sharding", {Slot.SHARD}),
         ("auto", set()),
     ],
@@ -389,7 +390,7 @@ def legal_values(kind: Kind) -> st.SearchStrategy[Any]:
     words = re.findall(r"'([^']+)'", kind.allowed)
     pool = [
         v
-        for v in [True, False, None, 1, 7, 0.25, 1.5, 3e-5, [], ["norm"], [0.5, 0.75], [0.5, 1, 2], "20GB", *words]
+        for v in [True, False, None, 1, 7, 8, 64, 0.25, 1.5, 3e-5, [], ["norm"], [0.5, 0.75], [0.5, 1, 2], "20GB", *words]
         if accepted(kind, v)
     ]
     options: list[st.SearchStrategy[Any]] = [st.sampled_from(pool)]

@@ -219,10 +219,10 @@ def inside_averaged() -> None:
         optimizer.minimize(model(torch.randn(2, 3, 16)).square().mean())
 
 
-def compressing_in_vain(name: str) -> None:
+def compressing_in_vain(name: str, model: nn.Module | None = None) -> None:
     """Told on the console, without an error."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(16, 4)) if model is None else model
     fleet.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy(name))
 
 
@@ -269,6 +269,9 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("dgc", lambda: compressing_in_vain("dgc")),
     ("powersgd", lambda: distribute("powersgd", others=MERGED)),
     ("powersgd", lambda: compressing_in_vain("powersgd")),
+    ("quantized_allreduce", lambda: strategy("quantized_allreduce", {"bits": 6})),
+    ("quantized_allreduce", lambda: distribute("quantized_allreduce", others=MERGED)),
+    ("quantized_allreduce", lambda: compressing_in_vain("quantized_allreduce", nn.LayerNorm(16))),
     (
         "auto",
         lambda: distribute(
@@ -367,6 +370,7 @@ def test_the_formulas_for_bytes_give_what_workers_report(tmp_path: Path, capsys:
         "localsgd": ({"k_steps": 4}, lambda cost: cost(numel, 2, 4)),
         "dgc": ({"min_numel": 1000, "sparsity": [0.99]}, lambda cost: cost([64 * 256] * 2, SMALL, 2, 0.99)),
         "powersgd": ({"begin_step": 0}, lambda cost: cost([(256, 64), (64, 256)], SMALL, 2, 4)),
+        "quantized_allreduce": ({"bits": 4}, lambda cost: cost(numel, SMALL, 2, 4)),
         "sync_batch_norm": ({}, lambda cost: dense + cost(256, 2)),
     }
     reported = run_ranks(_sent, 2, [(name, configs) for name, (configs, _) in cases.items()])

@@ -104,15 +104,15 @@ def test_a_reducer_that_was_not_measured_has_the_work_of_a_dense_one_and_that_is
     found = what_if(ALONE, Question("lossy", bytes_per_s=GBIT, world=16))
     wire_s = low_rank(GRADIENTS.shapes[:2], Link(16, GBIT), rank=4, dense_numel=400_000).seconds
     assert seconds_of(found, Reducer.named("powersgd", 4)) == pytest.approx(0.030 + wire_s + 0.001 + UPDATE_S, rel=1e-6)
-    assert found.unmeasured == {"bf16_allreduce", "powersgd", "dgc"}
+    assert found.unmeasured == {"bf16_allreduce", "powersgd", "quantized_allreduce", "dgc"}
     text = outlook_text(plan_of(ALONE), found)
-    assert text.count("(work not measured)") == 3 and "the work on the device was not measured" in text
-    assert "of bf16_allreduce, dgc, powersgd only the bytes are known" in text
+    assert text.count("(work not measured)") == 5 and "the work on the device was not measured" in text
+    assert "of bf16_allreduce, dgc, powersgd, quantized_allreduce only the bytes are known" in text
 
 
 def test_how_much_work_a_choice_that_was_not_measured_could_bear_is_told() -> None:
     found = what_if(ALONE, Question("lossy", bytes_per_s=GBIT, world=16))
-    assert found.chosen.candidate.reducer.kind == "dgc" and not found.is_measured(found.chosen)
+    assert found.chosen.candidate.reducer.label == "quantized_allreduce 4" and not found.is_measured(found.chosen)
     spare = seconds_of(found, Reducer()) - found.chosen.cost.seconds
     assert found.spare_work_s == pytest.approx(spare) and spare > 0.02
     assert f"less than {1e3 * spare:,.1f} ms in one exchange" in outlook_text(plan_of(ALONE), found)
@@ -129,7 +129,7 @@ def test_a_reducer_that_was_refused_is_no_candidate() -> None:
 def test_risk_bounds_the_candidates_and_one_rank_has_a_dense_reducer_alone() -> None:
     assert [one.candidate.name for one in what_if(PAIR, Question("exact", world=4)).forecasts] == ["fp32"]
     kinds = {one.candidate.reducer.kind for one in what_if(PAIR, Question("schedule", world=4)).forecasts}
-    assert kinds == {"dense", "bf16_allreduce", "powersgd", "dgc", "localsgd"}
+    assert kinds == {"dense", "bf16_allreduce", "powersgd", "quantized_allreduce", "dgc", "localsgd"}
     assert {one.candidate.merge_steps for one in what_if(ALONE, Question("schedule")).forecasts} == {1, 2, 4, 8}
     assert {one.candidate.reducer for one in what_if(PAIR, Question("schedule", world=1)).forecasts} == {Reducer()}
 
@@ -214,8 +214,8 @@ def test_a_plan_is_read_by_its_strategy() -> None:
 
 def test_every_reducer_has_a_curve_up_to_4096_ranks() -> None:
     found = {curve.name: curve for curve in curves(PAIR, Candidate(batch=8), Question(bytes_per_s=GBIT, latency_s=0.0))}
-    assert list(found) == ["dense", "bf16_allreduce", "powersgd 4", "dgc 0.999", "localsgd 16"]
-    assert [found[name].is_measured for name in found] == [True, False, False, True, True]
+    assert list(found) == ["dense", "bf16_allreduce", "powersgd 4", "quantized_allreduce 4", "dgc 0.999", "localsgd 16"]
+    assert [found[name].is_measured for name in found] == [True, False, False, False, True, True]
     assert all(tuple(curve.seconds) == WORLDS for curve in found.values()) and WORLDS[0] == 1 and WORLDS[-1] == 4096
     assert found["dense"].seconds[1] == pytest.approx(0.030 + 0.001 + UPDATE_S, rel=1e-6)
     wire_s = 2 * 4095 / 4096 * 4e6 / GBIT

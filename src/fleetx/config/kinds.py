@@ -52,15 +52,27 @@ def boolean() -> Kind:
     return Kind("True or False", parse, "bool")
 
 
-def integer(minimum: int, maximum: int | None = None) -> Kind:
+def integer(minimum: int, maximum: int | None = None, *, multiple_of: int = 1) -> Kind:
     def parse(value: Any) -> int:
         # bool is a subclass of int: `k_steps=True` is a slip, never a wish for 1.
         require(isinstance(value, int) and not isinstance(value, bool))
-        require(value >= minimum and (maximum is None or value <= maximum))
+        require(value >= minimum and (maximum is None or value <= maximum) and value % multiple_of == 0)
         return int(value)
 
     upper = f" and at most {maximum}" if maximum is not None else ""
-    return Kind(f"an integer of at least {minimum}{upper}", parse, "int")
+    step = f", a multiple of {multiple_of}" if multiple_of > 1 else ""
+    return Kind(f"an integer of at least {minimum}{upper}{step}", parse, "int")
+
+
+def integer_among(*allowed: int) -> Kind:
+    """Describe one of a few integers."""
+
+    def parse(value: Any) -> int:
+        require(isinstance(value, int) and not isinstance(value, bool) and value in allowed)
+        return int(value)
+
+    listed = ", ".join(map(str, allowed))
+    return Kind(f"one of {listed}", parse, f"Literal[{listed}]")
 
 
 def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: float = -math.inf, below: float = math.inf) -> Kind:

@@ -1,8 +1,8 @@
 """The only user of torch.distributed: collectives that count what they put on the wire.
 
 Bytes are what this rank sends, by the usual ring algorithms for N ranks and S bytes: all-reduce 2(N-1)/N*S,
-reduce-scatter (N-1)/N*S, all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in byte tensors, never
-pickle.
+reduce-scatter and all-to-all (N-1)/N*S, all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in byte
+tensors, never pickle.
 """
 
 from __future__ import annotations
@@ -116,6 +116,10 @@ class Comm(abc.ABC):
         """Sum a row over all ranks, and write this rank's part of the sum into `own`: the parts are equal, in rank order.
 
         `own` may be part of the row, and of a wider type."""
+        raise NotImplementedError
+
+    def all_to_all(self, rows: Tensor, received: Tensor) -> Pending:
+        """Send row i of `rows` to rank i; row i of `received`, which is other memory, becomes what rank i has sent here."""
         raise NotImplementedError
 
     def all_gather_into(self, row: Tensor, own: Tensor) -> Pending:
@@ -500,6 +504,11 @@ class TorchComm(Comm):
             own.copy_(parts[0])
 
         return self._pending(work, row, "reduce_scatter").then(add)
+
+    def all_to_all(self, rows: Tensor, received: Tensor) -> Pending:
+        self.bytes_sent += (self.size - 1) / self.size * rows.nbytes
+        work = dist.all_to_all_single(received, rows, group=self._group, async_op=True)
+        return self._pending(work, rows, "all_to_all")
 
     def _is_over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and "nccl" in str(self.backend)

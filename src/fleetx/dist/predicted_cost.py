@@ -85,6 +85,15 @@ def low_rank(matrices: Sequence[tuple[int, int]], link: Link, *, rank: int, dens
     return both(all_reduce((left + dense_numel) * FLOAT32_BYTES, link), all_reduce(right * FLOAT32_BYTES, link))
 
 
+def quantised(numel: float, link: Link, *, bits: int, block: int, dense_numel: float = 0.0) -> Cost:
+    """Return the cost of sending all numbers as integers, with a scale of 16 bits a block, to their owners and back.
+
+    It is that of an all-reduce of these bytes, filled up to whole blocks of each rank. `dense_numel` of the numbers are zeros
+    there, and all-reduced as they are."""
+    whole = math.ceil(numel / (block * link.ranks)) * block * link.ranks
+    return both(all_reduce(whole * (bits + 16 / block) / 8, link), all_reduce(dense_numel * FLOAT32_BYTES, link))
+
+
 def averaging(numel: float, link: Link, *, period: int, item_bytes: float = FLOAT32_BYTES) -> Cost:
     """Return the mean cost per update of Local SGD: one dense all-reduce in `period` updates."""
     round_ = all_reduce(numel * item_bytes, link)

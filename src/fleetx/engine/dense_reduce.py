@@ -27,6 +27,9 @@ class KeepsNothing(abc.ABC):
     def is_local(self) -> bool:
         return False
 
+    def leave_shares(self) -> bool:
+        return False
+
     def attach(self, buckets: Buckets) -> None:
         return None
 

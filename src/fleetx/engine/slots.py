@@ -5,7 +5,7 @@
     per micro-batch   FORWARD   autocast                          -> loss
                       BACKWARD  plain | fp16 loss scaling         -> param.grad, accumulating
     every k-th        MERGE     how many micro-batches make one update
-                      REDUCE    dense | 16-bit | powersgd | dgc | none
+                      REDUCE    dense | 16-bit | quantised | powersgd | dgc | none
                       CLIP      none | global norm
                       UPDATE    any torch optimizer | lars | lamb | muon (MOMENTUM: a claim, no stage of its own)
                       AVERAGE   none | localsgd | adaptive_localsgd
@@ -142,6 +142,11 @@ class Reduce(Protocol):
         """Return whether the coming update is made by each rank alone: nothing is reduced, and nothing may be decided
         together."""
 
+    def leave_shares(self) -> bool:
+        """Leave each rank the mean of its share of every bucket alone, from now on; return False where this stage cannot.
+
+        Called before `attach`, and not where parameters may be unused: whether one gets a gradient is then known to none."""
+
     def attach(self, buckets: Buckets) -> None:
         """Prepare for these buckets; called once, before the first update."""
 
@@ -180,8 +185,10 @@ class Shard(Protocol):
     scatters: bool
     """Whether each rank gets the mean of its share of the gradients alone; set by `reduce_by`."""
 
-    def reduce_by(self, reduce: Reduce) -> Reduce:
-        """Return the stage that brings each rank the mean of its share alone; or `reduce`, where that leaves the mean on all."""
+    def reduce_by(self, reduce: Reduce, *, may_miss: bool) -> Reduce:
+        """Return the stage that brings each rank the mean of its share alone; or `reduce`, where that leaves the mean on all.
+
+        `may_miss`: parameters may be unused."""
 
     def dress(self, view: Tensor) -> Tensor:
         """Return the same memory as `param.grad` shows it: where only a share of it holds the mean, reading it is refused."""

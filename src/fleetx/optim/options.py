@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..engine.on_device.triton_support import runs_here
+from ..dist.triton_support import runs_here
 from ..errors import ConfigError, did_you_mean
 
 # --- arguments under other optimizers' names ---------------------------------------------------------------------------

@@ -98,8 +98,8 @@ class Compressor(abc.ABC):
     wire_dtype = None
     carries_tail = True
     name: ClassVar[str]
-    threshold: ClassVar[str]
-    """The key of `<name>_configs` that decides which tensors are too small to compress."""
+    threshold: ClassVar[str | None]
+    """The key of `<name>_configs` that decides which tensors are too small to compress; None: that is fixed."""
 
     def __init__(self, site: Site, *, two_level: bool) -> None:
         self._comm = site.comm
@@ -160,6 +160,9 @@ class Compressor(abc.ABC):
     def is_local(self) -> bool:
         return False
 
+    def leave_shares(self) -> bool:
+        return False
+
     def attach(self, buckets: Buckets) -> None:
         self._buckets = list(buckets)
         self._all = weakref.ref(buckets)
@@ -170,9 +173,10 @@ class Compressor(abc.ABC):
         if not self._pieces and self._comm.rank == 0:
             largest = max(pieces, key=lambda piece: piece.grad.numel())
             shape = "x".join(map(str, largest.view.shape))
+            lower = "Leave" if self.threshold is None else f'Lower {self.name}_configs["{self.threshold}"], or leave'
             log.say(
                 f"strategy.{self.name} compresses nothing of this model: its largest tensor is `{largest.name}` ({shape}). "
-                f'Lower {self.name}_configs["{self.threshold}"], or leave the strategy out.',
+                f"{lower} the strategy out.",
                 logging.WARNING,
             )
 
@@ -229,14 +233,18 @@ class Compressor(abc.ABC):
     def _sum(self, small: Sequence[Tensor], others: Sequence[Tensor], own_bad_losses: float | Tensor) -> Tensor:
         """Sum all tensors over ranks in place, by one collective per type; return on how many ranks the gradients were not
         finite, and on how many a loss."""
-        norm = joined(norms_of([bucket.flat for bucket in self._buckets]))
-        own = own_bad_losses if isinstance(own_bad_losses, Tensor) else norm.new_full((), own_bad_losses)
-        bad_losses = (own.to(norm.device) != 0).float()
+        are_finite = self._are_finite()
+        own = own_bad_losses if isinstance(own_bad_losses, Tensor) else torch.full((), own_bad_losses)
+        bad_losses = (own.to(are_finite.device) != 0).float()
         if self._inside is not None:  # one rank stands for its node: it needs the other ranks' losses, as their gradients
             self._inside.all_reduce(bad_losses).wait()
-        nonfinite = torch.stack([(~norm.isfinite()).float(), bad_losses]).to(self._buckets[0].flat.dtype)
+        nonfinite = torch.stack([(~are_finite).float(), bad_losses]).to(self._buckets[0].flat.dtype)
         sum_together([nonfinite, *small, *others], self._among)
         return nonfinite
+
+    def _are_finite(self) -> Tensor:
+        """Return whether this rank's gradients, and what was made of them so far, are finite."""
+        return joined(norms_of([bucket.flat for bucket in self._buckets])).isfinite()
 
     def _note_unused(self) -> None:
         """Note the parameters that no rank used in this update, where the strategy allows them."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from ..dist.triton_support import has_triton, runs_here
 from ..engine.bucket import Bucket, wide_type
 from ..engine.buckets import joined, norms_of
-from ..engine.on_device.triton_support import has_triton, runs_here
 from ..engine.setup.own_optimizer import Update, load_in_place
 from ..engine.slots import Site, Step
 from ..errors import ConfigError

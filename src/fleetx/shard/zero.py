@@ -160,14 +160,15 @@ class ShardedUpdate:
 
     # --- set up -----------------------------------------------------------------------------------------------------
 
-    def reduce_by(self, reduce: Reduce) -> Reduce:
-        self.scatters = reduce.is_plain_sum
+    def reduce_by(self, reduce: Reduce, *, may_miss: bool) -> Reduce:
+        by_itself = self._groups.across is None and not may_miss and reduce.leave_shares()
+        self.scatters = reduce.is_plain_sum or by_itself
         if self.frees and not self.scatters:
             raise ConfigError(
                 "strategy.sharding of stage 2 keeps a share of the gradients on each rank, and this strategy's way to reduce "
                 'leaves the whole mean on all of them. Write strategy.sharding_configs = {"stage": 1} beside it.'
             )
-        return ScatterReduce(self._groups, reduce) if self.scatters else reduce
+        return ScatterReduce(self._groups, reduce) if reduce.is_plain_sum else reduce
 
     def dress(self, view: Tensor) -> Tensor:
         return make_share(view, self) if self.scatters else view

@@ -46,6 +46,8 @@ __all__ = [
     "MuonSettings",
     "PowerSGD",
     "PowerSGDSettings",
+    "QuantizedAllReduce",
+    "QuantizedAllReduceSettings",
     "Recompute",
     "RecomputeSettings",
     "Sharding",
@@ -619,6 +621,34 @@ class PowerSGDSettings(TypedDict, total=False):
     """tensors that would shrink by less than this stay dense"""
     two_level: bool
     """dense inside a node, low-rank factors between nodes"""
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedAllReduce(_BuiltPart):
+    """Send gradients as blockwise integers, and keep the rounding error for later updates.
+
+    Examples:
+        >>> strategy = fleet.DistributedStrategy(quantized_allreduce=X.strategies.QuantizedAllReduce(bits=4))
+        >>> strategy.quantized_allreduce_configs["bits"]
+        4
+    """
+
+    bits: int
+    """bits of each number on the wire"""
+    block: int
+    """numbers that share a scale, which is 16 bits"""
+    error_feedback: bool
+    """what rounding loses is added to the next gradient; else it is gone"""
+    def __init__(self, *, bits: Literal[8, 4] = 8, block: int = 256, error_feedback: bool = True) -> None: ...
+
+class QuantizedAllReduceSettings(TypedDict, total=False):
+    """Settings of `quantized_allreduce` as a dict; keys left out keep their value, or their default."""
+
+    bits: Literal[8, 4]
+    """bits of each number on the wire"""
+    block: int
+    """numbers that share a scale, which is 16 bits"""
+    error_feedback: bool
+    """what rounding loses is added to the next gradient; else it is gone"""
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(_BuiltPart):

@@ -31,6 +31,8 @@ from . import (
     MuonSettings,
     PowerSGD,
     PowerSGDSettings,
+    QuantizedAllReduce,
+    QuantizedAllReduceSettings,
     Recompute,
     RecomputeSettings,
     Sharding,
@@ -162,6 +164,13 @@ class PowerSGDValues(TypedDict):
     min_compression: float
     two_level: bool
 
+class QuantizedAllReduceValues(TypedDict):
+    """Settings of `quantized_allreduce` as they read back: all keys."""
+
+    bits: Literal[8, 4]
+    block: int
+    error_feedback: bool
+
 class RecomputeValues(TypedDict):
     """Settings of `recompute` as they read back: all keys."""
 
@@ -202,6 +211,8 @@ class Keywords(TypedDict, total=False):
     muon_configs: MuonSettings
     powersgd: bool | PowerSGDSettings | PowerSGD
     powersgd_configs: PowerSGDSettings
+    quantized_allreduce: bool | QuantizedAllReduceSettings | QuantizedAllReduce
+    quantized_allreduce_configs: QuantizedAllReduceSettings
     recompute: bool | RecomputeSettings | Recompute
     recompute_configs: RecomputeSettings
     sharding: bool | ShardingSettings | Sharding
@@ -356,6 +367,15 @@ class Switches:
     - `begin_step`: updates that stay dense at the start
     - `min_compression`: tensors that would shrink by less than this stay dense
     - `two_level`: dense inside a node, low-rank factors between nodes
+    """
+    quantized_allreduce: Setting[bool, bool | QuantizedAllReduceSettings | QuantizedAllReduce]
+    """Send gradients as blockwise integers, and keep the rounding error for later updates."""
+    quantized_allreduce_configs: Setting[QuantizedAllReduceValues, QuantizedAllReduceSettings]
+    """Settings of `quantized_allreduce`, each checked when it is written.
+
+    - `bits`: bits of each number on the wire
+    - `block`: numbers that share a scale, which is 16 bits
+    - `error_feedback`: what rounding loses is added to the next gradient; else it is gone
     """
     recompute: Setting[bool, bool | RecomputeSettings | Recompute]
     """Drop the activations of blocks in forward and compute them again in backward, which saves memory."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from ..on_device.triton_support import has_triton
+from ...dist.triton_support import has_triton
 from .nested_tensors import map_tensors
 from .patching import PatchedForward, patch_innermost, patch_of
 

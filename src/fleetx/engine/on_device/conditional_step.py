@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
+from ...dist.triton_support import has_triton, runs_here
 from ..bucket import view_like
 from ..setup.own_optimizer import Update
 from ..user_loop.optimizer_hooks import may_change_gradients
-from .triton_support import has_triton, runs_here
 
 PutBackOnHost = Callable[[], None]
 

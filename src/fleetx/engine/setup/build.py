@@ -65,9 +65,10 @@ def compile_strategy(
         if part is not merging:
             filled.update(part.build(site))
     reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
+    allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
     shard = filled.get(Slot.SHARD)
     if shard is not None:
-        reduce = shard.reduce_by(reduce)
+        reduce = shard.reduce_by(reduce, may_miss=allowed)
     stages = Stages(
         merge=merge,
         backward=filled.get(Slot.BACKWARD, PlainBackward()),
@@ -78,7 +79,6 @@ def compile_strategy(
         shard=shard,
         ddp=reduce if isinstance(reduce, ReducedByDDP) else None,
     )
-    allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
     flags = len(params) if allowed else 0
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=flags, local=local) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...engine.on_device.triton_support import has_triton, runs_here
+from ...dist.triton_support import has_triton, runs_here
 from ...errors import ConfigError, warn_user
 from .order import MOST_GROUPS
 
