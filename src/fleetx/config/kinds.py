@@ -63,6 +63,26 @@ def integer(minimum: int, maximum: int | None = None) -> Kind:
     return Kind(f"an integer of at least {minimum}{upper}", parse, "int")
 
 
+def integer_among(*allowed: int) -> Kind:
+    """Describe one of a few integers."""
+
+    def parse(value: Any) -> int:
+        require(isinstance(value, int) and not isinstance(value, bool) and value in allowed)
+        return int(value)
+
+    listed = ", ".join(map(str, allowed))
+    return Kind(f"one of {listed}", parse, f"Literal[{listed}]")
+
+
+def power_of_two(minimum: int, maximum: int) -> Kind:
+    def parse(value: Any) -> int:
+        parsed = int(integer(minimum, maximum).parse(value))
+        require(parsed.bit_count() == 1)
+        return parsed
+
+    return Kind(f"a power of two of at least {minimum} and at most {maximum}", parse, "int")
+
+
 def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: float = -math.inf, below: float = math.inf) -> Kind:
     """Describe a finite float with `minimum <= value <= maximum` and `above < value < below`."""
 

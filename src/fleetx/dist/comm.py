@@ -118,6 +118,10 @@ class Comm(abc.ABC):
         `own` may be part of the row, and of a wider type."""
         raise NotImplementedError
 
+    def all_to_all(self, rows: Tensor, received: Tensor) -> Pending:
+        """Send row i of `rows` to rank i, and let row i of `received`, other memory, be what rank i has sent here."""
+        raise NotImplementedError
+
     def all_gather_into(self, row: Tensor, own: Tensor) -> Pending:
         """Fill the row with the parts of all ranks, in rank order; `own` is this rank's, and no part of the row."""
         raise NotImplementedError
@@ -503,6 +507,11 @@ class TorchComm(Comm):
 
     def _is_over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and "nccl" in str(self.backend)
+
+    def all_to_all(self, rows: Tensor, received: Tensor) -> Pending:
+        self.bytes_sent += (self.size - 1) / self.size * rows.nbytes
+        work = dist.all_to_all_single(received, rows, group=self._group, async_op=True)
+        return self._pending(work, rows, "all_to_all")
 
     def all_gather_into(self, row: Tensor, own: Tensor) -> Pending:
         self.bytes_sent += (self.size - 1) * own.nbytes
