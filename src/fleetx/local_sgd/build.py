@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
 
 from ..dist.codec import Codec
 from ..dist.comm import Comm, Pending
-from ..dist.predicted_cost import FLOAT32_BYTES
+from ..dist.predicted_cost import FLOAT32_BYTES, Cost, Link, Shape, averaging, numel
 from ..engine.bucket import Bucket
 from ..engine.dense_reduce import DenseAllReduce, KeepsNothing
 from ..engine.slots import Site, Slot, Step
@@ -80,13 +80,36 @@ def codec_of(part: Settings) -> WireCodec | None:
     return Codec(INTEGER_BITS[part.wire_dtype], BLOCK) if part.wire_dtype in INTEGER_BITS else None
 
 
+def round_cost(part: Settings, shapes: Sequence[Shape], link: Link) -> Cost:
+    """Predict the bytes and seconds of one averaging among all ranks."""
+    return averaging(numel(shapes), link, period=1, item_bytes=item_bytes(part, link.ranks))
+
+
 def item_bytes(part: Settings, ranks: int) -> float:
     """Return the bytes of a parameter, such that an all-reduce of so many is what one rank sends in a round."""
     codec, long = codec_of(part), 2**20
     if codec is None:
         return FLOAT32_BYTES if part.wire_dtype == "float32" else FLOAT32_BYTES / 2
     of_entry = codec.nbytes(long) / long
-    return of_entry * ranks / 2 if part.top_k is not None else of_entry  # all-gathered, (N - 1) in place of 2 (N - 1) / N
+    return of_entry * ranks / 2 if part.top_k is not None else of_entry  # all-gathered: (N - 1) in place of 2 (N - 1) / N
+
+
+def form_of(part: Settings) -> str:
+    """Name what travels in the place of floats, as the labels of plans have it; empty for floats."""
+    if part.top_k is not None:
+        return f" top {part.top_k}/{part.chunk} in {part.value_bits} bits"
+    return f" {part.wire_dtype}" if part.wire_dtype in INTEGER_BITS else ""
+
+
+def notes_of(part: Settings) -> list[str]:
+    """Return what `explain()` says of compressed changes: how many bits travel, and what to set beside them."""
+    if codec_of(part) is None:
+        return []
+    bits = 8 * item_bytes(part, 2)
+    return [
+        f"a round sends {bits:.2f} bits of each parameter and direction, {32 / bits:.0f} times fewer than float32; "
+        f"what it misses is kept and sent later{'' if part.error_decay == 1 else f', less {1 - part.error_decay:.0%} a round'}."
+    ]
 
 
 def require_compression_fits(part: Settings) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from ..config.kinds import boolean, choice, integer, integer_among, key, number, optional, power_of_two
+from ..dist.predicted_cost import Cost, Link, Shape
 from ..engine.slots import Part, Risk, Site, Slot
-from ..local_sgd.build import averaging_stages, nothing_saved, require_fit
+from ..local_sgd.build import averaging_stages, form_of, notes_of, nothing_saved, require_fit, round_cost
 from ..local_sgd.period import AdaptivePeriod
 
 
@@ -63,6 +64,15 @@ class AdaptiveLocalSGD(Part):
 
     def no_effect(self) -> str | None:
         return nothing_saved(self, longest_period=self.max_k_steps, key="max_k_steps", write=16)
+
+    def notes(self) -> list[str]:
+        return notes_of(self)
+
+    def label(self) -> str:
+        return super().label() + form_of(self)
+
+    def wire_cost(self, shapes: Sequence[Shape], link: Link) -> Cost:
+        return round_cost(self, shapes, link)
 
     def updates_per_exchange(self) -> int:
         return self.init_k_steps

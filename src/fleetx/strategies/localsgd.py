@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from ..config.kinds import boolean, choice, integer, integer_among, key, number, optional, power_of_two
+from ..dist.predicted_cost import Cost, Link, Shape
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
-from ..local_sgd.build import averaging_stages, nothing_saved, require_fit, require_fragments_fit
+from ..local_sgd.build import averaging_stages, form_of, notes_of, nothing_saved, require_fit, require_fragments_fit, round_cost
 from ..local_sgd.period import FixedPeriod
 
 
@@ -67,6 +68,15 @@ class LocalSGD(Part):
     @classmethod
     def candidates(cls, context: PlanContext) -> Sequence[Self]:
         return [cls(k_steps=updates) for updates in (2, 4, 8, 16)]
+
+    def notes(self) -> list[str]:
+        return notes_of(self)
+
+    def label(self) -> str:
+        return super().label() + form_of(self)
+
+    def wire_cost(self, shapes: Sequence[Shape], link: Link) -> Cost:
+        return round_cost(self, shapes, link)
 
     def updates_per_exchange(self) -> int:
         return self.k_steps
