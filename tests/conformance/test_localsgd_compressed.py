@@ -278,3 +278,20 @@ def test_settings_that_contradict_each_other_are_refused_on_all_ranks_alike() ->
     assert first == second
     for text, part in zip(first, REFUSED, strict=True):
         assert text.startswith('ConfigError: localsgd_configs["' + part)
+
+
+@pytest.mark.parametrize(
+    ("configs", "told"),
+    [
+        ({"wire_dtype": "int8"}, "on two ranks a round sends 8.06 bits of each parameter, 4 times fewer than float32"),
+        ({"top_k": 64, "value_bits": 2, "error_decay": 0.95}, "sends 0.22 bits of each parameter, 144 times fewer than float32"),
+        ({"top_k": 64, "value_bits": 2, "error_decay": 0.95}, "what it misses is kept and sent later, less 5% a round."),
+        (
+            {"outer_momentum": 0.9},
+            "outer_lr 1 with outer_momentum 0.9 goes up to 10 times as far as the average of the ranks.",
+        ),
+        ({"outer_momentum": 0.5}, "outer_lr 1 with outer_momentum 0.5 goes up to 2 times as far as the average of the ranks."),
+    ],
+)
+def test_explain_says_how_many_bits_travel_and_how_far_the_outer_optimizer_goes(configs: dict[str, Any], told: str) -> None:
+    assert told in " ".join(fleet.DistributedStrategy(**local(k_steps=30, **configs)).explain().split())
