@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fleetx.dist.predicted_cost import Link
 from fleetx.local_sgd.sparse_codec import SparseCodec, largest_of_each, packed, unpacked
+from fleetx.strategies.localsgd import LocalSGD
 from tests.helpers.localsgd_compressed import sparse
 
 VALUE_BITS = pytest.mark.parametrize("bits", [2, 4, 8, 32])
@@ -129,3 +131,11 @@ def test_packed_numbers_come_back_and_take_their_bits(bits: int) -> None:
     numbers = torch.arange(37) * 2654435761 % 2**bits
     row = packed(numbers, bits)
     assert len(row) == -(-37 * bits // 8) and torch.equal(unpacked(row, bits, 37), numbers)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_round_is_priced_at_the_bytes_that_go_from_each_rank_to_all_others(ranks: int) -> None:
+    part = LocalSGD(k_steps=30, top_k=64, value_bits=2, error_decay=0.95)
+    priced = part.wire_cost([(2**20,)], Link(ranks, 1e6)).bytes_sent
+    assert priced == pytest.approx((ranks - 1) * SparseCodec(64, 4096, 2).nbytes(2**20), rel=1e-12)
+    assert part.label() == "localsgd 30 top 64/4096 in 2 bits"
