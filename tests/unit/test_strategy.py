@@ -387,7 +387,9 @@ def legal_values(kind: Kind) -> st.SearchStrategy[Any]:
     """Values that a kind accepts, found by asking it: a new part is covered without a word here."""
     words = re.findall(r"'([^']+)'", kind.allowed)
     pool = [
-        v for v in [True, False, None, 1, 7, 8, 0.25, 1.5, 3e-5, [], ["norm"], [0.5, 0.75], "20GB", *words] if accepted(kind, v)
+        v
+        for v in [True, False, None, 1, 7, 8, 64, 0.25, 1.5, 3e-5, [], ["norm"], [0.5, 0.75], "20GB", *words]
+        if accepted(kind, v)
     ]
     options: list[st.SearchStrategy[Any]] = [st.sampled_from(pool)]
     if accepted(kind, 7):

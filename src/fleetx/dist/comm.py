@@ -1,8 +1,8 @@
 """The only user of torch.distributed: collectives that count what they put on the wire.
 
 Bytes are what this rank sends, by the usual ring algorithms for N ranks and S bytes: all-reduce 2(N-1)/N*S,
-reduce-scatter (N-1)/N*S, all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in byte tensors, never
-pickle.
+reduce-scatter and all-to-all (N-1)/N*S, all-gather (N-1)*S, broadcast (N-1)/N*S on average. Control messages are JSON in byte
+tensors, never pickle.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Comm(abc.ABC):
         raise NotImplementedError
 
     def all_to_all(self, rows: Tensor, received: Tensor) -> Pending:
-        """Send row i of `rows` to rank i, and let row i of `received`, other memory, be what rank i has sent here."""
+        """Send row i of `rows` to rank i; row i of `received`, which is other memory, becomes what rank i has sent here."""
         raise NotImplementedError
 
     def all_gather_into(self, row: Tensor, own: Tensor) -> Pending:
