@@ -64,7 +64,9 @@ PLANS: dict[str, Plan] = {
         strategy=local(k_steps=4, **DILOCO) | {"amp": True, "amp_configs": FP16}, overflows=(7,), saved_after=8
     ),
     # Rounds after 3, 5, 7, ...: after update 8 what was kept back in the round of 7 waits for that of 9.
-    "kept back by int4, weighted": Plan(strategy=local(k_steps=2, wire_dtype="int4", **DILOCO), weighted=True),
+    "kept back by int4, averaged state, weighted": Plan(
+        strategy=local(k_steps=2, wire_dtype="int4", average_state=True, **DILOCO), adam=True, weighted=True
+    ),
     # After 5, 9, ..., settled 3 updates later: after 6 four ranks have the sums of owners still to send, after 7 no longer.
     "int8 under way": Plan(strategy=local(k_steps=4, overlap_steps=3, wire_dtype="int8"), adam=True, saved_after=6),
     "int8 under way, the sums too": Plan(strategy=local(k_steps=4, overlap_steps=3, wire_dtype="int8"), saved_after=7),

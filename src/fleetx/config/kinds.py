@@ -74,15 +74,6 @@ def integer_among(*allowed: int) -> Kind:
     return Kind(f"one of {listed}", parse, f"Literal[{listed}]")
 
 
-def power_of_two(minimum: int, maximum: int) -> Kind:
-    def parse(value: Any) -> int:
-        parsed = int(integer(minimum, maximum).parse(value))
-        require(parsed.bit_count() == 1)
-        return parsed
-
-    return Kind(f"a power of two of at least {minimum} and at most {maximum}", parse, "int")
-
-
 def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: float = -math.inf, below: float = math.inf) -> Kind:
     """Describe a finite float with `minimum <= value <= maximum` and `above < value < below`."""
 
@@ -98,6 +89,15 @@ def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: floa
         f"below {below:g}" if below < math.inf else "",
     ]
     return Kind(" ".join(["a finite number", " and ".join(b for b in bounds if b)]).strip(), parse, "float")
+
+
+def power_of_two(minimum: int, maximum: int) -> Kind:
+    def parse(value: Any) -> int:
+        parsed = int(integer(minimum, maximum).parse(value))
+        require(parsed.bit_count() == 1)
+        return parsed
+
+    return Kind(f"a power of two of at least {minimum} and at most {maximum}", parse, "int")
 
 
 def choice(*allowed: str) -> Kind:

@@ -505,13 +505,13 @@ class TorchComm(Comm):
 
         return self._pending(work, row, "reduce_scatter").then(add)
 
-    def _is_over_nccl(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda and "nccl" in str(self.backend)
-
     def all_to_all(self, rows: Tensor, received: Tensor) -> Pending:
         self.bytes_sent += (self.size - 1) / self.size * rows.nbytes
         work = dist.all_to_all_single(received, rows, group=self._group, async_op=True)
         return self._pending(work, rows, "all_to_all")
+
+    def _is_over_nccl(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and "nccl" in str(self.backend)
 
     def all_gather_into(self, row: Tensor, own: Tensor) -> Pending:
         self.bytes_sent += (self.size - 1) * own.nbytes
