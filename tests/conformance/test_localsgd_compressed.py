@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,19 @@ BITS_SENT = {
 }
 
 
+@functools.cache
+def _bytes_of_rows(size: int) -> float:
+    """What a round sends beside the deltas."""
+    plain = run_ranks(_rounds, size, {"k_steps": 2}, size)
+    return float(plain[0][2]["bytes"] - 2 * (size - 1) / size * 4 * WIDE**2)
+
+
 @pytest.mark.parametrize("name", BITS_SENT)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_round_leaves_equal_bits_and_costs_so_many_bits_of_each_parameter(name: str, size: int) -> None:
     configs, most = BITS_SENT[name]
     ranks = run_ranks(_rounds, size, {"k_steps": 2, **configs}, size)
-    plain = run_ranks(_rounds, size, {"k_steps": 2}, size)
-    of_rows = plain[0][2]["bytes"] - 2 * (size - 1) / size * 4 * WIDE**2
+    of_rows = _bytes_of_rows(size)
     # A sparse round sends (N - 1) times its bytes, one of integers 2 (N - 1) / N times.
     times = size - 1 if "top_k" in configs else 2 * (size - 1) / size
     for update, told in enumerate(ranks[0], start=1):
