@@ -12,15 +12,19 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.lib.mlp import LR, NEVER, USUAL, Contestant, data, mlp, our_step, sent_by_all_reduce
+from fleetx import fleet
+from fleetx.dist.predicted_cost import Link
+from fleetx.strategies.localsgd import LocalSGD
 
 NUMEL = USUAL.weights + USUAL.biases
 
 
 def ours(name: str, configs: dict[str, Any], *, block_steps: int) -> Contestant:
-    item_bytes = 2 if configs.get("wire_dtype") == "bfloat16" else 4
     period, overlap = configs["k_steps"], configs.get("overlap_steps", 0)
     warm = 2 if period == NEVER else 1 + period + overlap
-    wire_bytes = 0 if period == NEVER else sent_by_all_reduce(NUMEL, item_bytes)
+    wire_bytes = (
+        0 if period == NEVER else round(LocalSGD(**configs).wire_cost([(NUMEL,)], Link(fleet.worker_num(), 1.0)).bytes_sent)
+    )
     step = our_step({"localsgd": True, "localsgd_configs": configs})
     return Contestant(name, step, block_steps, period, wire_bytes, warm)
 

@@ -2,12 +2,14 @@
 
     python -m bench.cluster.run                      this, with its defaults: 2 hosts, 1000 Mbit/s
     python -m bench.localsgd_speed.run --rounds 9
+    python -m bench.localsgd_speed.run --compressed  a period of 30 in 8 and 4 bits, sparse, and in fragments: 100 Mbit/s
 
 An MLP of 10.5 million parameters, batch 192 (bench/lib/mlp.py). All contestants live in the same two processes and
 go in turns, in blocks of 16 steps that end with nothing under way; medians over the rounds. The words of the figures:
     kept     throughput over that without communication in the same run
     limit    k*t / (k*t + bytes/rate): what is left if each averaging stops training for the time its bytes need on the link
     of_limit kept over limit; with overlap a transfer hides behind training, and it may be above 1
+    bits     of each parameter in a period: by the reports, and by the counter of the network interface, less headers
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 from bench.lib.cluster import run_on_hosts
 from bench.lib.link_speed import transfer_seconds
+from bench.lib.mlp import NEVER, USUAL
 from bench.lib.netns import cluster, why_not
 from bench.lib.results import publish
 from fleetx.errors import FleetError, LaunchError
@@ -31,8 +34,11 @@ ALONE = "no communication"
 OF_LIMIT = 0.95
 WANTED_OF_LIMIT = ("ours fp32 k=4", "ours fp32 k=16", "ours bf16 k=4", "ours bf16 k=16")
 WANTED_KEPT = {"ours bf16 k=4 overlap=2": 0.93, "ours bf16 k=16 overlap=4": 0.97}
+WANTED_COMPRESSED = {name: 0.95 for name in ("int8 k=30", "int4 k=30", "64 of 4096 k=30")}
+WANTED_BITS = {"int8 k=30": 8.2, "int4 k=30": 4.2, "64 of 4096 k=30": 0.23}
 TIMEOUT_SECONDS = 1500.0
 PROBE_BYTES = 2**26
+NUMBERS = USUAL.weights + USUAL.biases
 
 
 def limit(step_seconds: float, period: int, wire_bytes: int, rate_mbit: float) -> float:
@@ -56,6 +62,11 @@ def figures_of(told: dict[str, Any], rate_mbit: float) -> dict[str, dict[str, An
             "of_limit": round(kept / bound, 4),
             "wire_bytes": facts["wire_bytes"],
         }
+        if facts["period"] != NEVER and any(facts["counted"]):
+            rows[name]["bits_counted"] = round(statistics.median(facts["counted"]) * 8 / facts["periods_of_block"] / NUMBERS, 3)
+        links = [sent for sent in facts["on_link"] if sent is not None]
+        if facts["period"] != NEVER and links:
+            rows[name]["bits_on_link"] = round(statistics.median(links) * 8 * facts["period"] / NUMBERS, 3)
     return rows
 
 
@@ -65,33 +76,49 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {what: {"value": value, "wanted": wanted, "met": value >= wanted} for what, (value, wanted) in found.items()}
 
 
-def measure(*, rate_mbit: float, rounds: int) -> None:
+def verdicts_of_compressed(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {
+        f"{name}: kept": {"value": rows[name]["kept"], "wanted": wanted, "met": rows[name]["kept"] >= wanted}
+        for name, wanted in WANTED_COMPRESSED.items()
+    }
+    for name, most in WANTED_BITS.items():
+        bits = rows[name]["bits_counted"]
+        found[f"{name}: bits, at most"] = {"value": bits, "wanted": most, "met": bits <= most}
+    return found
+
+
+def measure(*, rate_mbit: float, rounds: int, is_compressed: bool = False) -> None:
     reason = why_not()
     if reason is not None:
         raise LaunchError(reason)
     with cluster(hosts=2, rate_mbit=rate_mbit) as hosts:
         goodput = PROBE_BYTES * 8 / 1e6 / transfer_seconds(hosts[0], hosts[1], PROBE_BYTES)
-        ended = run_on_hosts(hosts, WORKER, [str(rounds)], timeout=TIMEOUT_SECONDS, shows=True)
+        ended = run_on_hosts(
+            hosts, WORKER, [str(rounds), *(["compressed"] if is_compressed else [])], timeout=TIMEOUT_SECONDS, shows=True
+        )
     if ended.worst:
         raise LaunchError("the training between the hosts failed; its output is above. Exit codes: " + str(ended.exit_codes))
     rows = figures_of(json.loads(ended.stdout.strip().splitlines()[-1]), rate_mbit)
     for name, row in rows.items():
         print(
-            f"{name:28} {row['step_ms']:8.1f} ms  kept {row['kept']:.3f}  limit {row['limit']:.3f}  of it {row['of_limit']:.3f}"
+            f"{name:36} {row['step_ms']:8.1f} ms  kept {row['kept']:.3f}  limit {row['limit']:.3f}  of it {row['of_limit']:.3f}"
         )
-    judged = verdicts(rows)
+    judged = (verdicts_of_compressed if is_compressed else verdicts)(rows)
     for what, one in judged.items():
         print(f"{'yes' if one['met'] else 'NO':3} {what} {one['value']:.3f}, wanted {one['wanted']:g}")
-    publish("localsgd_speed", {"rate_mbit": rate_mbit, "goodput_mbit": round(goodput, 1), "rows": rows, "verdicts": judged})
+    figures = {"rate_mbit": rate_mbit, "goodput_mbit": round(goodput, 1), "rows": rows, "verdicts": judged}
+    publish("localsgd_compressed" if is_compressed else "localsgd_speed", figures)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=1000.0, metavar="MBIT", help="of each link (default: 1000)")
+    parser.add_argument("--rate", type=float, metavar="MBIT", help="of each link (default: 1000; compressed: 100)")
+    parser.add_argument("--compressed", action="store_true", help="measure compressed changes, in periods of 30")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant (default: 7)")
     flags = parser.parse_args(argv)
     try:
-        measure(rate_mbit=flags.rate, rounds=flags.rounds)
+        rate = flags.rate or (100.0 if flags.compressed else 1000.0)
+        measure(rate_mbit=rate, rounds=flags.rounds, is_compressed=flags.compressed)
     except FleetError as error:
         print(f"localsgd_speed: {error}", file=sys.stderr)
         return 1

@@ -270,15 +270,22 @@ class DistributedStrategy(Switches):
             if settings is not None and settings.changed() and not self._values[name]:
                 raise ConfigError(f"{name}_configs is set, but `{name}` is off. Write `strategy.{name} = True` to use it.")
         enabled = [name for name in catalogue() if self._values[name]]
-        if set(enabled) == {"auto", "localsgd"} and not self._values["auto_configs"].changed():
+        if set(enabled) == {"auto", "localsgd"} and self._is_older_spelling():
             return [self._adaptive_by_its_older_spelling()]
         return [self._part(name) for name in enabled]
 
+    def _is_older_spelling(self) -> bool:
+        """Return whether `localsgd` and `auto` alone mean adaptive_localsgd, which has no fragments."""
+        settings = self._settings("localsgd")
+        in_turns = settings is not None and settings.plain()["fragments"] > 1
+        return not in_turns and not self._values["auto_configs"].changed()
+
     def _adaptive_by_its_older_spelling(self) -> Part:
-        """Build the part meant by `localsgd` and `auto` alone. With settings of `auto`, or beside another part, `auto` plans
-        around `localsgd`."""
+        """Build the part meant by `localsgd` and `auto` alone. With settings of `auto`, with fragments, or beside another part,
+        `auto` plans around `localsgd`."""
         settings = self._settings("localsgd")
         carried = settings.plain() if settings is not None else {}
+        carried.pop("fragments", None)
         carried["init_k_steps"] = carried.pop("k_steps")
         return catalogue()["adaptive_localsgd"](**carried)
 

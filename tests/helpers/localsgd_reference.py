@@ -179,8 +179,9 @@ def simulate(
     lr: Callable[[int], float],
     momentum: float = 0.0,
     weight: Callable[[int, int], float] = lambda rank, update: 1.0,
+    make: type[Workers] = Workers,
 ) -> Workers:
-    workers = Workers(start, ranks, rule, momentum)
+    workers = make(start, ranks, rule, momentum)
     for t in range(1, updates + 1):
         told = [gradient(rank, t, workers.p[rank]) for rank in range(ranks)]
         losses, gradients = np.array([loss for loss, _ in told]), np.stack([g for _, g in told])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.dist import world
+from fleetx.errors import FleetWarning
 from tests.helpers.localsgd_reference import Array, Rule, Workers, net_gradient, simulate
 
 ROWS = 6
@@ -85,6 +87,8 @@ class Case:
     weighted: bool = False
     drops: dict[int, float] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
+    bad: tuple[int, int] | None = None
+    """Rank and update whose loss is not finite, for a strategy that skips it there; without momentum."""
 
 
 def train(rank: int, case: Case) -> Trace:
@@ -101,7 +105,11 @@ def train(rank: int, case: Case) -> Trace:
         sent = 0
         for micro in range(case.merged):
             loss, weight = loss_of(model, rank, update, micro), weight_of(rank, update, micro) if case.weighted else None
-            report = ours.minimize(loss, weight=weight)
+            if case.bad == (rank, update):
+                loss = loss * float("nan")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if case.bad else "error", FleetWarning)  # of a skip
+                report = ours.minimize(loss, weight=weight)
             sent += report.bytes_sent
         trace.weights.append(flat(model))
         trace.periods.append(report.period)
@@ -112,10 +120,12 @@ def train(rank: int, case: Case) -> Trace:
     return trace
 
 
-def expected(case: Case, rule: Rule, *, ranks: int) -> Workers:
+def expected(case: Case, rule: Rule, *, ranks: int, make: type[Workers] = Workers) -> Workers:
     """The reference on the same problem."""
 
     def gradient(rank: int, update: int, p: Array) -> tuple[float, Array]:
+        if case.bad == (rank, update):
+            return 0.0, np.zeros_like(p)
         told = [net_gradient(p, *rows_of(rank, update, micro)) for micro in range(case.merged)]
         weights = [weight_of(rank, update, micro) if case.weighted else 1.0 for micro in range(case.merged)]
         loss = sum(w * loss for w, (loss, _) in zip(weights, told, strict=True)) / sum(weights)
@@ -133,6 +143,7 @@ def expected(case: Case, rule: Rule, *, ranks: int) -> Workers:
         lr=lambda update: rate(update, case.drops),
         momentum=case.momentum,
         weight=weight,
+        make=make,
     )
 
 

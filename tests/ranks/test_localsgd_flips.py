@@ -72,7 +72,11 @@ def test_a_flip_is_told_on_all_ranks_at_the_next_averaging(when: str, bit: int) 
         assert f"rank 1: bit {bit} of a number in `2.weight`. The memory of that machine" in told
 
 
-@pytest.mark.parametrize("configs", [{"overlap_steps": 2}, {"outer_momentum": 0.5}, {"wire_dtype": "float16"}], ids=str)
+@pytest.mark.parametrize(
+    "configs",
+    [{"overlap_steps": 2}, {"outer_momentum": 0.5}, {"wire_dtype": "float16"}, {"wire_dtype": "int4"}, {"fragments": 2}],
+    ids=str,
+)
 def test_a_flip_is_told_with_every_kind_of_averaging(configs: dict[str, Any]) -> None:
     for update, told in run_ranks(_run, 3, "between", 25, 7, configs):
         assert update <= 9 + configs.get("overlap_steps", 0)

@@ -65,9 +65,36 @@ PLANS: dict[str, Plan] = {
     ),
     "still dense": Plan(strategy=local(k_steps=3, begin_step=9), saved_after=5),
 }  # fmt: skip
+COMPRESSED: dict[str, tuple[int, Plan]] = {
+    # Rounds after 3, 5, 7, ...: after update 8 what was kept back in the round of 7 waits for that of 9.
+    "kept back by int4, averaged state, weighted": (2, Plan(
+        strategy=local(k_steps=2, wire_dtype="int4", average_state=True, **DILOCO), adam=True, weighted=True
+    )),
+    # After 5, 9, ..., settled 3 updates later: after 6 four ranks have the sums of owners still to send, after 7 no longer.
+    "int8 under way": (4, Plan(strategy=local(k_steps=4, overlap_steps=3, wire_dtype="int8"), adam=True, saved_after=6)),
+    "int8 under way, the sums too": (4, Plan(strategy=local(k_steps=4, overlap_steps=3, wire_dtype="int8"), saved_after=7)),
+    "SparseLoCo, a round under way": (2, Plan(
+        strategy=local(k_steps=3, overlap_steps=2, top_k=3, chunk=8, value_bits=2, error_decay=0.95), saved_after=8
+    )),
+    # Turns after 3, 5, 7, ..., each settled one update later: after 9 that of the first fragment is under way.
+    "fragments, one under way, in turns": (4, Plan(
+        strategy=local(k_steps=6, fragments=3, overlap_steps=1, wire_dtype="int8", **DILOCO), weighted=True, saved_after=9
+    )),
+    "adaptive, 4 bits, one overflow": (2, Plan(
+        strategy={
+            "adaptive_localsgd": True,
+            "adaptive_localsgd_configs": {"init_k_steps": 2, "max_k_steps": 6, "wire_dtype": "int4", "error_decay": 0.9},
+        } | {"amp": True, "amp_configs": FP16},
+        overflows=(6,), saved_after=8,
+    )),
+}  # fmt: skip
+"""With the number of ranks: of two, what is sent goes to all; of more, integers go to owners."""
 ON_NODES = {
     # Rounds after 3 (inside), 5 (all), 7 (inside): the anchor is of 5, weights of each node its own.
     "two levels": Plan(strategy=local(k_steps=2, across_nodes_every=2, **DILOCO), nodes=(0, 0, 1, 1), saved_after=8),
+    "two levels, 4 bits among all": Plan(
+        strategy=local(k_steps=2, across_nodes_every=2, wire_dtype="int4", **DILOCO), nodes=(0, 0, 1, 1), saved_after=8
+    ),
     "two levels, a round under way": Plan(
         strategy=local(k_steps=3, across_nodes_every=2, overlap_steps=2), nodes=(0, 0, 1, 1), saved_after=5
     ),
@@ -188,6 +215,12 @@ def assert_resumes(plan: Plan, size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_resumed_in_mid_period_ends_with_the_bits_of_an_undisturbed_one(name: str, size: int, tmp_path: Path) -> None:
     assert_resumes(PLANS[name], size, tmp_path)
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_so_does_one_whose_ranks_keep_what_they_have_not_sent(name: str, tmp_path: Path) -> None:
+    size, plan = COMPRESSED[name]
+    assert_resumes(plan, size, tmp_path)
 
 
 @pytest.mark.parametrize("name", ON_NODES)

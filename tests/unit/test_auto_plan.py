@@ -28,6 +28,7 @@ from fleetx.engine.slots import PlanContext, Risk
 from fleetx.errors import ConfigError
 from fleetx.recompute.profile import Element, Profile, Way
 from fleetx.reduce.powersgd import matrix_shape
+from fleetx.strategies.localsgd import LocalSGD
 from fleetx.strategy import DistributedStrategy
 
 MB = 10**6
@@ -35,6 +36,7 @@ REDUCERS = offered(PlanContext(ranks=2))
 GRADIENTS = Gradients(((1000, 500), (400_000,), *[(10_000,)] * 10))
 """1,000,000 numbers: 900,000 in tensors that DGC makes sparse, 500,000 in one that PowerSGD factors."""
 DGC = Reducer.named("dgc", 0.999)
+IN_8_BITS = Reducer(LocalSGD(k_steps=1, wire_dtype="int8"))
 
 
 def measured_on(bytes_per_s: float) -> Measured:
@@ -49,6 +51,7 @@ def measured_on(bytes_per_s: float) -> Measured:
         Reduced(Reducer.named("bf16_allreduce"), 0.002 + 2e6 / bytes_per_s, 2e6, 0, 300 * MB),
         Reduced(DGC, 0.002 + 0.4072e6 / bytes_per_s + 0.0094, 0.4072e6, 8 * MB, 310 * MB),
         Reduced(Reducer.named("localsgd", 1), 0.002 + 4e6 / bytes_per_s, 4e6, 4 * MB, 304 * MB),
+        Reduced(IN_8_BITS, 0.002 + 1.008e6 / bytes_per_s, 1.008e6, 4 * MB, 304 * MB),
     )
     return Measured("CPU", LinkProfile(2, points, points), GRADIENTS, 0.002, passes, reduced, missing={"powersgd": "refused: x."})
 

@@ -148,6 +148,13 @@ def test_measured_figures_are_in_the_pages_that_are_linked(name: str) -> None:
             assert figures <= known, f"{sorted(figures - known)} in no figure of {linked}: {bullet}"
 
 
+def test_the_figures_of_outer_optimizers_are_those_of_the_measurement() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "outer_optimizer.json").read_text(encoding="utf-8"))["rows"].values()
+    known = {f"{row['accuracy_mean']:.1f}" for row in rows} | {f"{row['held_out_mean']:.3f}" for row in rows}
+    table = re.findall(r"^    \|.*\| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|$", page("localsgd"), flags=re.MULTILINE)
+    assert len(table) == 9 and {figure for row in table for figure in row} <= known
+
+
 def test_the_guides_figures_are_those_of_the_measurement() -> None:
     guide = (ROOT / "docs" / "large_batch_guide.md").read_text(encoding="utf-8")
     measured = (ROOT / "docs" / "large_batch.md").read_text(encoding="utf-8")
@@ -259,6 +266,13 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("localsgd", lambda: distribute("localsgd", {"k_steps": 4, "overlap_steps": 5})),
     ("localsgd", lambda: distribute("localsgd", {"outer_nesterov": True})),
     ("localsgd", lambda: distribute("localsgd", {"k_steps": 4, "overlap_steps": 2, "average_state": True})),
+    ("localsgd", lambda: distribute("localsgd", {"wire_dtype": "int8", "top_k": 64})),
+    ("localsgd", lambda: distribute("localsgd", {"value_bits": 2})),
+    ("localsgd", lambda: distribute("localsgd", {"error_decay": 0.95})),
+    ("localsgd", lambda: distribute("localsgd", {"k_steps": 4, "fragments": 5})),
+    ("localsgd", lambda: distribute("localsgd", {"k_steps": 4, "fragments": 2, "overlap_steps": 3})),
+    ("localsgd", lambda: distribute("localsgd", {"k_steps": 4, "fragments": 2, "average_state": True})),
+    ("localsgd", lambda: distribute("localsgd", {"k_steps": 4, "fragments": 2, "across_nodes_every": 2})),
     ("localsgd", lambda: distribute("localsgd", others=MERGED)),
     ("localsgd", inside_averaged),
     ("adaptive_localsgd", lambda: bare("adaptive_localsgd")),

@@ -7,7 +7,7 @@ What the predictions know of each:
     recompute          passes are those of its units, or of the plan that its budget leads to
     a part that claims `reduce`
                        the only reducer that is measured, with all its settings. What it sends over other links is what its
-                       wire_cost says: two_level, wire_dtype, overlap_steps and later periods are not in that. The memory that
+                       wire_cost says: two_level, overlap_steps, fragments and later periods are not in that. The memory that
                        overlap_steps takes shows in the real updates alone
     lars, lamb, muon   the optimizer's step is timed with them
     clip_norm          a part of every exchange that is measured

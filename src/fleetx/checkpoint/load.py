@@ -123,8 +123,8 @@ def _names(directory: Path, comm: Comm) -> list[str]:
 
 
 def adds_up(entry: str) -> bool:
-    """Return whether an entry is one rank's share of a sum (a compressor's residual): any number of ranks can share it."""
-    return "/stages/reduce/shares/" in entry
+    """Return whether an entry is one rank's share of a sum (what it has not sent yet): any number of ranks can share it."""
+    return "/stages/reduce/shares/" in entry or "/stages/average/shares/" in entry
 
 
 def files_for(path: Path, manifest: Manifest, rank: int, size: int) -> list[str]:
@@ -224,8 +224,10 @@ class Reader:
         """Return kind and state of an object. An unwanted object is skipped (None), unless it is a plain value."""
         kind, state = self.objects[name]["kind"], self.objects[name]["state"]
         decoded = decode(state, self._fetch) if wanted or kind == VALUE.name else None
-        if self.is_resized and kind == TRAINING.name and decoded is not None and decoded["stages"]["reduce"].get("shares"):
-            decoded["stages"]["reduce"]["summed_over"] = self.manifest.world_size
+        stages = decoded["stages"] if self.is_resized and kind == TRAINING.name and decoded is not None else {}
+        for stage in (stages.get("reduce"), stages.get("average")):
+            if stage and stage.get("shares"):
+                stage["summed_over"] = self.manifest.world_size
         return kind, decoded
 
     def _fetch(self, key: str) -> Tensor:

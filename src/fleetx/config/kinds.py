@@ -92,6 +92,15 @@ def number(minimum: float = -math.inf, maximum: float = math.inf, *, above: floa
     return Kind(" ".join(["a finite number", " and ".join(b for b in bounds if b)]).strip(), parse, "float")
 
 
+def power_of_two(minimum: int, maximum: int) -> Kind:
+    def parse(value: Any) -> int:
+        parsed = int(integer(minimum, maximum).parse(value))
+        require(parsed.bit_count() == 1)
+        return parsed
+
+    return Kind(f"a power of two of at least {minimum} and at most {maximum}", parse, "int")
+
+
 def choice(*allowed: str) -> Kind:
     def parse(value: Any) -> str:
         require(isinstance(value, str) and value in allowed)

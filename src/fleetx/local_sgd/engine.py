@@ -2,7 +2,7 @@
 
     update `begin`      the last dense one: all ranks are equal, and their weights become the anchor
     update t            a round is launched when the period is over: the ranks exchange their status rows, and send their
-                        deltas from the anchor
+                        deltas from the anchor; of a model in F fragments one of them, every F-th part of a period
     update t + overlap  the round is settled: the anchor takes the outer step, the weights follow
 
 When to launch and when to settle depend on the update's index and on the rows of all ranks, and on nothing else: every rank
@@ -15,7 +15,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -30,21 +29,10 @@ from .outer import OuterRule
 from .period import Period
 from .round import Round, round_from
 from .values import Values
+from .wire import Wire
 
 SMOOTHING = 0.9
 """Weight of the old value in the running mean of the loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """How a round is sent."""
-
-    dtype: torch.dtype = torch.float32
-    """Type of the deltas on the wire; float32 stands for the type in which averages are kept."""
-    overlap_steps: int = 0
-    """Updates between launch and settling; 0: training waits for the round."""
-    across_nodes_every: int = 1
-    """Every so many rounds include all ranks, the others those of a node; 1: all of them."""
 
 
 @final
@@ -55,7 +43,7 @@ class Averaging:
         self._comm, self._device = site.comm, site.device
         self._begin_step, self.period_rule, self._wire = begin_step, period, wire
         self.needs_loss = period.needs_loss
-        self._values = Values(site, rule, wire.dtype, average_state=average_state)
+        self._values = Values(site, rule, wire, average_state=average_state)
         self._inside = two_level(site.comm).inside if wire.across_nodes_every > 1 else site.comm
         self._apply_rows: Callable[[], Callable[[list[Row]], None] | None] = lambda: None
         """Weak reference to what acts on the ranks' rows: requests to stop, errors, loss scales."""
@@ -63,10 +51,13 @@ class Averaging:
         self._next = 0
         """Index of the update after which the next round is launched."""
         self._rounds = 0
+        """Rounds launched by the schedule."""
         self._round: Round | None = None
         self._loss: Tensor | None = None
-        self._weight = self._weight_inside = 0.0
-        """Sums of the losses' weights since the last round of all ranks, and since the last round of any kind."""
+        self._weights = [0.0] * wire.fragments
+        """Sums of the losses' weights since the last round of all ranks, for each fragment of the model."""
+        self._weight_inside = 0.0
+        """The same since the last round of any kind."""
         self._weighted = False
         self._waited = -1.0
         """Seconds that this rank waited for the others in the last round of all ranks; -1.0: none so far."""
@@ -117,6 +108,8 @@ class Averaging:
         if not self._begun:
             self._begin(step, news)
             return False
+        if self._round is not None and 0 < self._round.relay_at <= step.index:
+            self._relay(self._round)
         settled = self._settle_if_due(step.index)
         if step.index >= self._next and self._round is None:
             self._launch(step, news)
@@ -128,7 +121,7 @@ class Averaging:
 
     def _note(self, news: News) -> None:
         self._weighted = news.weight is not None
-        self._weight += news.weight or 0.0
+        self._weights = [weight + (news.weight or 0.0) for weight in self._weights]
         self._weight_inside += news.weight or 0.0
         if not self.needs_loss or news.loss is None:
             return
@@ -146,8 +139,17 @@ class Averaging:
             pending.wait()
             rows = rows_of(gathered)
             self.period_rule.begin(_mean_loss(rows), rows[0].lr)
-        self._next = step.index + self.period_rule.now
-        self._weight = self._weight_inside = 0.0
+        self._next = step.index + self._interval()
+        self._forget_weights()
+
+    def _interval(self) -> int:
+        """Return the updates from the last turn to the next: of F fragments each has its turn once in a period."""
+        period, fragments, turn = self.period_rule.now, self._wire.fragments, self._rounds % self._wire.fragments
+        return (turn + 1) * period // fragments - turn * period // fragments
+
+    def _forget_weights(self, fragment: int | None = None) -> None:
+        self._weights = [0.0 if fragment in (None, part) else weight for part, weight in enumerate(self._weights)]
+        self._weight_inside = 0.0
 
     def _launch(self, step: Step, news: News, *, on_demand: bool = False) -> None:
         self._rounds += not on_demand
@@ -156,9 +158,12 @@ class Averaging:
         if comm.size == 1 and not among_all:  # a node of one rank has nothing to average
             return self._advance(step.index)
         settle_at = step.index + (self._wire.overlap_steps if among_all and not on_demand else 0)
-        call, weight = ON_DEMAND if on_demand else BY_SCHEDULE, self._weight if among_all else self._weight_inside
-        row = self._row(step, news)._replace(call=call, weight=weight)
-        under_way = Round(step.index, settle_at, comm, *tell(row, comm), [])
+        fragment = None if on_demand or self._wire.fragments == 1 else (self._rounds - 1) % self._wire.fragments
+        # Of all fragments together the weight is that of the one whose last round is the longest ago.
+        weight = max(self._weights) if fragment is None else self._weights[fragment]
+        call = ON_DEMAND if on_demand else BY_SCHEDULE
+        row = self._row(step, news)._replace(call=call, weight=weight if among_all else self._weight_inside)
+        under_way = Round(step.index, settle_at, comm, *tell(row, comm), [], fragment=fragment)
         # Where training does not go on meanwhile, or shares or layouts must be known first, the rows are awaited here: all
         # ranks then act on one rank's error or request to stop before anything is sent.
         if not under_way.trains_on or self._weighted or self._values.has_state:
@@ -167,7 +172,7 @@ class Averaging:
         self._round = under_way
         self._weight_inside = 0.0
         if among_all:
-            self._weight = 0.0
+            self._forget_weights(fragment)
         return None
 
     def _send(self, under_way: Round) -> None:
@@ -175,20 +180,29 @@ class Averaging:
         rows = under_way.rows() if under_way.rows_pending is None else []
         share = share_of(rows, comm.rank) if rows else 1 / comm.size
         under_way.with_state = among_all and self._values.has_state and len({row.layout for row in rows}) == 1
-        under_way.pending = self._values.launch(
-            share, comm, trains_on=under_way.trains_on, among_all=among_all, with_state=under_way.with_state
-        )
+        under_way.pending = self._values.launch(share, under_way, among_all=among_all)
+        if self._values.needs_relay():
+            # In the middle of the overlap, at the same update on every rank: each half of the exchange has as long to travel.
+            under_way.relay_at = under_way.launched_at + (under_way.settle_at - under_way.launched_at + 1) // 2
         if not among_all:
             self._comm.bytes_sent, comm.bytes_sent = self._comm.bytes_sent + comm.bytes_sent, 0.0
+
+    def _relay(self, under_way: Round) -> None:
+        """Start the second exchange of a round. Every rank comes here after the same update, with the same round under way, so
+        that none waits for a collective that another has not started."""
+        under_way.relay_at = 0
+        self._values.relay(under_way)
 
     def _settle(self, index: int, *, on_demand: bool = False) -> bool:
         """Finish the round under way, on all of its ranks. Returns whether it was one of all ranks."""
         under_way = self._round
         assert under_way is not None
         self._receive_rows(under_way)
+        if under_way.relay_at:
+            self._relay(under_way)
         self._round, among_all = None, under_way.comm is self._comm
-        self.keeps_ranks_equal = not under_way.trains_on
-        self._values.settle(under_way.pending, under_way.comm.size, among_all=among_all, with_state=under_way.with_state)
+        self.keeps_ranks_equal = not under_way.trains_on and under_way.fragment is None
+        self._values.settle(under_way, among_all=among_all)
         if not on_demand:
             if among_all:
                 self._renew_period(under_way)
@@ -224,7 +238,7 @@ class Averaging:
     def _advance(self, index: int, *, launched_at: int | None = None) -> None:
         """Schedule the next round: not before this one is settled, and later than it was launched."""
         launched_at = index if launched_at is None else launched_at
-        self._next = max(self._next + self.period_rule.now, index, launched_at + 1)
+        self._next = max(self._next + self._interval(), index, launched_at + 1)
 
     def _row(self, step: Step, news: News) -> Row:
         flips, mark = news.flips()
@@ -292,35 +306,42 @@ class Averaging:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state, without a new collective: a round under way was sent by every rank, and is awaited."""
-        return {
+        state = {
             "begun": self._begun,
             "next": self._next,
             "rounds": self._rounds,
             "period": self.period_rule.state_dict(),
             "loss": self._loss,
-            "weights": [self._weight, self._weight_inside],
+            "weights": [*self._weights, self._weight_inside],
             "values": self._values.state_dict() if self._begun else None,
             "flying": self._round_state(),
         }
+        # What ranks keep adds up to what the mean has not got yet, so that another number of ranks can share it out.
+        kept = self._values.kept() if self._begun else {}
+        return state | {"shares": kept} if kept else state
 
     def _round_state(self) -> dict[str, Any] | None:
         if self._round is None:
             return None
         self._round.arrive()
-        return {**self._round.state_dict(), **self._values.round_state()}
+        return {**self._round.state_dict(), **self._values.round_state(self._round.fragment)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._begun, self._next, self._rounds = bool(state["begun"]), int(state["next"]), int(state["rounds"])
         self.period_rule.load_state_dict(state["period"])
         self._loss = None if state["loss"] is None else state["loss"].to(self._device)
-        self._weight, self._weight_inside = map(float, state["weights"])
+        *weights, self._weight_inside = map(float, state["weights"])
+        fits = len(weights) == self._wire.fragments  # else it was saved with another number of fragments
+        self._weights = weights if fits else [max(weights)] * self._wire.fragments
         self._round, self._waited, self.waits = None, -1.0, None
         if self._begun:
-            self._values.load_state_dict(state["values"])
+            share = 1 / self._comm.size if "summed_over" in state else 1.0
+            self._values.load_state_dict(state["values"], state.get("shares", {}), kept_share=share)
         under_way = state["flying"]
         if under_way is not None:
-            self._round = round_from(under_way, self._comm, self._values.load_round(under_way))
+            self._round = round_from(under_way, self._comm)
+            self._round.pending = self._values.load_round(under_way)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise if the state is of another kind of period. Nothing is changed."""
@@ -335,10 +356,18 @@ class Averaging:
                 "outer_momentum above 0."
             )
 
+        if state.get("shares") and not self._values.compresses:
+            raise CheckpointError(
+                "it was saved with changes that were kept back (wire_dtype int8 or int4, or top_k), which would be lost. Resume "
+                "with one of these."
+            )
+        if state["flying"] is not None:
+            self._values.check_round(state["flying"])
+
     def forget(self) -> None:
         """Start over with dense updates: a checkpoint of a run without averaging was loaded."""
         self._begun, self._round, self._loss = False, None, None
-        self._weight = self._weight_inside = 0.0
+        self._forget_weights()
 
 
 def _mean_loss(rows: list[Row]) -> float:

@@ -1,4 +1,4 @@
-"""Average a model's weights as a few flat pieces, each sent by one collective.
+"""Average a model's weights as a few flat pieces, each sent by one collective: dense ones here, others in compressed.py.
 
 Averaging is memory traffic: on a CPU the work goes stretch by stretch, so that every operation finds its stretch in the cache.
 Where the optimizer trains a float32 copy of a 16-bit parameter (`master` in its state), the copy is averaged.
@@ -6,9 +6,10 @@ Where the optimizer trains a float32 copy of a 16-bit parameter (`master` in its
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -28,29 +29,22 @@ Master: TypeAlias = Callable[[Tensor], Tensor | None]
 """Returns the float32 copy of a parameter that its optimizer keeps; None if it keeps none."""
 
 
-@final
-class Piece:
-    """Average some parameters of one type, as flat tensors."""
+class FlatPiece(abc.ABC):
+    """Some parameters of one type, read and written as flat tensors; a subclass says how their deltas travel."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rule: OuterRule, wire_dtype: torch.dtype) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rule: OuterRule) -> None:
         self.names = [name for name, _ in named]
         self.params: list[Tensor] = [param for _, param in named]
         self._rule = rule
         first = self.params[0]
         numel = sum(p.numel() for p in self.params)
-        wide = wide_type(first.dtype)
-        self.anchor = torch.zeros(numel, dtype=wide, device=first.device)
+        self.anchor = torch.zeros(numel, dtype=wide_type(first.dtype), device=first.device)
         """The last average of all ranks."""
         self.velocity = torch.zeros_like(self.anchor) if rule.momentum else None
-        # float32, the default, stands for the type in which averages are kept: float64 weights are sent in float64.
-        narrow = wire_dtype if wire_dtype != torch.float32 else wide
-        self.wire = torch.zeros(numel, dtype=narrow, device=first.device)
-        """This rank's delta while it is sent, the mean delta once it has arrived."""
+        self.kept: Tensor | None = None
+        """What this rank has not sent yet, as part of the mean; None where everything is sent."""
         self.trains_on = False
         """Whether this rank's weights go on changing while its delta is under way."""
-        self.sent: Tensor | None = None
-        self.sent_share = 1.0
-        """The share by which this rank's delta in `sent` was multiplied; `sent` is None where nothing was kept."""
         self._is_dense = all(torch.ops.aten.is_non_overlapping_and_dense(param) for param in self.params)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -92,14 +86,83 @@ class Piece:
                 if weight.dtype != param.dtype:
                     param.copy_(weight)
 
+    def begin(self, master: Master) -> None:
+        """Take the current weights, equal on all ranks, as the anchor; keep nothing else."""
+        self.read(self.anchor, master)
+        self.trains_on = False
+        for row in (self.velocity, self.kept):
+            if row is not None:
+                row.zero_()
+
     # --- one round ----------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def launch(self, share: float, comm: Comm, master: Master, *, trains_on: bool) -> Pending:
-        """Send this rank's delta. The weights may go on changing at once."""
+        """Send this rank's delta to all ranks. The weights may go on changing at once."""
+
+    @property
+    def needs_relay(self) -> bool:
+        """Whether what was sent needs a second exchange."""
+        return False
+
+    def relay(self, comm: Comm) -> Pending:
+        """Start the second exchange, where the first, which has arrived, does not bring the mean to all ranks."""
+        return Pending(None)
+
+    @abc.abstractmethod
+    def settle(self, master: Master) -> None:
+        """Take the outer step with the mean delta, and bring the weights to the new anchor."""
+
+    @abc.abstractmethod
+    def launch_inside(self, share: float, comm: Comm, master: Master) -> Pending:
+        """Send this rank's delta to the ranks of its node, dense."""
+
+    @abc.abstractmethod
+    def settle_inside(self, master: Master) -> None:
+        """Set the weights to the mean of this node's ranks; the anchor, which is common to all ranks, stays."""
+
+    def _write_share(self, row: Tensor, share: float, master: Master) -> None:
         for weights, at in self._stretches(master, changes=False):
             delta, _ = scratch(len(weights), self.anchor)
             torch.sub(weights, self.anchor[at], out=delta)
-            self.wire[at].copy_(delta.mul_(share))  # before the cast: a sum of 16-bit numbers must not overflow
+            row[at].copy_(delta.mul_(share))  # before the cast: a sum of 16-bit numbers must not overflow
+
+    def _write_inside(self, row: Tensor, master: Master) -> None:
+        for weights, at in self._stretches(master, changes=True):
+            mean, _ = scratch(len(weights), self.anchor)
+            weights.copy_(mean.copy_(row[at]).add_(self.anchor[at]))
+
+    # --- a round under way, for checkpoints -----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def round_state(self) -> dict[str, Any]:
+        """Return what has arrived and what this rank had sent, by name; only after the collectives of the round."""
+
+    @abc.abstractmethod
+    def load_round(self, state: Mapping[str, Any]) -> None:
+        """Take that up."""
+
+    def takes_bytes(self, shape: tuple[int, ...]) -> bool:
+        """Return whether rows of bytes of this shape can be those that this piece waits for."""
+        return False
+
+
+@final
+class Piece(FlatPiece):
+    """Send deltas as floats, summed on the wire."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rule: OuterRule, wire_dtype: torch.dtype) -> None:
+        super().__init__(named, rule)
+        # float32, the default, stands for the type in which averages are kept: float64 weights are sent in float64.
+        narrow = wire_dtype if wire_dtype != torch.float32 else self.anchor.dtype
+        self.wire = torch.zeros_like(self.anchor, dtype=narrow)
+        """This rank's delta while it is sent, the mean delta once it has arrived."""
+        self.sent: Tensor | None = None
+        self.sent_share = 1.0
+        """The share by which this rank's delta in `sent` was multiplied; `sent` is None where nothing was kept."""
+
+    def launch(self, share: float, comm: Comm, master: Master, *, trains_on: bool) -> Pending:
+        self._write_share(self.wire, share, master)
         if trains_on:
             self._keep_sent(share, master)
         self.trains_on = trains_on
@@ -116,7 +179,6 @@ class Piece:
             self.sent[at].copy_(weights - self.anchor[at])
 
     def settle(self, master: Master) -> None:
-        """Take the outer step with the mean delta, and bring the weights to the new anchor."""
         velocity = self.velocity
         for weights, at in self._stretches(master, changes=True):
             mean, own = scratch(len(weights), self.anchor)
@@ -129,11 +191,20 @@ class Piece:
                 weights.copy_(self.anchor[at])
         self.trains_on = False
 
+    def launch_inside(self, share: float, comm: Comm, master: Master) -> Pending:
+        return self.launch(share, comm, master, trains_on=False)
+
     def settle_inside(self, master: Master) -> None:
-        """Set the weights to the mean of this node's ranks; the anchor, which is common to all ranks, stays."""
-        for weights, at in self._stretches(master, changes=True):
-            mean, _ = scratch(len(weights), self.anchor)
-            weights.copy_(mean.copy_(self.wire[at]).add_(self.anchor[at]))
+        self._write_inside(self.wire, master)
+
+    def round_state(self) -> dict[str, Any]:
+        return {"mean": self.by_name(self.wire), "sent": self.by_name(self.sent), "share": self.sent_share}
+
+    def load_round(self, state: Mapping[str, Any]) -> None:
+        self.put(self.wire, state["mean"])
+        if state["sent"]:
+            self.sent, self.sent_share, self.trains_on = torch.empty_like(self.wire), float(state["share"]), True
+            self.put(self.sent, state["sent"])
 
 
 def scratch(numel: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,8 +220,33 @@ def _rows(dtype: torch.dtype) -> Tensor:
     return torch.empty(2, STRETCH, dtype=dtype)
 
 
-def pieces_of(params: Mapping[str, nn.Parameter], rule: OuterRule, wire_dtype: torch.dtype) -> list[Piece]:
-    """Split a model into about `PIECES_WANTED` pieces, within the limits of size."""
+Run: TypeAlias = Sequence[tuple[str, nn.Parameter]]
+"""Parameters of one type that follow each other, by name."""
+
+
+def runs_of(params: Mapping[str, nn.Parameter]) -> Sequence[Run]:
+    """Split a model into about `PIECES_WANTED` runs, within the limits of size."""
     total = sum(param.nbytes for param in params.values())
     piece_bytes = min(max(total // PIECES_WANTED, SMALLEST_PIECE_BYTES), LARGEST_PIECE_BYTES)
-    return [Piece(run, rule, wire_dtype) for run in bucket_runs(list(params.items()), bucket_bytes=piece_bytes)]
+    return bucket_runs(list(params.items()), bucket_bytes=piece_bytes)
+
+
+def pieces_of(params: Mapping[str, nn.Parameter], rule: OuterRule, wire_dtype: torch.dtype) -> list[Piece]:
+    """Split a model into dense pieces."""
+    return [Piece(run, rule, wire_dtype) for run in runs_of(params)]
+
+
+def fragments_of(params: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:
+    """Split a model into so many parts, whole tensors in their order, none of them empty and all of about one size."""
+    sizes, parts, done = [param.nbytes for param in params.values()], [], 0
+    names, left = list(params), sum(sizes)
+    for part in range(fragments):
+        others = fragments - part - 1  # each of which needs a tensor
+        end, held = (done + 1, sizes[done]) if others else (len(names), left)
+        # A tensor belongs to the part that its middle lies in.
+        while end < len(names) - others and (held + sizes[end] / 2) * (others + 1) <= left:
+            held += sizes[end]
+            end += 1
+        parts.append({name: params[name] for name in names[done:end]})
+        done, left = end, left - held
+    return parts

@@ -88,6 +88,14 @@ class AdaptiveLocalSGD(_BuiltPart):
     """updates that go on while an averaging is under way"""
     across_nodes_every: int
     """averagings from one among all ranks to the next; others stay inside a node"""
+    top_k: int | None
+    """largest entries of each chunk that are sent; None: all are"""
+    chunk: int
+    """entries of a chunk, of which top_k are sent"""
+    value_bits: int
+    """bits of an entry that top_k sends, beside its place"""
+    error_decay: float
+    """what is left of a change that was kept back, a round later"""
     def __init__(
         self,
         *,
@@ -99,9 +107,13 @@ class AdaptiveLocalSGD(_BuiltPart):
         outer_momentum: float = 0.0,
         outer_nesterov: bool = False,
         average_state: bool = False,
-        wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] = "float32",
         overlap_steps: int = 0,
         across_nodes_every: int = 1,
+        top_k: int | None = None,
+        chunk: int = 4096,
+        value_bits: Literal[2, 4, 8, 32] = 32,
+        error_decay: float = 1.0,
     ) -> None: ...
 
 class AdaptiveLocalSGDSettings(TypedDict, total=False):
@@ -123,12 +135,20 @@ class AdaptiveLocalSGDSettings(TypedDict, total=False):
     """Nesterov's form of the outer momentum"""
     average_state: bool
     """average the optimizer state along with the parameters"""
-    wire_dtype: Literal["float32", "bfloat16", "float16"]
+    wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"]
     """type in which changes of parameters travel"""
     overlap_steps: int
     """updates that go on while an averaging is under way"""
     across_nodes_every: int
     """averagings from one among all ranks to the next; others stay inside a node"""
+    top_k: int | None
+    """largest entries of each chunk that are sent; None: all are"""
+    chunk: int
+    """entries of a chunk, of which top_k are sent"""
+    value_bits: Literal[2, 4, 8, 32]
+    """bits of an entry that top_k sends, beside its place"""
+    error_decay: float
+    """what is left of a change that was kept back, a round later"""
 
 @dataclass(frozen=True, kw_only=True)
 class Amp(_BuiltPart):
@@ -495,6 +515,16 @@ class LocalSGD(_BuiltPart):
     """updates that go on while an averaging is under way"""
     across_nodes_every: int
     """averagings from one among all ranks to the next; others stay inside a node"""
+    top_k: int | None
+    """largest entries of each chunk that are sent; None: all are"""
+    chunk: int
+    """entries of a chunk, of which top_k are sent"""
+    value_bits: int
+    """bits of an entry that top_k sends, beside its place"""
+    error_decay: float
+    """what is left of a change that was kept back, a round later"""
+    fragments: int
+    """parts of the model that are averaged in turns, each once in k_steps"""
     def __init__(
         self,
         *,
@@ -504,9 +534,14 @@ class LocalSGD(_BuiltPart):
         outer_momentum: float = 0.0,
         outer_nesterov: bool = False,
         average_state: bool = False,
-        wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] = "float32",
         overlap_steps: int = 0,
         across_nodes_every: int = 1,
+        top_k: int | None = None,
+        chunk: int = 4096,
+        value_bits: Literal[2, 4, 8, 32] = 32,
+        error_decay: float = 1.0,
+        fragments: int = 1,
     ) -> None: ...
 
 class LocalSGDSettings(TypedDict, total=False):
@@ -524,12 +559,22 @@ class LocalSGDSettings(TypedDict, total=False):
     """Nesterov's form of the outer momentum"""
     average_state: bool
     """average the optimizer state along with the parameters"""
-    wire_dtype: Literal["float32", "bfloat16", "float16"]
+    wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"]
     """type in which changes of parameters travel"""
     overlap_steps: int
     """updates that go on while an averaging is under way"""
     across_nodes_every: int
     """averagings from one among all ranks to the next; others stay inside a node"""
+    top_k: int | None
+    """largest entries of each chunk that are sent; None: all are"""
+    chunk: int
+    """entries of a chunk, of which top_k are sent"""
+    value_bits: Literal[2, 4, 8, 32]
+    """bits of an entry that top_k sends, beside its place"""
+    error_decay: float
+    """what is left of a change that was kept back, a round later"""
+    fragments: int
+    """parts of the model that are averaged in turns, each once in k_steps"""
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(_BuiltPart):

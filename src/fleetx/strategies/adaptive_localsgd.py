@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from ..config.kinds import boolean, choice, integer, key, number
+from ..config.kinds import boolean, choice, integer, integer_among, key, number, optional, power_of_two
+from ..dist.predicted_cost import Cost, Link, Shape
 from ..engine.slots import Part, Risk, Site, Slot
-from ..local_sgd.build import averaging_stages, nothing_saved, require_fit
+from ..local_sgd.build import averaging_stages, form_of, notes_of, nothing_saved, require_fit, round_cost
 from ..local_sgd.period import AdaptivePeriod
 
 
@@ -40,9 +41,15 @@ class AdaptiveLocalSGD(Part):
     outer_momentum: float = key(0.0, number(0.0, below=1.0), "momentum of the outer optimizer; above 0 is DiLoCo")
     outer_nesterov: bool = key(False, boolean(), "Nesterov's form of the outer momentum")
     average_state: bool = key(False, boolean(), "average the optimizer state along with the parameters")
-    wire_dtype: str = key("float32", choice("float32", "bfloat16", "float16"), "type in which changes of parameters travel")
+    wire_dtype: str = key(
+        "float32", choice("float32", "bfloat16", "float16", "int8", "int4"), "type in which changes of parameters travel"
+    )
     overlap_steps: int = key(0, integer(0), "updates that go on while an averaging is under way")
     across_nodes_every: int = key(1, integer(1), "averagings from one among all ranks to the next; others stay inside a node")
+    top_k: int | None = key(None, optional(integer(1)), "largest entries of each chunk that are sent; None: all are")
+    chunk: int = key(4096, power_of_two(2, 65536), "entries of a chunk, of which top_k are sent")
+    value_bits: int = key(32, integer_among(2, 4, 8, 32), "bits of an entry that top_k sends, beside its place")
+    error_decay: float = key(1.0, number(above=0.0, maximum=1.0), "what is left of a change that was kept back, a round later")
 
     def claims(self) -> frozenset[Slot]:
         return frozenset({Slot.SHARD, Slot.REDUCE, Slot.AVERAGE})
@@ -57,6 +64,15 @@ class AdaptiveLocalSGD(Part):
 
     def no_effect(self) -> str | None:
         return nothing_saved(self, longest_period=self.max_k_steps, key="max_k_steps", write=16)
+
+    def notes(self) -> list[str]:
+        return notes_of(self)
+
+    def label(self) -> str:
+        return super().label() + form_of(self)
+
+    def wire_cost(self, shapes: Sequence[Shape], link: Link) -> Cost:
+        return round_cost(self, shapes, link)
 
     def updates_per_exchange(self) -> int:
         return self.init_k_steps

@@ -61,9 +61,13 @@ class AdaptiveLocalSGDValues(TypedDict):
     outer_momentum: float
     outer_nesterov: bool
     average_state: bool
-    wire_dtype: Literal["float32", "bfloat16", "float16"]
+    wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"]
     overlap_steps: int
     across_nodes_every: int
+    top_k: int | None
+    chunk: int
+    value_bits: Literal[2, 4, 8, 32]
+    error_decay: float
 
 class AmpValues(TypedDict):
     """Settings of `amp` as they read back: all keys."""
@@ -140,9 +144,14 @@ class LocalSGDValues(TypedDict):
     outer_momentum: float
     outer_nesterov: bool
     average_state: bool
-    wire_dtype: Literal["float32", "bfloat16", "float16"]
+    wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"]
     overlap_steps: int
     across_nodes_every: int
+    top_k: int | None
+    chunk: int
+    value_bits: Literal[2, 4, 8, 32]
+    error_decay: float
+    fragments: int
 
 class MuonValues(TypedDict):
     """Settings of `muon` as they read back: all keys."""
@@ -242,6 +251,10 @@ class Switches:
     - `wire_dtype`: type in which changes of parameters travel
     - `overlap_steps`: updates that go on while an averaging is under way
     - `across_nodes_every`: averagings from one among all ranks to the next; others stay inside a node
+    - `top_k`: largest entries of each chunk that are sent; None: all are
+    - `chunk`: entries of a chunk, of which top_k are sent
+    - `value_bits`: bits of an entry that top_k sends, beside its place
+    - `error_decay`: what is left of a change that was kept back, a round later
     """
     amp: Setting[bool, bool | AmpSettings | Amp]
     """Compute the forward in 16 bits; for float16 the loss is scaled, and updates that overflow are skipped."""
@@ -343,6 +356,11 @@ class Switches:
     - `wire_dtype`: type in which changes of parameters travel
     - `overlap_steps`: updates that go on while an averaging is under way
     - `across_nodes_every`: averagings from one among all ranks to the next; others stay inside a node
+    - `top_k`: largest entries of each chunk that are sent; None: all are
+    - `chunk`: entries of a chunk, of which top_k are sent
+    - `value_bits`: bits of an entry that top_k sends, beside its place
+    - `error_decay`: what is left of a change that was kept back, a round later
+    - `fragments`: parts of the model that are averaged in turns, each once in k_steps
     """
     muon: Setting[bool, bool | MuonSettings | Muon]
     """Orthogonalise the momentum of matrices, shared out between the ranks; AdamW keeps all other tensors."""
