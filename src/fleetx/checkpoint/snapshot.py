@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ..dist.agree import run_and_share
 from ..dist.comm import Comm
 from ..dist.fingerprint import fingerprint
+from ..dist.fully_sharded import is_fully_sharded, whole_tensors
 from ..errors import CheckpointError, FleetError
 from .encode import Encoder, Json, Tensors
 from .objects import kind_of
@@ -93,12 +95,22 @@ class Share:
         return Share(*(part and Snapshot(part.objects, copy_tensors(part.tensors)) for part in (self.common, self.own)))
 
 
-def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
+def whole_weights(objects: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Gather the weights of models that fully_shard has divided, by the models' names and theirs. Every rank is here."""
+    models = {name: value for name, value in objects.items() if isinstance(value, nn.Module) and is_fully_sharded(value)}
+    return {name: whole_tensors(model.state_dict()) for name, model in models.items()}
+
+
+def take(objects: Mapping[str, Any], device: torch.device, whole: Mapping[str, Mapping[str, Tensor]]) -> Snapshot:
+    """Take the state of all objects. `whole`: weights that were gathered, in the place of this rank's part of them."""
     encoder, encoded = Encoder(), {}
     for name, value in objects.items():
         kind = kind_of(value)
         try:
-            encoded[name] = {"kind": kind.name, "state": encoder.encode(kind.take(value), name)}
+            state = kind.take(value)
+            if name in whole:
+                state["state_dict"] |= whole[name]
+            encoded[name] = {"kind": kind.name, "state": encoder.encode(state, name)}
         except FleetError:
             raise
         except Exception as problem:  # from the user's state_dict, or from a value that contains itself
@@ -110,9 +122,10 @@ def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
 def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
     """Take a snapshot and return the share that this rank writes. If a rank cannot take its snapshot, all raise."""
     nothing: dict[str, dict[str, str]] = {"objects": {}, "tensors": {}}
+    whole = whole_weights(objects)
     snapshot, marks = run_and_share(
         comm,
-        lambda: take(objects, device),
+        lambda: take(objects, device, whole),
         lambda taken: _marks(taken) if comm.size > 1 else nothing,  # alone, nothing differs
         fails=lambda failures: CheckpointError(
             "; ".join(f"rank {rank}: {text}" if comm.size > 1 else text for rank, text in failures.by_rank.items())

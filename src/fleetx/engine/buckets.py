@@ -67,7 +67,7 @@ class Buckets:
         tail_numels = [0] * (len(runs) - 1) + [tail.numel if tail is not None and joins else 0]
         pieces = enumerate(zip(runs, tail_numels, strict=True))
         divided: dict[str, Any] = {}
-        if shard is not None:
+        if shard is not None and not shard.holds_weights:
             own = shard.rank if shard.scatters else None
             divided = {"shares": shard.shares, "dress": shard.dress, "own": own, "frees": shard.frees}
         self._buckets = [Bucket(i, run, tail_numel=n, whole=whole, **divided) for i, (run, n) in pieces]

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ..dist.comm import Comm, Pending
     from .bucket import Bucket
     from .buckets import Buckets
+    from .dense_reduce import ReducedInBackward
     from .dry_run import Rehearsal
-    from .user_loop.ddp import ReducedByDDP
 
 
 class Slot(enum.Enum):
@@ -179,6 +179,11 @@ class Shard(Protocol):
     """Whether a rank keeps its share of the gradients alone."""
     scatters: bool
     """Whether each rank gets the mean of its share of the gradients alone; set by `reduce_by`."""
+    holds_weights: bool
+    """Whether this rank has its share of the weights alone, between two forwards."""
+
+    def in_buckets(self, params: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        """Return what lies in the buckets in the place of the parameters."""
 
     def reduce_by(self, reduce: Reduce) -> Reduce:
         """Return the stage that brings each rank the mean of its share alone; or `reduce`, where that leaves the mean on all."""
@@ -288,7 +293,7 @@ class Stages:
     update: Optimizer
     average: Average | None
     shard: Shard | None = None
-    ddp: ReducedByDDP | None = None
+    in_backward: ReducedInBackward | None = None
     """REDUCE, where it is done inside backward by a wrapper of the model's."""
 
     def after_reduce(self) -> str | None:
@@ -353,8 +358,17 @@ class Part(abc.ABC):
     @abc.abstractmethod
     def claims(self) -> frozenset[Slot]: ...
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether these settings leave each rank a share of the weights alone, between two forwards."""
+        return False
+
     def check(self, site: Site) -> None:  # noqa: B027 - most parts fit every site
         """Refuse what this part cannot work with, before the model is touched. Every rank is here, with equal settings."""
+
+    def place(self, site: Site) -> None:  # noqa: B027 - most parts leave the parameters as they are
+        """Put other parameters in the place of the model's, in the optimizer's groups too, once all ranks hold the same weights;
+        they are looked up again afterwards. Every rank is here."""
 
     @abc.abstractmethod
     def build(self, site: Site) -> Mapping[Slot, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config.text import listed
 from ..errors import CheckpointError
+from .local_shard import whose
 from .optimizer import FleetOptimizer
 from .setup.optimizer_state import SHARES, check_optimizer_state, load_optimizer_state, optimizer_state
 from .setup.placement import OUTSIDE, plain_name
@@ -229,7 +230,8 @@ def _load_reduce(pipeline: Pipeline, saved: Mapping[str, Any] | None) -> None:
 
 def parameter_names(optimizer: FleetOptimizer) -> list[str]:
     """List the names in the order by which the optimizer's state dict numbers its parameters."""
-    known = {id(p): name for bucket in optimizer.pipeline.buckets for name, p in zip(bucket.names, bucket.params, strict=True)}
+    buckets = optimizer.pipeline.buckets
+    known = {id(whose(p)): name for bucket in buckets for name, p in zip(bucket.names, bucket.params, strict=True)}
     known |= {id(p): name for name, p in optimizer.frozen.items()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [known.get(id(p), f"(number {number}, frozen, outside the model)") for number, p in enumerate(params)]

@@ -600,7 +600,7 @@ class Sharding(_BuiltPart):
     """
 
     stage: int
-    """what is divided: 1, the optimizer's state; 2, the gradients too"""
+    """what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too"""
     sharding_degree: int | None
     """ranks that divide one state between them, neighbours; None: all ranks of the run"""
     def __init__(self, *, stage: int = 1, sharding_degree: int | None = None) -> None: ...
@@ -609,7 +609,7 @@ class ShardingSettings(TypedDict, total=False):
     """Settings of `sharding` as a dict; keys left out keep their value, or their default."""
 
     stage: int
-    """what is divided: 1, the optimizer's state; 2, the gradients too"""
+    """what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too"""
     sharding_degree: int | None
     """ranks that divide one state between them, neighbours; None: all ranks of the run"""
 

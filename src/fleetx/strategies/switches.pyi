@@ -341,7 +341,7 @@ class Switches:
     sharding_configs: Setting[ShardingValues, ShardingSettings]
     """Settings of `sharding`, each checked when it is written.
 
-    - `stage`: what is divided: 1, the optimizer's state; 2, the gradients too
+    - `stage`: what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too
     - `sharding_degree`: ranks that divide one state between them, neighbours; None: all ranks of the run
     """
     sync_batch_norm: Setting[bool, bool | SyncBatchNorm]
