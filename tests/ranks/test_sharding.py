@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
+from tests.helpers.auto_runs import short_measuring
 from tests.helpers.harness import raised, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -763,3 +764,30 @@ def _auto_beside(rank: int) -> list[Tensor]:
 def test_auto_plans_around_it() -> None:
     first, second = run_ranks(_auto_beside, 2)
     assert same_bits(first, second)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(14) for m in (nn.Linear(96, 96), nn.Tanh())), nn.Linear(96, 4))
+
+
+def _under_a_limit(rank: int, share_of_weights: float) -> tuple[str, int, dict[str, str]]:
+    warnings.simplefilter("ignore")
+    model = deep()
+    limit = int(share_of_weights * sum(param.nbytes for param in model.parameters()))
+    sample = (torch.randn(4, 96, generator=torch.Generator().manual_seed(rank)), torch.zeros(4, dtype=torch.long))
+    strategy = fleet.DistributedStrategy(auto=True, auto_configs={"memory": limit, "trials": 1}, fuse_grad_size_in_MB=0.04)
+    with short_measuring():
+        _, face = fleet.distribute(
+            model, optim.AdamW(model.parameters()), strategy, sample=sample, loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1])
+        )
+    row = face.plan.row(face.plan.chosen)
+    return face.plan.chosen, row.measured_bytes - limit, dict(face.plan.rejected)
+
+
+def test_auto_finds_it_where_nothing_else_keeps_to_the_memory() -> None:
+    # Weights, gradients and Adam's state are 4 times the weights; a step of so few rows adds little, and recompute saves less.
+    chosen, over, _ = run_ranks(_under_a_limit, 2, 3.95)[0]
+    assert chosen.endswith(", sharding") and over <= 0
+    chosen, _, rejected = run_ranks(_under_a_limit, 2, 40.0)[0]
+    assert "sharding" not in chosen and rejected["sharding"].startswith("not needed: a step takes ")

@@ -317,6 +317,8 @@ class PlanContext:
     """Type of the ranks' device, as torch spells it."""
     shapes: Sequence[predicted_cost.Shape] = ()
     """Shapes of the gradients, the dimension that is outermost in memory first."""
+    lacks_memory: bool = False
+    """Whether a step of plain training, with nothing computed again, takes more memory than there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +337,8 @@ class Part(abc.ABC):
     """One sentence for a conflict message: why this part needs the slots it claims."""
     overlaps_backward: ClassVar[bool] = True
     """Whether its messages travel during backward, as those of plain training do; False: they begin after it."""
+    hidden_part: ClassVar[float] = 1.0
+    """Share of its messages that travels during backward, where they overlap it."""
     label_key: ClassVar[str] = ""
     """Key of the setting that tells candidates of this part apart in a plan ("dgc 0.999"; of a list its last); empty: the name
     says it all."""
@@ -406,6 +410,11 @@ class Part(abc.ABC):
     def wire_cost(self, shapes: Sequence[predicted_cost.Shape], link: predicted_cost.Link) -> predicted_cost.Cost:
         """Predict bytes and seconds of one exchange of gradients of these shapes; by default those of plain training."""
         return predicted_cost.dense(predicted_cost.numel(shapes), link)
+
+    def kept_bytes(self, *, state_bytes: int, ranks: int) -> int:
+        """Predict the bytes of a rank that last from update to update beyond those of plain training, whose optimizer keeps
+        `state_bytes`; below 0 where the part saves some. Others are measured."""
+        return 0
 
     def updates_per_exchange(self) -> int:
         """Updates from one exchange to the next, at the start."""

@@ -5,16 +5,16 @@ Rajbhandari et al. 2020, arXiv 1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import optim
 
 from ..config.kinds import integer, key, optional
 from ..dist.fully_sharded import is_fully_sharded
-from ..engine.slots import Part, Risk, Site, Slot
+from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..errors import ConfigError
 from ..recompute.units import natural_units
 from ..shard.divided import Groups
@@ -50,7 +50,8 @@ class Sharding(Part):
 
     name: ClassVar[str] = "sharding"
     risk_class: ClassVar[Risk] = Risk.ROUNDING
-    planning_note: ClassVar[str] = "It saves memory of the optimizer's state, which a plan does not weigh yet."
+    planning_note: ClassVar[str] = "It is for an optimizer's state that does not fit; of gradients and weights see its stages."
+    hidden_part: ClassVar[float] = 0.5
     why: ClassVar[str] = "Sharding needs one mean of all ranks' gradients, and one owner of each part of the optimizer's state."
 
     stage: int = key(1, integer(1, 3), "what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too")
@@ -146,6 +147,13 @@ class Sharding(Part):
         if self.sharding_degree == 1:
             return "strategy.sharding has no effect with sharding_degree 1: each rank has the whole state. Write None, or 2."
         return None
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Sequence[Self]:
+        return [cls()] if context.lacks_memory else []
+
+    def kept_bytes(self, *, state_bytes: int, ranks: int) -> int:
+        return state_bytes // (self.sharding_degree or ranks) - state_bytes
 
     @classmethod
     def neutral(cls) -> dict[str, Any]:
