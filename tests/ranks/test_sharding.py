@@ -423,8 +423,8 @@ def test_a_checkpoint_loads_on_any_number_of_ranks_sharded_or_not(
     close(resumed[0], went_on[0], 0.0 if (saved_on, loaded_on) == (2, 2) else 1e-5)
 
 
-def _in_mid_window(rank: int, folder: str) -> tuple[bool, bool]:
-    strategy = {"sharding": True, "gradient_merge": {"k_steps": 3}, "clip_norm": True}
+def _in_mid_window(rank: int, folder: str, sharding: Any) -> tuple[bool, bool]:
+    strategy = {"sharding": sharding, "gradient_merge": {"k_steps": 3}, "clip_norm": True}
     model = net()
     model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(**strategy))
     _steps(model, face, rank, 0, 4)
@@ -439,8 +439,65 @@ def _in_mid_window(rank: int, folder: str) -> tuple[bool, bool]:
     return weights, all(torch.equal(mine["state"][i][k], theirs["state"][i][k]) for i in mine["state"] for k in mine["state"][i])
 
 
-def test_a_resume_in_mid_window_goes_on_to_the_bit(tmp_path: Path) -> None:
-    assert run_ranks(_in_mid_window, 3, str(tmp_path)) == [(True, True)] * 3
+SHARES: dict[str, Any] = {"stage": 2, "merge_sharded": True}
+
+
+@pytest.mark.parametrize("sharding", [True, SHARES], ids=["buckets", "shares"])
+def test_a_resume_in_mid_window_goes_on_to_the_bit(sharding: Any, tmp_path: Path) -> None:
+    assert run_ranks(_in_mid_window, 3, str(tmp_path), sharding) == [(True, True)] * 3
+
+
+def _merged(rank: int, k_steps: int, loop: str, sharding: Any, amp: bool) -> list[Any]:
+    model = net()
+    strategy: dict[str, Any] = {"gradient_merge": {"k_steps": k_steps}, "clip_norm": {"max_norm": 0.5}}
+    strategy |= {"sharding": sharding} if sharding else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FleetWarning)  # slow on a CPU
+        strategy |= {"amp": {"dtype": "float16", "init_loss_scaling": 64}} if amp else {}
+        model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(**strategy))
+    whole = []
+    for step in range(2 * k_steps + 1):
+        x, y = batch(step, rank)
+        loss = F.cross_entropy(model(x), y)
+        if loop == "bare":
+            loss.backward()
+            face.step()
+            face.zero_grad()
+        else:
+            face.minimize(loss, weight=1.0 + step + rank if loop == "weights" else None)
+        whole.append(sum(bucket.wire.untyped_storage().nbytes() for bucket in face.pipeline.buckets))
+    report = face.flush()
+    return [[value.detach().clone() for value in model.state_dict().values()], whole, report.updated]
+
+
+@pytest.mark.parametrize(
+    ("loop", "size", "amp"), [("minimize", 2, False), ("minimize", 3, True), ("bare", 2, False), ("weights", 2, False)]
+)
+def test_a_window_that_keeps_shares_alone_trains_as_one_that_reduces_once(loop: str, size: int, amp: bool) -> None:
+    plain, ours = run_ranks(_merged, size, 3, loop, None, amp), run_ranks(_merged, size, 3, loop, SHARES, amp)
+    for weights, whole, updated in ours:
+        close(weights, plain[0][0], 2e-3 if amp else 5e-6)
+        assert same_bits(weights, ours[0][0]) and updated and set(whole) == {0}  # no bucket is whole between micro-steps
+
+
+def _of_another_window(rank: int, folder: str) -> str:
+    warnings.simplefilter("ignore", FleetWarning)
+    said = ""
+    for sharding in (SHARES, {"stage": 2}):
+        model = net()
+        strategy = fleet.DistributedStrategy(sharding=sharding, gradient_merge={"k_steps": 3})
+        model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), strategy)
+        if sharding is SHARES:
+            _steps(model, face, rank, 0, 4)
+            fleet.save_checkpoint(folder, step=4, model=model, optimizer=face)
+        else:
+            said = raised(lambda model=model, face=face: fleet.load_checkpoint(folder, model=model, optimizer=face))  # type: ignore[misc]
+    return said
+
+
+def test_shares_of_a_window_load_where_shares_are_kept_alone(tmp_path: Path) -> None:
+    for said in run_ranks(_of_another_window, 2, str(tmp_path)):
+        assert "saved inside a merge window of which each rank keeps its share (merge_sharded)" in said
 
 
 def _again(rank: int, then: dict[str, Any]) -> list[Tensor]:
@@ -493,11 +550,15 @@ def _refused(rank: int, case: str) -> str:
         strategy |= {"localsgd": {"k_steps": 2}}
     elif case == "powersgd":
         strategy = {"sharding": {"stage": 2}, "powersgd": True}
+    elif case == "merge_sharded":
+        strategy = {"sharding": {"merge_sharded": True}}
+    elif case == "noise":
+        strategy = {"sharding": SHARES, "gradient_merge": {"k_steps": 2}, "noise_scale_steps": 1}
 
     def distribute() -> Any:
         return fleet.distribute(model, inner, fleet.DistributedStrategy(**strategy))
 
-    if case in ("optimizer", "degree", "localsgd", "powersgd"):
+    if case in ("optimizer", "degree", "localsgd", "powersgd", "merge_sharded", "noise"):
         return raised(distribute)
     _, face = distribute()
     x, y = batch(0, rank)
@@ -528,6 +589,8 @@ def _refused(rank: int, case: str) -> str:
         ("degree", 'sharding_configs["sharding_degree"] is 2, and this run has 3 ranks'),
         ("localsgd", "localsgd and sharding both claim `shard`"),
         ("powersgd", "leaves the whole mean on all of them"),
+        ("merge_sharded", 'sharding_configs["merge_sharded"] is True, and stage 1 keeps whole gradients'),
+        ("noise", "merge_sharded reduces"),
         ("scaler", "a GradScaler by hand beside strategy.sharding"),
         ("given", "would be this rank's share alone"),
         ("copy", "would hold this rank's share of the state alone"),

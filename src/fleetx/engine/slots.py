@@ -179,6 +179,8 @@ class Shard(Protocol):
     """Whether a rank keeps its share of the gradients alone."""
     scatters: bool
     """Whether each rank gets the mean of its share of the gradients alone; set by `reduce_by`."""
+    merges_shares: bool
+    """Whether gradients are reduced in every micro-step of a window, which then keeps this rank's shares alone."""
     holds_weights: bool
     """Whether this rank has its share of the weights alone, between two forwards."""
 

@@ -63,6 +63,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
             "losses": list(window.losses),
             "weights": list(window.weights),
             "gradients": gradients,
+            **({} if window.sums is None else {"sums": list(window.sums), "filled": list(window.filled or [])}),
         },
         "stages": {name: _stage_state(pipeline, name) for name in STAGES},
         "common": common_buffers(pipeline),
@@ -127,6 +128,7 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
             f"the checkpoint was saved with {done} micro-batches in a merge window; this run merges {merge.micro_steps}. "
             'Resume with the old gradient_merge_configs["k_steps"], or save after an update.'
         )
+    _check_sums(optimizer.pipeline, state["window"].get("sums"))
     _check_buffers(optimizer.pipeline, state)
     for name in STAGES:
         theirs, ours = state["stages"].get(name) or {}, _stage_state(optimizer.pipeline, name)
@@ -139,6 +141,16 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
                 f"the checkpoint holds the state of another {name} stage ({', '.join(sorted(theirs))}) than this strategy's "
                 f"({', '.join(sorted(ours)) or 'none'}). Resume with the strategy that saved it."
             )
+
+
+def _check_sums(pipeline: Pipeline, saved: list[Tensor] | None) -> None:
+    """Raise where a merge window was saved as shares of other buckets than this run has, or this run keeps none."""
+    mine = [tuple(reduced.shape) for reduced in pipeline.buckets.reduced]
+    if saved is not None and (not pipeline.merges_shares or [tuple(one.shape) for one in saved] != mine):
+        raise CheckpointError(
+            "it was saved inside a merge window of which each rank keeps its share (merge_sharded), with other settings than "
+            "this run's. Resume with the strategy that saved it, or save after an update."
+        )
 
 
 def _check_reduce(pipeline: Pipeline, saved: Mapping[str, Any], *, index: int) -> None:
@@ -198,9 +210,11 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         losses=[loss.to(device) for loss in window["losses"]],
         weights=list(window["weights"]),
         micro_steps=window["micro_steps"],
+        sums=[one.to(device, copy=True) for one in window["sums"]] if "sums" in window else None,
+        filled=list(window["filled"]) if "filled" in window else None,
     )
     pipeline.buckets.zero()
-    if window["micro_steps"]:
+    if window["micro_steps"] and "sums" not in window:
         for bucket in pipeline.buckets:
             bucket.resume(window["gradients"])
     for name in STAGES:

@@ -135,10 +135,12 @@ class Pipeline:
         self.window.enter(loss, weight)
         self.record(Phase.BACKWARD)
         try:
+            if self.merges_shares and not due:
+                self.arm_inner()
             if due and not by_wrapper:
                 self.arm()  # before backward in every case: its collectives must not change places with those of a part
             if not at_end:
-                self.buckets.expect(reduces=due)
+                self.buckets.expect(reduces=due or self.merges_shares)
             with no_sync.leave_local() if at_end else contextlib.nullcontext():
                 self.run_backward(loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException as error:
@@ -342,8 +344,45 @@ class Pipeline:
         """Add a sentence to the errors of missing gradients."""
         self.checks.unused.hint = hint
 
+    @property
+    def merges_shares(self) -> bool:
+        """Whether a micro-step inside a window is reduced too, so that this rank keeps its shares alone."""
+        return self.stages.shard is not None and self.stages.shard.merges_shares and self.stages.merge.micro_steps > 1
+
+    def arm_inner(self) -> None:
+        """Make ready to reduce a micro-step inside a window, as it is: factors, flags and buffers wait for its end."""
+        self.buckets.arm(self._start_inner, factor=1.0, sends_tail=False)
+
+    def _start_inner(self, bucket: Bucket) -> Pending:
+        return self.stages.reduce.start(bucket, self._step(self.index + 1))
+
+    @torch.no_grad()
+    def _keep_shares(self) -> None:
+        """Reduce a micro-step inside a window, and add this rank's shares to those of the window. Every rank is here."""
+        if not self.buckets.is_armed:
+            self.arm_inner()
+        window, self.buckets.filled_before = self.window, self.window.filled
+        with without_autocast(self.buckets.flats[0].device):
+            self.buckets.close()
+        window.filled = self.buckets.filled()
+        if window.sums is None:
+            window.sums = [reduced.clone() for reduced in self.buckets.reduced]
+        else:
+            torch._foreach_add_(window.sums, self.buckets.reduced)
+        self.buckets.restart()
+
+    @torch.no_grad()
+    def _add_shares(self) -> None:
+        """Add the shares of earlier micro-steps to those of the last, which are true gradients already."""
+        if self.window.sums is not None:
+            factor = next(iter(self.buckets)).factor
+            torch._foreach_add_(self.buckets.reduced, self.window.sums, alpha=factor)
+            self.window.sums = None
+
     def _keep(self) -> None:
         """End the backward of a micro-step inside a window."""
+        if self.merges_shares and not self.is_last_micro_step:
+            return self._keep_shares()
         self.buckets.keep()
         if self.stages.in_backward is not None:
             self.stages.in_backward.after_backward()
@@ -408,6 +447,7 @@ class Pipeline:
         alarms = self.checks.alarms_of(self.window, place)
         self._bad_losses = alarms.bad_losses
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
+        self.buckets.filled_before = self.window.filled
         self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)
 
     def _start(self, bucket: Bucket) -> Pending:
@@ -425,6 +465,7 @@ class Pipeline:
         """Wait for the reduce, and judge it. `bare`: another backward may follow; missing gradients are reported in step()."""
         with without_autocast(self.buckets.flats[0].device):
             self.buckets.close()
+        self._add_shares()
         if self.window.set_aside is not None:
             self.bare.add_set_aside()
         self.window.closed = True

@@ -77,6 +77,7 @@ class DividedUpdate(abc.ABC):
     """Base of SHARD: the shares of this rank, and the calls that bring ranks together around them."""
 
     holds_weights = False
+    merges_shares = False
 
     def __init__(self, groups: Groups) -> None:
         self._groups, self._comm = groups, groups.inside

@@ -100,10 +100,11 @@ class ScatterReduce(KeepsNothing):
 class ShardedUpdate(DividedUpdate):
     """SHARD by ranges of flat buckets: weights stay whole on every rank."""
 
-    def __init__(self, groups: Groups, *, frees: bool = False) -> None:
-        """Divide by these groups. `frees`: each rank keeps its share of the gradients alone (stage 2)."""
+    def __init__(self, groups: Groups, *, frees: bool = False, merges_shares: bool = False) -> None:
+        """Divide by these groups. `frees`: each rank keeps its share of the gradients alone (stage 2); `merges_shares`: inside a
+        merge window too."""
         super().__init__(groups)
-        self.frees, self.scatters = frees, False
+        self.frees, self.scatters, self.merges_shares = frees, False, merges_shares
         self._layouts: list[Layout] = []
         self._ranges: list[list[Range]] = []
         """Of all ranks, bucket by bucket."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import optim
 
-from ..config.kinds import integer, key, optional
+from ..config.kinds import boolean, integer, key, optional
 from ..dist.fully_sharded import is_fully_sharded
 from ..engine.slots import Part, PlanContext, Risk, Site, Slot
 from ..errors import ConfigError
@@ -55,6 +55,9 @@ class Sharding(Part):
     why: ClassVar[str] = "Sharding needs one mean of all ranks' gradients, and one owner of each part of the optimizer's state."
 
     stage: int = key(1, integer(1, 3), "what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too")
+    merge_sharded: bool = key(
+        False, boolean(), "stage 2: reduce every micro-step of a merge window, and keep this rank's share of its sums alone"
+    )
     sharding_degree: int | None = key(
         None, optional(integer(1)), "ranks that divide one state between them, neighbours; None: all ranks of the run"
     )
@@ -72,6 +75,11 @@ class Sharding(Part):
             raise ConfigError(
                 f"the model is sharded by fully_shard, which is stage 3 of strategy.sharding, and the stage is "
                 f'{self.stage}. Write strategy.sharding_configs = {{"stage": 3}}; or leave fully_shard out.'
+            )
+        if self.merge_sharded and self.stage == 1:
+            raise ConfigError(
+                'sharding_configs["merge_sharded"] is True, and stage 1 keeps whole gradients. Write '
+                'strategy.sharding_configs = {"stage": 2, "merge_sharded": True}, or leave merge_sharded out.'
             )
         kind = type(site.optimizer)
         if kind not in ELEMENTWISE:
@@ -121,7 +129,11 @@ class Sharding(Part):
             return {Slot.SHARD: FullyShardedUpdate(groups_of(site.model, site.comm), site.model)}
         if self._has_all(site):
             return {}
-        return {Slot.SHARD: ShardedUpdate(Groups.of(site.comm, self.sharding_degree), frees=self.stage == 2)}
+        return {
+            Slot.SHARD: ShardedUpdate(
+                Groups.of(site.comm, self.sharding_degree), frees=self.stage == 2, merges_shares=self.merge_sharded
+            )
+        }
 
     def notes(self) -> list[str]:
         if self.stage == 3:
@@ -137,7 +149,14 @@ class Sharding(Part):
             "after backward `param.grad` shows the norm of the whole gradient, and can be clipped and scaled; its numbers are "
             "not all on this rank. optimizer.state_dict() is called on every rank.",
             *(
-                ["stage 2: memory of a bucket's gradients is given back when it is sent; inside a merge window it stays."]
+                [
+                    "stage 2: memory of a bucket's gradients is given back when it is sent; "
+                    + (
+                        "each micro-step of a merge window is sent by itself, k_steps times the bytes of gradients."
+                        if self.merge_sharded
+                        else "inside a merge window it stays, since sums are sent once (merge_sharded: in each micro-step)."
+                    )
+                ]
                 if self.stage == 2
                 else []
             ),

@@ -66,8 +66,13 @@ def compile_strategy(
     for part in parts:
         if part is not merging:
             filled.update(part.build(site))
-    reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
     shard = filled.get(Slot.SHARD)
+    if shard is not None and shard.merges_shares and strategy.noise_scale_steps:
+        raise ConfigError(
+            f"noise_scale_steps is {strategy.noise_scale_steps}: it needs each rank's own gradients of a micro-step, which "
+            "merge_sharded reduces. Set strategy.noise_scale_steps = 0, or leave merge_sharded out."
+        )
+    reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
     if shard is not None:
         reduce = shard.reduce_by(reduce)
     stages = Stages(
