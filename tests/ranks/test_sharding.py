@@ -439,6 +439,50 @@ def _in_mid_window(rank: int, folder: str, sharding: Any) -> tuple[bool, bool]:
     return weights, all(torch.equal(mine["state"][i][k], theirs["state"][i][k]) for i in mine["state"] for k in mine["state"][i])
 
 
+def _held(model: nn.Module, face: Any) -> list[Tensor]:
+    state = face.state_dict()["state"]
+    kept = [value for number in sorted(state) for _, value in sorted(state[number].items()) if isinstance(value, Tensor)]
+    return [value.detach().clone() for value in [*model.state_dict().values(), *kept]]
+
+
+def _load_and_save(rank: int, source: str, target: str, strategy: dict[str, Any]) -> list[Tensor]:
+    """Load from `source` if there is anything, else train; save to `target`."""
+    warnings.simplefilter("ignore", FleetWarning)
+    model = net()
+    model, face = fleet.distribute(model, OPTIMIZERS["adam"](model.parameters()), fleet.DistributedStrategy(**strategy))
+    if fleet.load_checkpoint(source, model=model, optimizer=face, new_world_size=True) is None:
+        _steps(model, face, rank, 0, 3)
+    sent = face.pipeline.comm.bytes_sent
+    fleet.save_checkpoint(target, step=1, model=model, optimizer=face)
+    assert face.pipeline.comm.bytes_sent - sent < 20_000  # words about the state, and no state
+    return _held(model, face)
+
+
+def test_ranks_write_what_they_own_and_any_number_of_them_reads_it_with_the_same_bits(tmp_path: Path) -> None:
+    worlds: list[tuple[int, Any]] = [
+        (4, {}),
+        (3, {"stage": 2}),
+        (1, {}),
+        (2, {}),
+        (4, {"sharding_degree": 2}),
+        (2, None),
+        (4, {}),
+    ]
+    held: list[list[Tensor]] = []
+    for number, (size, sharding) in enumerate(worlds):
+        strategy = {} if sharding is None else {"sharding": sharding}
+        folders = str(tmp_path / str(number)), str(tmp_path / str(number + 1))
+        held += run_ranks(_load_and_save, size, *folders, strategy)
+    assert all(same_bits(one, held[0]) for one in held)
+    for number, (size, sharding) in enumerate(worlds):
+        files = sorted(next((tmp_path / str(number + 1)).glob("step-*")).glob("rank-*.safetensors"))
+        state_bytes = sum(param.nbytes for param in net().parameters()) * 3  # of Adam with amsgrad
+        divides = size > 1 and sharding is not None
+        shares = sharding.get("sharding_degree", size) if divides else 1
+        sizes = [file.stat().st_size for file in files if file.stat().st_size > state_bytes / 8] if divides else []
+        assert len(sizes) == (shares if divides else 0) and sum(sizes) < (1.3 * state_bytes if divides else 1)
+
+
 SHARES: dict[str, Any] = {"stage": 2, "merge_sharded": True}
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ..dist.agree import run_and_share
 from ..dist.comm import Comm
 from ..dist.fingerprint import fingerprint
-from ..dist.fully_sharded import is_fully_sharded, whole_tensors
+from ..dist.fully_sharded import is_divided, is_fully_sharded, local_of, whole_tensors
 from ..errors import CheckpointError, FleetError
+from ..shard.fsdp import parts_of
 from .encode import Encoder, Json, Tensors
 from .objects import kind_of
 
@@ -101,15 +102,19 @@ def whole_weights(objects: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     return {name: whole_tensors(model.state_dict()) for name, model in models.items()}
 
 
-def take(objects: Mapping[str, Any], device: torch.device, whole: Mapping[str, Mapping[str, Tensor]]) -> Snapshot:
-    """Take the state of all objects. `whole`: weights that were gathered, in the place of this rank's part of them."""
+def in_parts(value: Any) -> Any:
+    """Describe a weight that fully_shard has divided by the parts of all ranks; any other value stays as it is."""
+    return parts_of(value, local_of(value)) if is_divided(value) else value
+
+
+def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
     encoder, encoded = Encoder(), {}
     for name, value in objects.items():
         kind = kind_of(value)
         try:
             state = kind.take(value)
-            if name in whole:
-                state["state_dict"] |= whole[name]
+            if isinstance(value, nn.Module):
+                state["state_dict"] = {key: in_parts(one) for key, one in state["state_dict"].items()}
             encoded[name] = {"kind": kind.name, "state": encoder.encode(state, name)}
         except FleetError:
             raise
@@ -122,10 +127,9 @@ def take(objects: Mapping[str, Any], device: torch.device, whole: Mapping[str, M
 def take_share(objects: Mapping[str, Any], comm: Comm, device: torch.device, *, copies: bool) -> Share:
     """Take a snapshot and return the share that this rank writes. If a rank cannot take its snapshot, all raise."""
     nothing: dict[str, dict[str, str]] = {"objects": {}, "tensors": {}}
-    whole = whole_weights(objects)
     snapshot, marks = run_and_share(
         comm,
-        lambda: take(objects, device, whole),
+        lambda: take(objects, device),
         lambda taken: _marks(taken) if comm.size > 1 else nothing,  # alone, nothing differs
         fails=lambda failures: CheckpointError(
             "; ".join(f"rank {rank}: {text}" if comm.size > 1 else text for rank, text in failures.by_rank.items())

@@ -102,6 +102,15 @@ def cut(whole: Tensor, like: Tensor) -> Tensor:
     return whole[start : min(rows, start + chunk)]
 
 
+def ranges_of_rows(param: Tensor) -> tuple[list[tuple[int, int]], int | None]:
+    """Return which elements each rank of a set has, and this rank's number among them; None where its set is not the first."""
+    rows, chunk, width = _rows(param), _chunk(param), param.numel() // max(1, _rows(param))
+    mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+    ends = [(min(rows, rank * chunk) * width, min(rows, (rank + 1) * chunk) * width) for rank in range(division_of(param).shards)]
+    is_first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+    return ends, int(mesh.get_local_rank(mesh.ndim - 1)) if is_first else None
+
+
 def gathered(local: Tensor, like: Tensor, inside: Comm) -> Tensor:
     """Return the whole of a tensor that is divided as `like` is, from this rank's rows. Every rank of `inside` is here."""
     width = like.numel() // max(1, _rows(like))

@@ -321,8 +321,10 @@ class FleetOptimizer(Optimizer):
         whole = self.gather_state()
         return self.update.state_dict() if whole is None else whole
 
-    def gather_state(self) -> dict[str, Any] | None:
-        """Return the state dict of all ranks' shares; None where each has the whole. Every rank is here, or is named."""
+    def gather_state(self, *, as_parts: bool = False) -> dict[str, Any] | None:
+        """Return the state dict of all ranks' shares; None where each has the whole. Every rank is here, or is named.
+
+        `as_parts`: as it is written, each share by its owner."""
         shard = None if self._bound is None or self.ended else self._bound.stages.shard
         if shard is None:
             return None
@@ -331,7 +333,7 @@ class FleetOptimizer(Optimizer):
             missing="does not save this optimizer, nor ask for its state_dict(): under strategy.sharding both gather the shares "
             "of all ranks. Do so on every rank, and use on one what state_dict() returns.",
         )
-        return shard.whole_state_dict()
+        return shard.parts_state_dict() if as_parts else shard.whole_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's plain form. What a compressor had kept back belongs to the weights before, and is dropped."""

@@ -214,11 +214,14 @@ class Shard(Protocol):
     def whole_state_dict(self) -> dict[str, Any]:
         """Gather the optimizer's state dict in torch's plain form, on the CPU. Every rank is here."""
 
+    def parts_state_dict(self) -> dict[str, Any]:
+        """Return that state dict with `Parts` in the place of what is divided; no shares travel. Every rank is here."""
+
     def own_state(self) -> AbstractContextManager[None]:
         """Let `state_dict()` of the optimizer give this rank's share, which it refuses otherwise."""
 
     collected: dict[str, Any] | None
-    """That, while a checkpoint is taken; else None."""
+    """The state dict of parts, while a checkpoint is taken; else None."""
 
     def let_go(self) -> None:
         """Keep no memory of gradients: the pair has ended."""

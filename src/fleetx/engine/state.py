@@ -76,7 +76,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
 
 
 def _inner_state(optimizer: FleetOptimizer) -> dict[str, Any]:
-    """Return the state of the optimizer inside: under sharding the whole one if it was collected, else this rank's share."""
+    """Return the state of the optimizer inside: under sharding in parts if these were collected, else this rank's share."""
     shard = optimizer.pipeline.stages.shard
     if shard is None:
         return optimizer_state(optimizer.update)
@@ -88,11 +88,11 @@ def _inner_state(optimizer: FleetOptimizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def shares_collected(objects: Iterable[Any]) -> Iterator[None]:
-    """Gather what sharded optimizers have on all ranks, for a checkpoint that any number of ranks can load. Collective."""
+    """Learn what sharded optimizers have on all ranks, for a checkpoint that any number of ranks can load. Collective."""
     shards: list[Shard] = []
     try:
         for held in objects:
-            whole = held.gather_state() if isinstance(held, FleetOptimizer) else None
+            whole = held.gather_state(as_parts=True) if isinstance(held, FleetOptimizer) else None
             if whole is not None:
                 shards.append(held.pipeline.stages.shard)
                 shards[-1].collected = whole

@@ -9,7 +9,7 @@ import abc
 import contextlib
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -107,6 +107,10 @@ class DividedUpdate(abc.ABC):
     @abc.abstractmethod
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """Gather the state of all parameters, on the CPU. Every rank is here."""
+
+    @abc.abstractmethod
+    def state_in_parts(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state of all parameters, with `Parts` in the place of what is divided. Every rank is here."""
 
     @abc.abstractmethod
     def give_state_back(self) -> None:
@@ -263,10 +267,34 @@ class DividedUpdate(abc.ABC):
 
     @torch.no_grad()
     def whole_state_dict(self) -> dict[str, Any]:
+        return self._state_dict_of(self.whole_state())
+
+    @torch.no_grad()
+    def parts_state_dict(self) -> dict[str, Any]:
+        return self._state_dict_of(self.state_in_parts())
+
+    def _known(self) -> dict[int, dict[str, list[Any]]]:
+        """Return what all ranks keep of each parameter, by its place: numbers themselves, and types of shares."""
+        state = self._update.state
+        mine = {
+            owned.place: {key: described(key, value, owned.share) for key, value in state[owned.param].items()}
+            for owned in self.own()
+            if owned.param in state
+        }
+        known: dict[int, dict[str, list[Any]]] = {}
+        for theirs in self._comm.gather_json(mine):
+            known |= {int(place): held for place, held in theirs.items()}
+        return known
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank writes its shares: of several sets that hold the same, the first does."""
+        return self._groups.across is None or self._groups.across.rank == 0
+
+    def _state_dict_of(self, whole: Mapping[Tensor, dict[str, Any]]) -> dict[str, Any]:
         update, shares = self._update, self._update.state
-        whole = self.whole_state()
         others = {param: held for param, held in shares.items() if id(param) not in self._stand_ins}
-        update.state = defaultdict(dict, others | whole)
+        update.state = defaultdict(dict, {**others, **whole})
         try:
             with self.own_state():
                 return update.state_dict()

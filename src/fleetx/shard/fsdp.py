@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dist.comm import Comm
-from ..dist.fully_sharded import cut, division_of, gathered, is_divided, local_of, shard_by_blocks, shown_as
+from ..dist.fully_sharded import cut, division_of, gathered, is_divided, local_of, ranges_of_rows, shard_by_blocks, shown_as
 from ..engine.buckets import Buckets
 from ..engine.dense_reduce import ReducedInBackward
 from ..engine.local_shard import LocalShard
 from ..engine.modules.plain_copy import left_out
-from ..engine.setup.optimizer_state import SHAPED_AS_THE_PARAMETER
+from ..engine.setup.optimizer_state import SHAPED_AS_THE_PARAMETER, Parts
 from ..engine.slots import Reduce
 from ..errors import ConfigError
-from .divided import SHARED, DividedUpdate, Groups, described, is_shaped, value_of
+from .divided import SHARED, DividedUpdate, Groups, is_shaped, value_of
 
 # --- a model that is to be divided, or is already -----------------------------------------------------------------------
 
@@ -273,16 +273,8 @@ class FullyShardedUpdate(DividedUpdate):
 
     @torch.no_grad()
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        state = self._update.state
-        own = {rows.place: rows for rows in self._rows}
-        mine = {
-            place: {key: described(key, value, rows.share) for key, value in state[rows.param].items()}
-            for place, rows in own.items()
-            if rows.param in state
-        }
-        known: dict[int, dict[str, list[Any]]] = {}
-        for theirs in self._comm.gather_json(mine):
-            known |= {int(place): held for place, held in theirs.items()}
+        state, known = self._update.state, self._known()
+        own = {rows.place for rows in self._rows}
         found: dict[Tensor, dict[str, Any]] = {}
         for place, held in sorted(known.items()):  # in one order: all ranks have the same descriptions
             param = self._params[place]
@@ -294,6 +286,26 @@ class FullyShardedUpdate(DividedUpdate):
                     found[param][key] = gathered(local, param, self._comm).cpu()
         self._groups.count()
         return found
+
+    def state_in_parts(self) -> dict[Tensor, dict[str, Any]]:
+        state = self._update.state
+        found: dict[Tensor, dict[str, Any]] = {}
+        for place, held in self._known().items():
+            param = self._params[place]
+            found[param] = {
+                key: parts_of(param, state[param].get(key) if param in state else None)
+                if said[0] == SHARED
+                else value_of(said, param.device)
+                for key, said in held.items()
+            }
+        return found
+
+
+def parts_of(param: Tensor, rows: Tensor | None) -> Parts:
+    """Describe a tensor that is divided as `param` is, of which this rank has these rows; None: it has none."""
+    ranges, mine = ranges_of_rows(param)
+    pieces = tuple((start, stop, rows if number == mine else None) for number, (start, stop) in enumerate(ranges))
+    return Parts(tuple(param.shape), param.stride(), tuple(piece for piece in pieces if piece[1] > piece[0]))
 
 
 def _cut(key: str, value: Any, param: Tensor) -> Any:

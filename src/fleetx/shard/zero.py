@@ -11,7 +11,7 @@ Together that is what an all-reduce sends. The ranks' weights are equal to the b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,9 +24,10 @@ from ..engine.bucket import Bucket, in_memory_order, view_like
 from ..engine.buckets import Buckets
 from ..engine.dense_reduce import KeepsNothing
 from ..engine.gradient_share import GradientShare, make_share
+from ..engine.setup.optimizer_state import Parts
 from ..engine.slots import Reduce, Step
 from ..errors import ConfigError
-from .divided import SHARED, DividedUpdate, Groups, described, is_shaped, value_of
+from .divided import SHARED, DividedUpdate, Groups, is_shaped, value_of
 from .ranges import Piece, Range, pieces_of, ranges_of
 
 IN_FLIGHT = 2
@@ -222,15 +223,7 @@ class ShardedUpdate(DividedUpdate):
             self._update.state[param] = {k: v.to(param.device) if is_shaped(k, v, param) else v for k, v in held.items()}
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        state = self._update.state
-        mine = {
-            piece.range.place: {key: described(key, value, piece.share) for key, value in state[piece.param].items()}
-            for piece in self.own()
-            if piece.param in state
-        }
-        known: dict[int, dict[str, list[Any]]] = {}
-        for theirs in self._comm.gather_json(mine):
-            known |= {int(place): held for place, held in theirs.items()}
+        known = self._known()
         found: dict[Tensor, dict[str, Any]] = {}
         for number, layout in enumerate(self._layouts):
             held_by = {param: known[i] for i, param in enumerate(layout.params, layout.first_place) if i in known}
@@ -243,6 +236,24 @@ class ShardedUpdate(DividedUpdate):
                     if held.get(key) == [SHARED, dtype]:
                         found[param][key] = self._assembled(number, param, row)
         return {param: found[param] for layout in self._layouts for param in layout.params if param in found}
+
+    def state_in_parts(self) -> dict[Tensor, dict[str, Any]]:
+        known = self._known()
+        mine = {(piece.place, piece.range.start): piece for piece in self.own()} if self._writes else {}
+        found: dict[Tensor, dict[str, Any]] = {}
+        for layout, ranges in zip(self._layouts, self._ranges, strict=True):
+            for place, param in enumerate(layout.params, layout.first_place):
+                pieces = [(one.start, one.stop, mine.get((place, one.start))) for one in ranges if one.place == place]
+                if place in known:
+                    found[param] = {key: self._in_parts(key, said, param, pieces) for key, said in known[place].items()}
+        return found
+
+    def _in_parts(self, key: str, said: Sequence[Any], param: Tensor, pieces: Sequence[tuple[int, int, Piece | None]]) -> Any:
+        if said[0] != SHARED:
+            return value_of(said, param.device)
+        state = self._update.state
+        held = [(start, stop, None if piece is None else state[piece.param][key]) for start, stop, piece in pieces]
+        return Parts(tuple(param.shape), param.stride(), tuple(held))
 
     def _gather_key(self, number: int, layout: Layout, key: str, dtype: torch.dtype) -> Tensor:
         first = self._comm.rank * layout.share_numel
