@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import warnings
 import weakref
 from collections.abc import Callable
@@ -560,6 +561,21 @@ def test_a_model_distributed_again_keeps_the_state(then: dict[str, Any]) -> None
     assert same_bits(run_ranks(_again, 2, then)[0], plain[0]["weights"])
 
 
+def _asked_by_one(rank: int) -> tuple[bool, bool]:
+    model = net()
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(sharding=True))
+    _steps(model, face, rank, 0, 2)
+    with face.state_gathered():
+        told = len(face.state_dict()["state"]) if rank == 0 else 0
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy())
+    return told == (len(list(model.parameters())) if rank == 0 else 0), torch.save(inner, io.BytesIO()) is None
+
+
+def test_a_state_that_is_gathered_before_can_be_asked_for_by_one_rank_and_an_ended_pair_lets_copies_go() -> None:
+    assert run_ranks(_asked_by_one, 2) == [(True, True)] * 2
+
+
 def _loaded(rank: int) -> bool:
     model = net()
     inner = OPTIMIZERS["adamw"](model.parameters())
@@ -612,6 +628,8 @@ def _refused(rank: int, case: str) -> str:
         return raised(lambda: scaler.step(face))
     if case == "given":
         return raised(inner.state_dict)
+    if case == "given saved":
+        return raised(lambda: torch.save(inner, io.BytesIO()))
     if case == "copy":
         return raised(lambda: copy.deepcopy(face))
     if case == "hook":
@@ -638,6 +656,7 @@ def _refused(rank: int, case: str) -> str:
         ("scaler", "a GradScaler by hand beside strategy.sharding"),
         ("given", "would be this rank's share alone"),
         ("copy", "would hold this rank's share of the state alone"),
+        ("given saved", "given to fleet.distribute(...) would hold this rank's share of the state alone"),
         ("hook", "a hook is registered before the optimizer's step"),
         ("join", "under strategy.sharding, which has divided the optimizer's state"),
     ],

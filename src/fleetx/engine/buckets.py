@@ -109,8 +109,8 @@ class Buckets:
         for handle in getattr(self, "_handles", []):
             handle.remove()
         self._handles = []
-        if any(bucket.frees for bucket in getattr(self, "_buckets", [])):
-            self.release()  # autograd would add to memory that is not there
+        if any(bucket.divided for bucket in getattr(self, "_buckets", [])):
+            self.release()  # shares of gradients: no backward may add to them, and model.cpu() could not move them
 
     def release(self) -> None:
         """Let go of gradients that lie in these buffers."""

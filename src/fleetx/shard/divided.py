@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -133,10 +133,15 @@ class DividedUpdate(abc.ABC):
         given.__dict__[RESTORE] = self._restore_state
         refuse_before_step(given, _refuse_divided)
         self._refusal = update.register_state_dict_pre_hook(_refuse_share(weakref.ref(self)))
+        self._copied = [held.__dict__ for held in (given, update)]
+        for held in self._copied:
+            held[COPY] = _refuse_copy
 
     def _restore_state(self) -> None:
         self.give_state_back()
         self._refusal.remove()
+        for held in self._copied:
+            held.pop(COPY, None)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         self._comm.all_reduce(values).wait()
@@ -338,6 +343,18 @@ def value_of(said: Sequence[Any], device: torch.device) -> Any:
         return said[1]
     _, value, dtype, shape, on_cpu = said
     return torch.full(shape, value, dtype=getattr(torch, dtype), device="cpu" if on_cpu else device)
+
+
+COPY = "__getstate__"
+"""What torch.save, pickle and copy ask an object for, on itself before its class."""
+
+
+def _refuse_copy() -> NoReturn:
+    raise ConfigError(
+        "torch.save or a copy of the optimizer that was given to fleet.distribute(...) would hold this rank's share of the state "
+        "alone, under strategy.sharding. Save state_dict() of the optimizer that it returned, called on every rank; or write "
+        "fleet.save_checkpoint(..., optimizer=optimizer)."
+    )
 
 
 def _refuse_divided(optimizer: Optimizer, *_: Any) -> None:
