@@ -14,7 +14,8 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 from fleetx import fleet
-from fleetx.errors import FleetWarning
+from fleetx.errors import ConfigError, FleetWarning
+from fleetx.integrations.refusals import refuse_divided_weights
 from tests.helpers.harness import raised, run_ranks
 
 THREE: dict[str, Any] = {"sharding": {"stage": 3}}
@@ -373,7 +374,7 @@ def _refused(rank: int, case: str) -> str:
         sample = batch(0, 0)
     elif case == "noise":
         strategy |= {"noise_scale_steps": 1, "gradient_merge": {"k_steps": 2}}
-    elif case not in ("scaler", "second", "hook", "given"):
+    elif case not in ("scaler", "second", "hook", "given", "reopened"):
         strategy |= {case: True}
     kind = optim.Adafactor if case == "Adafactor" else optim.SGD if case == "dgc" else optim.AdamW
     inner = kind(model.parameters(), lr=0.1)
@@ -383,9 +384,15 @@ def _refused(rank: int, case: str) -> str:
             model, inner, fleet.DistributedStrategy(**strategy), sample=sample, loss_fn=lambda m, b: F.mse_loss(m(b[0]), b[1])
         )
 
-    if case not in ("scaler", "second", "hook", "given"):
+    if case not in ("scaler", "second", "hook", "given", "reopened"):
         return raised(distribute)
+    strategy |= {"gradient_merge": {"k_steps": 2}} if case == "reopened" else {}
     _, face = distribute()
+    if case == "reopened":
+        for step in range(2):
+            face.backward(loss_of(model, step, rank))
+            loss_of(model, 2, rank).backward() if step else face.step()
+        return raised(face.step)
     if case == "given":
         return raised(inner.state_dict)
     if case == "second":
@@ -421,8 +428,15 @@ def _refused(rank: int, case: str) -> str:
         ("second", "trains one pair of model and optimizer in a process"),
         ("hook", "a hook is registered before the optimizer's step"),
         ("given", "would be this rank's share alone"),
+        ("reopened", "a backward has added to gradients that this merge window has reduced already"),
     ],
 )
 def test_what_does_not_go_with_it_is_named_on_all_ranks(case: str, words: str) -> None:
     for said in run_ranks(_refused, 2, case):
         assert words in said
+
+
+def test_a_framework_that_saves_whole_weights_on_one_rank_refuses_stage_3() -> None:
+    with pytest.raises(ConfigError, match="divides the weights, and FleetTrainer saves and loads whole ones"):
+        refuse_divided_weights(fleet.DistributedStrategy(**THREE), who="FleetTrainer")
+    refuse_divided_weights(fleet.DistributedStrategy(sharding={"stage": 2}), who="FleetTrainer")
