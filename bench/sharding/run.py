@@ -3,6 +3,7 @@
     python -m bench.sharding.run             two gloo ranks on the CPU; figures go to bench/results/sharding.json
     python -m bench.sharding.run --rounds 3
     python -m bench.sharding.run --smoke     a small network and one round; nothing is kept
+    python -m bench.sharding.run --weights   stage 3 and torch's fully_shard alone; figures go to results/sharding_weights.json
 
 An MLP of 10.5 million parameters with AdamW. All contestants live in the same two processes and go in turns, block by block
 (bench/lib/turns.py); torch's row is DDP with ZeroRedundancyOptimizer.
@@ -27,7 +28,7 @@ from bench.localsgd_table.accuracy import free_port, local_rank
 from bench.sharding.worker import work
 from fleetx.errors import ConfigError, FleetError
 
-NAME = "sharding"
+NAME, NAME_OF_WEIGHTS = "sharding", "sharding_weights"
 RANKS = 2
 SMOKE = Size(width=128, layers=3, batch=8)
 ROUNDS = 9
@@ -43,6 +44,7 @@ def flags_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of every contestant (default: {ROUNDS})")
     parser.add_argument("--smoke", action="store_true", help="a small network and one round; nothing is kept")
+    parser.add_argument("--weights", action="store_true", help="stage 3 beside torch's fully_shard, in place of stage 1")
     flags = parser.parse_args(argv)
     if flags.rounds < 1:
         raise ConfigError(f"--rounds is {flags.rounds}; write at least 1.")
@@ -53,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags = flags_of(argv)
         rounds, size = (1, SMOKE) if flags.smoke else (flags.rounds, USUAL)
-        plan = {"name": None if flags.smoke else NAME, "rounds": rounds, "size": asdict(size)}
+        name = NAME_OF_WEIGHTS if flags.weights else NAME
+        plan = {"name": None if flags.smoke else name, "rounds": rounds, "size": asdict(size), "weights": flags.weights}
         mp.spawn(rank, args=(free_port(), plan), nprocs=RANKS)
     except FleetError as error:
         print(f"{NAME}: {error}", file=sys.stderr)

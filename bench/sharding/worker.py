@@ -1,4 +1,4 @@
-"""One rank of bench/sharding: plain training, ours sharded and torch's ZeroRedundancyOptimizer, in turns."""
+"""One rank of bench/sharding: plain training, ours sharded and torch's ZeroRedundancyOptimizer in turns; or stage 3 and FSDP2."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bench.lib.turns import Block, in_turns, warm
 from fleetx import fleet
 
 DENSE, SHARDED, ZERO = "dense (ours)", "sharding (ours)", "torch DDP + ZeroRedundancyOptimizer"
+WEIGHTS, FSDP = "sharding, stage 3 (ours)", "torch fully_shard"
 LR, BLOCK_STEPS, WARM_STEPS = 1e-4, 4, 3
 GOALS = {"bytes_of_dense": 1.01, "of_dense": 1.03}
 """Of sharding, at most."""
@@ -63,9 +64,32 @@ def torch_zero(size: Size) -> Row:
     return Row(Contestant(ZERO, step, BLOCK_STEPS, 1, sent, WARM_STEPS), lambda: optimizer.optim.state)
 
 
+def torch_fsdp(size: Size) -> Row:
+    """Each layer's weights are gathered for its forward and its backward, and its gradients reduced: three shares of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = mlp(size)
+    mesh = init_device_mesh("cpu", (fleet.worker_num(),))
+    for layer in [layer for layer in model.modules() if isinstance(layer, nn.Linear)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = AdamW(model.parameters(), lr=LR)
+    x, y = data(size)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    sent = sent_by_all_reduce(size.weights + size.biases, 4) * 3 // 2
+    return Row(Contestant(FSDP, step, BLOCK_STEPS, 1, sent, WARM_STEPS), lambda: optimizer.state)
+
+
 def state_bytes(row: Row) -> list[int]:
     """Return the bytes of the optimizer's tensors, rank by rank."""
-    held = sum(value.nbytes for state in row.state().values() for value in state.values() if isinstance(value, Tensor))
+    kept = (value for state in row.state().values() for value in state.values() if isinstance(value, Tensor))
+    held = sum(value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes for value in kept)
     return [int(one) for one in fleet.util.all_gather(held)]
 
 
@@ -82,18 +106,27 @@ def figures(row: Row, blocks: Sequence[Block], dense: Sequence[Block]) -> dict[s
     }
 
 
-def measure(rounds: int, size: Size) -> dict[str, dict[str, Any]]:
-    rows = [ours(DENSE, {}, size), ours(SHARDED, {"sharding": True}, size), torch_zero(size)]
+def measure(rounds: int, size: Size, *, weights: bool) -> dict[str, dict[str, Any]]:
+    """Measure all rows against the first."""
+    if weights:
+        rows = [torch_fsdp(size), ours(WEIGHTS, {"sharding": {"stage": 3}}, size)]
+    else:
+        rows = [ours(DENSE, {}, size), ours(SHARDED, {"sharding": True}, size), torch_zero(size)]
+    first = rows[0].contestant.name
     contestants = [row.contestant for row in rows]
     warm(contestants)
     blocks = in_turns(contestants, rounds)
     found = {}
     for row in rows:
         name = row.contestant.name
-        found[name] = figures(row, blocks[name], blocks[DENSE]) | {"state_bytes": state_bytes(row)}
+        found[name] = figures(row, blocks[name], blocks[first]) | {"state_bytes": state_bytes(row)}
     for one in found.values():
-        one["bytes_of_dense"] = round(one["bytes_per_step"] / found[DENSE]["bytes_per_step"], 4)
-    return found
+        one["bytes_of_dense"] = round(one["bytes_per_step"] / found[first]["bytes_per_step"], 4)
+    return {name: _of_fsdp(one) for name, one in found.items()} if weights else found
+
+
+def _of_fsdp(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("of_dense", "of_fsdp"): value for name, value in figures.items()}
 
 
 def work(plan: dict[str, Any]) -> None:
@@ -101,14 +134,16 @@ def work(plan: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     fleet.init()
     size = Size(**plan["size"])
-    rows = measure(plan["rounds"], size)
+    rows = measure(plan["rounds"], size, weights=plan["weights"])
     if not fleet.is_first_worker():
         return
     if plan["name"] is None:
         print(json.dumps(rows), flush=True)
         return
-    verdicts = {
-        key: {"goal": goal, "value": rows[SHARDED][key], "met": rows[SHARDED][key] <= goal} for key, goal in GOALS.items()
-    }
+    verdicts = (
+        {}
+        if plan["weights"]
+        else {key: {"goal": goal, "value": rows[SHARDED][key], "met": rows[SHARDED][key] <= goal} for key, goal in GOALS.items()}
+    )
     common = {"numel": size.weights + size.biases, "batch": size.batch, "ranks": fleet.worker_num(), "rounds": plan["rounds"]}
     publish(plan["name"], {**common, "rows": rows, "verdicts": verdicts})

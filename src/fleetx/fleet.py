@@ -26,6 +26,7 @@ from .config.kinds import integer
 from .config.kinds import size as size_in_bytes
 from .data.sampler import FleetSampler
 from .dist import heartbeat, stop_signal, util, world
+from .dist.fully_sharded import is_fully_sharded
 from .engine import memory_advice
 from .engine.modules import current_autocast
 from .engine.modules.random_states import NUMPY, PYTHON, torch_sources
@@ -530,15 +531,30 @@ def _warnings_of(parts: list[Part]) -> AbstractContextManager[None]:
     return silence()
 
 
+def _with_own_sharding(model: nn.Module, strategy: DistributedStrategy) -> DistributedStrategy:
+    """Name as a part of the strategy what the script has done to the model by torch's fully_shard."""
+    require_module(model)
+    if is_fully_sharded(bare(model)) and not strategy.sharding:
+        strategy = strategy.copy()
+        strategy.sharding = {"stage": 3}
+    return strategy
+
+
 def _bind(
     model: nn.Module, face: FleetOptimizer, strategy: DistributedStrategy, *, sample: Any = None, loss_fn: LossFn | None = None
 ) -> None:
     """Worker 0 shows the strategy before steps of the sample are run: what they settle is told below it."""
     require_loss_fn(loss_fn)
+    strategy = _with_own_sharding(model, strategy)
     parts = strategy.parts()
     auto = next((part for part in parts if isinstance(part, Auto)), None)
     if auto is not None or sample is not None:
         refuse_steps_of_a_sample(model)
+    if auto is not None and any(part.divides_weights for part in parts):
+        raise ConfigError(
+            "strategy.auto beside strategy.sharding of stage 3: its measurements are steps that each rank runs alone, while a "
+            "forward of divided weights needs all ranks. Use stage 1 or 2 beside it, or leave strategy.auto out."
+        )
     replaces = _end_earlier_pair(model, face, strategy)
     waited = _stop_waiting(model, face)  # steps of a sample are backwards too
     try:

@@ -44,6 +44,7 @@ STRATEGIES: dict[str, dict[str, dict[str, Any]]] = {
     "gradient_merge": {"gradient_merge": {"k_steps": 4}},
     "localsgd": {"localsgd": {"k_steps": 2}},
     "dgc": {"dgc": {"sparsity": [0.5], "min_numel": 1}},
+    "sharding": {"sharding": {}},
 }
 PAIRED = {
     "as it is": {},
@@ -239,7 +240,7 @@ def test_a_run_goes_on_from_ckpt_path_to_the_bit(halves: list[dict[str, Any]], n
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_only_what_differs_from_rank_to_rank_lies_beside_the_checkpoint(halves: list[dict[str, Any]], name: str) -> None:
-    beside = ["first.ckpt.fleetx"] if name in ("localsgd", "dgc") else []
+    beside = ["first.ckpt.fleetx"] if name in ("localsgd", "dgc", "sharding") else []
     assert halves[0][name][2] == ["first.ckpt", *beside]
 
 

@@ -278,7 +278,9 @@ def _resumed(rank: int, folder: str, settings: dict[str, Any], steps: int) -> di
     return {"straight": straight, "resumed": resumed, "mean": all_ranks.mean(0), "saved": kept, "files": os.listdir(folder)}
 
 
-@pytest.mark.parametrize(("settings", "steps"), [(LOCAL, 1), ({"lars": True}, 2)], ids=["localsgd", "lars"])
+@pytest.mark.parametrize(
+    ("settings", "steps"), [(LOCAL, 1), ({"lars": True, "sharding": True}, 2)], ids=["localsgd", "lars, sharded"]
+)
 def test_a_checkpoint_goes_on_to_the_bit_and_save_model_writes_the_average(
     tmp_path: Path, settings: dict[str, Any], steps: int
 ) -> None:

@@ -243,11 +243,6 @@ def _wrapped(rank: int, how: str) -> str:
     model = mlp()
     if how == "DistributedDataParallel":  # around a part of it; around all of it: test_wrapped_models.py
         model = nn.Sequential(nn.parallel.DistributedDataParallel(model), nn.Linear(4, 4))
-    elif how == "FSDPModule":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     else:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import distribute_module
@@ -256,7 +251,7 @@ def _wrapped(rank: int, how: str) -> str:
     return raised(lambda: fleet.distribute(model, sgd(model)))
 
 
-@pytest.mark.parametrize("how", ["DistributedDataParallel", "FSDPModule", "DTensor"])
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "DTensor"])
 def test_a_model_that_is_distributed_already_is_refused_by_the_name_of_its_wrapper(how: str) -> None:
     assert_refused(run_ranks(_wrapped, 2, how), f"already distributed ({how})", "bare module")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from fleetx import fleet
 from fleetx.errors import FleetWarning
+from tests.helpers.auto_runs import short_measuring
 from tests.helpers.harness import raised, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -422,8 +424,8 @@ def test_a_checkpoint_loads_on_any_number_of_ranks_sharded_or_not(
     close(resumed[0], went_on[0], 0.0 if (saved_on, loaded_on) == (2, 2) else 1e-5)
 
 
-def _in_mid_window(rank: int, folder: str) -> tuple[bool, bool]:
-    strategy = {"sharding": True, "gradient_merge": {"k_steps": 3}, "clip_norm": True}
+def _in_mid_window(rank: int, folder: str, sharding: Any) -> tuple[bool, bool]:
+    strategy = {"sharding": sharding, "gradient_merge": {"k_steps": 3}, "clip_norm": True}
     model = net()
     model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(**strategy))
     _steps(model, face, rank, 0, 4)
@@ -438,8 +440,109 @@ def _in_mid_window(rank: int, folder: str) -> tuple[bool, bool]:
     return weights, all(torch.equal(mine["state"][i][k], theirs["state"][i][k]) for i in mine["state"] for k in mine["state"][i])
 
 
-def test_a_resume_in_mid_window_goes_on_to_the_bit(tmp_path: Path) -> None:
-    assert run_ranks(_in_mid_window, 3, str(tmp_path)) == [(True, True)] * 3
+def _held(model: nn.Module, face: Any) -> list[Tensor]:
+    state = face.state_dict()["state"]
+    kept = [value for number in sorted(state) for _, value in sorted(state[number].items()) if isinstance(value, Tensor)]
+    return [value.detach().clone() for value in [*model.state_dict().values(), *kept]]
+
+
+def _load_and_save(rank: int, source: str, target: str, strategy: dict[str, Any]) -> list[Tensor]:
+    """Load from `source` if there is anything, else train; save to `target`."""
+    warnings.simplefilter("ignore", FleetWarning)
+    model = net()
+    model, face = fleet.distribute(model, OPTIMIZERS["adam"](model.parameters()), fleet.DistributedStrategy(**strategy))
+    if fleet.load_checkpoint(source, model=model, optimizer=face, new_world_size=True) is None:
+        _steps(model, face, rank, 0, 3)
+    sent = face.pipeline.comm.bytes_sent
+    fleet.save_checkpoint(target, step=1, model=model, optimizer=face)
+    assert face.pipeline.comm.bytes_sent - sent < 20_000  # words about the state, and no state
+    return _held(model, face)
+
+
+def test_ranks_write_what_they_own_and_any_number_of_them_reads_it_with_the_same_bits(tmp_path: Path) -> None:
+    worlds: list[tuple[int, Any]] = [
+        (4, {}),
+        (3, {"stage": 2}),
+        (1, {}),
+        (2, {}),
+        (4, {"sharding_degree": 2}),
+        (2, None),
+        (4, {}),
+    ]
+    held: list[list[Tensor]] = []
+    for number, (size, sharding) in enumerate(worlds):
+        strategy = {} if sharding is None else {"sharding": sharding}
+        folders = str(tmp_path / str(number)), str(tmp_path / str(number + 1))
+        held += run_ranks(_load_and_save, size, *folders, strategy)
+    assert all(same_bits(one, held[0]) for one in held)
+    for number, (size, sharding) in enumerate(worlds):
+        files = sorted(next((tmp_path / str(number + 1)).glob("step-*")).glob("rank-*.safetensors"))
+        state_bytes = sum(param.nbytes for param in net().parameters()) * 3  # of Adam with amsgrad
+        divides = size > 1 and sharding is not None
+        shares = sharding.get("sharding_degree", size) if divides else 1
+        sizes = [file.stat().st_size for file in files if file.stat().st_size > state_bytes / 8] if divides else []
+        assert len(sizes) == (shares if divides else 0) and sum(sizes) < (1.3 * state_bytes if divides else 1)
+
+
+SHARES: dict[str, Any] = {"stage": 2, "merge_sharded": True}
+
+
+@pytest.mark.parametrize("sharding", [True, SHARES], ids=["buckets", "shares"])
+def test_a_resume_in_mid_window_goes_on_to_the_bit(sharding: Any, tmp_path: Path) -> None:
+    assert run_ranks(_in_mid_window, 3, str(tmp_path), sharding) == [(True, True)] * 3
+
+
+def _merged(rank: int, k_steps: int, loop: str, sharding: Any, amp: bool) -> list[Any]:
+    model = net()
+    strategy: dict[str, Any] = {"gradient_merge": {"k_steps": k_steps}, "clip_norm": {"max_norm": 0.5}}
+    strategy |= {"sharding": sharding} if sharding else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FleetWarning)  # slow on a CPU
+        strategy |= {"amp": {"dtype": "float16", "init_loss_scaling": 64}} if amp else {}
+        model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), fleet.DistributedStrategy(**strategy))
+    whole = []
+    for step in range(2 * k_steps + 1):
+        x, y = batch(step, rank)
+        loss = F.cross_entropy(model(x), y)
+        if loop == "bare":
+            loss.backward()
+            face.step()
+            face.zero_grad()
+        else:
+            face.minimize(loss, weight=1.0 + step + rank if loop == "weights" else None)
+        whole.append(sum(bucket.wire.untyped_storage().nbytes() for bucket in face.pipeline.buckets))
+    report = face.flush()
+    return [[value.detach().clone() for value in model.state_dict().values()], whole, report.updated]
+
+
+@pytest.mark.parametrize(
+    ("loop", "size", "amp"), [("minimize", 2, False), ("minimize", 3, True), ("bare", 2, False), ("weights", 2, False)]
+)
+def test_a_window_that_keeps_shares_alone_trains_as_one_that_reduces_once(loop: str, size: int, amp: bool) -> None:
+    plain, ours = run_ranks(_merged, size, 3, loop, None, amp), run_ranks(_merged, size, 3, loop, SHARES, amp)
+    for weights, whole, updated in ours:
+        close(weights, plain[0][0], 2e-3 if amp else 5e-6)
+        assert same_bits(weights, ours[0][0]) and updated and set(whole) == {0}  # no bucket is whole between micro-steps
+
+
+def _of_another_window(rank: int, folder: str) -> str:
+    warnings.simplefilter("ignore", FleetWarning)
+    said = ""
+    for sharding in (SHARES, {"stage": 2}):
+        model = net()
+        strategy = fleet.DistributedStrategy(sharding=sharding, gradient_merge={"k_steps": 3})
+        model, face = fleet.distribute(model, OPTIMIZERS["adamw"](model.parameters()), strategy)
+        if sharding is SHARES:
+            _steps(model, face, rank, 0, 4)
+            fleet.save_checkpoint(folder, step=4, model=model, optimizer=face)
+        else:
+            said = raised(lambda model=model, face=face: fleet.load_checkpoint(folder, model=model, optimizer=face))  # type: ignore[misc]
+    return said
+
+
+def test_shares_of_a_window_load_where_shares_are_kept_alone(tmp_path: Path) -> None:
+    for said in run_ranks(_of_another_window, 2, str(tmp_path)):
+        assert "saved inside a merge window of which each rank keeps its share (merge_sharded)" in said
 
 
 def _again(rank: int, then: dict[str, Any]) -> list[Tensor]:
@@ -456,6 +559,21 @@ def _again(rank: int, then: dict[str, Any]) -> list[Tensor]:
 def test_a_model_distributed_again_keeps_the_state(then: dict[str, Any]) -> None:
     plain = run_ranks(_train, 2, "adamw", {}, "minimize", 4)
     assert same_bits(run_ranks(_again, 2, then)[0], plain[0]["weights"])
+
+
+def _asked_by_one(rank: int) -> tuple[bool, bool]:
+    model = net()
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy(sharding=True))
+    _steps(model, face, rank, 0, 2)
+    with face.state_gathered():
+        told = len(face.state_dict()["state"]) if rank == 0 else 0
+    model, face = fleet.distribute(model, inner, fleet.DistributedStrategy())
+    return told == (len(list(model.parameters())) if rank == 0 else 0), torch.save(inner, io.BytesIO()) is None
+
+
+def test_a_state_that_is_gathered_before_can_be_asked_for_by_one_rank_and_an_ended_pair_lets_copies_go() -> None:
+    assert run_ranks(_asked_by_one, 2) == [(True, True)] * 2
 
 
 def _loaded(rank: int) -> bool:
@@ -492,11 +610,15 @@ def _refused(rank: int, case: str) -> str:
         strategy |= {"localsgd": {"k_steps": 2}}
     elif case == "powersgd":
         strategy = {"sharding": {"stage": 2}, "powersgd": True}
+    elif case == "merge_sharded":
+        strategy = {"sharding": {"merge_sharded": True}}
+    elif case == "noise":
+        strategy = {"sharding": SHARES, "gradient_merge": {"k_steps": 2}, "noise_scale_steps": 1}
 
     def distribute() -> Any:
         return fleet.distribute(model, inner, fleet.DistributedStrategy(**strategy))
 
-    if case in ("optimizer", "degree", "localsgd", "powersgd"):
+    if case in ("optimizer", "degree", "localsgd", "powersgd", "merge_sharded", "noise"):
         return raised(distribute)
     _, face = distribute()
     x, y = batch(0, rank)
@@ -506,6 +628,8 @@ def _refused(rank: int, case: str) -> str:
         return raised(lambda: scaler.step(face))
     if case == "given":
         return raised(inner.state_dict)
+    if case == "given saved":
+        return raised(lambda: torch.save(inner, io.BytesIO()))
     if case == "copy":
         return raised(lambda: copy.deepcopy(face))
     if case == "hook":
@@ -527,9 +651,12 @@ def _refused(rank: int, case: str) -> str:
         ("degree", 'sharding_configs["sharding_degree"] is 2, and this run has 3 ranks'),
         ("localsgd", "localsgd and sharding both claim `shard`"),
         ("powersgd", "leaves the whole mean on all of them"),
+        ("merge_sharded", 'sharding_configs["merge_sharded"] is True, and stage 1 keeps whole gradients'),
+        ("noise", "merge_sharded reduces"),
         ("scaler", "a GradScaler by hand beside strategy.sharding"),
         ("given", "would be this rank's share alone"),
         ("copy", "would hold this rank's share of the state alone"),
+        ("given saved", "given to fleet.distribute(...) would hold this rank's share of the state alone"),
         ("hook", "a hook is registered before the optimizer's step"),
         ("join", "under strategy.sharding, which has divided the optimizer's state"),
     ],
@@ -763,3 +890,30 @@ def _auto_beside(rank: int) -> list[Tensor]:
 def test_auto_plans_around_it() -> None:
     first, second = run_ranks(_auto_beside, 2)
     assert same_bits(first, second)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(14) for m in (nn.Linear(96, 96), nn.Tanh())), nn.Linear(96, 4))
+
+
+def _under_a_limit(rank: int, share_of_weights: float) -> tuple[str, int, dict[str, str]]:
+    warnings.simplefilter("ignore")
+    model = deep()
+    limit = int(share_of_weights * sum(param.nbytes for param in model.parameters()))
+    sample = (torch.randn(4, 96, generator=torch.Generator().manual_seed(rank)), torch.zeros(4, dtype=torch.long))
+    strategy = fleet.DistributedStrategy(auto=True, auto_configs={"memory": limit, "trials": 1}, fuse_grad_size_in_MB=0.04)
+    with short_measuring():
+        _, face = fleet.distribute(
+            model, optim.AdamW(model.parameters()), strategy, sample=sample, loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1])
+        )
+    row = face.plan.row(face.plan.chosen)
+    return face.plan.chosen, row.measured_bytes - limit, dict(face.plan.rejected)
+
+
+def test_auto_finds_it_where_nothing_else_keeps_to_the_memory() -> None:
+    # Weights, gradients and Adam's state are 4 times the weights; a step of so few rows adds little, and recompute saves less.
+    chosen, over, _ = run_ranks(_under_a_limit, 2, 3.95)[0]
+    assert chosen.endswith(", sharding") and over <= 0
+    chosen, _, rejected = run_ranks(_under_a_limit, 2, 40.0)[0]
+    assert "sharding" not in chosen and rejected["sharding"].startswith("not needed: a step takes ")

@@ -272,3 +272,33 @@ def test_a_chart_without_matplotlib_is_one_clear_error(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r'a chart needs matplotlib: pip install "fleetx\[demo\]"'):
         draw(tmp_path / "time.png", [], "a title")
+
+
+# --- parts that save memory ---------------------------------------------------------------------------------------------------
+
+KEEPS = replace(
+    PAIR, passes=(replace(PASS, ladder=(Rung(50_000_000, 0.0, 0), Rung(46_000_000, 0.004, 3))),), state_bytes=8_000_000
+)
+"""An optimizer keeps 8 MB, and computing all again saves as much as 4."""
+
+
+def test_sharding_is_the_answer_where_the_memory_leaves_nothing_else() -> None:
+    found = what_if(KEEPS, Question(memory=46_500_000))
+    assert {one.candidate.reducer.kind for one in found.forecasts} == {"dense", "bf16_allreduce", "sharding"}
+    found = what_if(KEEPS, Question(memory=45_900_000))
+    assert all(one.candidate.reducer.kind == "sharding" or one.candidate.recomputes for one in found.forecasts)
+    alone = replace(KEEPS, passes=(replace(PASS, ladder=(Rung(50_000_000, 0.0, 0),)),))
+    found = what_if(alone, Question(memory=46_000_000))
+    assert found.chosen.candidate.name == "fp32, sharding" and len(found.forecasts) == 1
+    assert found.chosen.peak_bytes == 50_000_000 - 4_000_000  # half of the state on each of two ranks
+    assert found.unmeasured >= {"sharding"}
+
+
+def test_more_ranks_keep_less_of_the_state_each_and_send_what_plain_training_sends() -> None:
+    alone = replace(KEEPS, passes=(replace(PASS, ladder=(Rung(50_000_000, 0.0, 0),)),))
+    found = what_if(alone, Question(memory=43_000_000, world=8, risk="rounding")).chosen
+    assert (found.candidate.reducer.kind, found.peak_bytes) == ("sharding", 50_000_000 - 7_000_000)
+    assert found.cost.bytes_sent == dense(1_000_000, Link(8, 1e9, 5e-5)).bytes_sent
+    with pytest.raises(ConfigError, match="needs at least"):
+        what_if(alone, Question(memory=43_000_000))
+    assert all(one.candidate.reducer.kind != "sharding" for one in what_if(KEEPS, Question(memory=51_000_000)).forecasts)

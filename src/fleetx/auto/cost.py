@@ -20,6 +20,8 @@ from ..engine.slots import Part, Risk, Slot
 from ..errors import ConfigError
 from ..strategies import catalogue
 
+MEETING_SLOTS = frozenset({Slot.REDUCE, Slot.SHARD})
+"""What a part claims that says how ranks come together."""
 DENSE_NAME = "dense"
 """Name of plain training's reducer, in plans and their files."""
 
@@ -79,6 +81,20 @@ class Reducer:
         return self.part is None or self.part.overlaps_backward
 
     @property
+    def hidden_part(self) -> float:
+        """Share of its messages that backward can hide."""
+        return 0.0 if not self.is_hidden else 1.0 if self.part is None else self.part.hidden_part
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it divides what plain training keeps, and reduces as that does."""
+        return self.part is not None and Slot.REDUCE not in self.part.claims()
+
+    def kept_bytes(self, *, state_bytes: int, ranks: int) -> int:
+        """Predict the bytes that last from update to update, beyond those of plain training."""
+        return 0 if self.part is None else self.part.kept_bytes(state_bytes=state_bytes, ranks=ranks)
+
+    @property
     def period(self) -> int:
         """Updates from one exchange to the next."""
         return 1 if self.part is None else self.part.updates_per_exchange()
@@ -106,8 +122,8 @@ class Reducer:
 
 def _part_named(kind: str) -> type[Part]:
     found = catalogue().get(kind)
-    if found is None or Slot.REDUCE not in found().claims():
-        known = [DENSE_NAME, *(name for name, part in catalogue().items() if Slot.REDUCE in part().claims())]
+    if found is None or not found().claims() & MEETING_SLOTS:
+        known = [DENSE_NAME, *(name for name, part in catalogue().items() if part().claims() & MEETING_SLOTS)]
         raise ConfigError(f"reducer {kind!r} is not known; there are {', '.join(known)}.")
     return found
 
@@ -180,7 +196,7 @@ def update_cost(
 ) -> UpdateCost:
     """Predict one update. `hidden_share`: the share that is hidden of what one backward could hide."""
     reducer = exchange.reducer
-    beside = hidden_share * min(exchange.wire_s, micro.backward_s + micro.again_s) if reducer.is_hidden else 0.0
+    beside = hidden_share * min(reducer.hidden_part * exchange.wire_s, micro.backward_s + micro.again_s)
     shown = (exchange.seconds - beside) / reducer.period
     return UpdateCost(merge_steps * micro.seconds + shown + update_s, exchange.bytes_sent / reducer.period, shown)
 
@@ -189,7 +205,7 @@ def hidden_share(micro: Micro, exchange: Exchange, *, update_s: float, seconds: 
     """Work out the share that backward hides from a real update without merging, `seconds` long: the inverse of `update_cost`.
 
     It is below 0 where the two slow each other down, as on a CPU that has no core to spare."""
-    possible = min(exchange.wire_s, micro.backward_s + micro.again_s)
+    possible = min(exchange.reducer.hidden_part * exchange.wire_s, micro.backward_s + micro.again_s)
     saved = micro.seconds + exchange.seconds + update_s - seconds
     return min(1.0, max(-1.0, saved / possible)) if possible > 0 else 1.0
 

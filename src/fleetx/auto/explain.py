@@ -47,6 +47,7 @@ def rejected(
         found["gradient_merge"] = _merge(measured, chosen, risk=risk, asked_batch=asked_batch)
     if measured.ranks > 1:
         found |= _reducers(measured, chosen, risk=risk, ran=ran, fixed=fixed)
+        found |= {} if memory is None else _savers(measured, chosen, fixed, memory)
     for name, took in rules.items():
         found[name] = f"{NEVER} Asked for by hand, {_sentence(took)}" if isinstance(took, str) else _rule(measured, name, took)
     if measured.ranks == 1:
@@ -74,6 +75,16 @@ def _reducers(measured: Measured, chosen: Forecast, *, risk: str, ran: Mapping[C
         if why:
             found[part.name] = fixed.refusal(part.name) or why
     return found
+
+
+def _savers(measured: Measured, chosen: Forecast, fixed: Fixed, memory: int) -> dict[str, str]:
+    """Return a sentence for each part that is tried where memory is wanting alone, and was not."""
+    lacking = replace(measured.context, lacks_memory=True)
+    left_out = [
+        part for part in candidates.parts_in_order() if part.candidates(lacking) and not part.candidates(measured.context)
+    ]
+    fits = f"not needed: a step takes {binary(chosen.peak_bytes)}, and there are {binary(memory)}."
+    return {part.name: fixed.refusal(part.name) or fits for part in left_out if part.name not in fixed.names}
 
 
 def _has(measured: Measured, precision: str) -> bool:

@@ -65,6 +65,10 @@ class Measured:
     """Seconds that measuring took."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Why a precision or a reducer could not be measured, by its name."""
+    state_bytes: int = 0
+    """Bytes that the optimizer keeps; 0: none, or not measured."""
+    lacks_memory: bool = False
+    """Whether no step of plain training kept to the memory with nothing computed again."""
 
     @property
     def ranks(self) -> int:
@@ -73,7 +77,9 @@ class Measured:
     @property
     def context(self) -> PlanContext:
         """Return what parts are asked for candidates with."""
-        return PlanContext(max(2, self.ranks), "cpu" if self.device == "CPU" else "cuda", self.gradients.shapes)
+        return PlanContext(
+            max(2, self.ranks), "cpu" if self.device == "CPU" else "cuda", self.gradients.shapes, self.lacks_memory
+        )
 
     def pass_of(self, candidate: Candidate) -> Pass | None:
         """Return the forward and backward of a candidate; None where it was not measured."""
@@ -92,6 +98,11 @@ class Measured:
     def reduced_of(self, reducer: Reducer) -> Reduced | None:
         wanted = reducer.every_update()
         return next((one for one in self.reduced if one.reducer == wanted), None)
+
+    def kept_beyond(self, reducer: Reducer, ranks: int) -> int:
+        """Predict the bytes that a reducer keeps on so many ranks, beyond what it keeps on those that were measured."""
+        here, there = (reducer.kept_bytes(state_bytes=self.state_bytes, ranks=count) for count in (self.ranks, ranks))
+        return there - here
 
     def exchange(self, reducer: Reducer, link: Link | None = None) -> Exchange | None:
         """Return an exchange as measured; or, over another link, that link's wire with the work measured here."""
@@ -143,22 +154,24 @@ def forecast(
         missing = candidate.precision if one is None else candidate.reducer.kind
         return measured.missing.get(missing, f"{missing} was not measured")
     limit = float("inf") if memory is None else memory
-    if found.peak_bytes > limit:
-        return f"its update alone needs {binary(found.peak_bytes)}"
-    rung = settled or rung_for(one.ladder, limit - found.lasting_bytes)
+    ranks = measured.ranks if link is None else link.ranks
+    more = measured.kept_beyond(candidate.reducer, ranks)
+    lasting, own_peak = found.lasting_bytes + more, found.peak_bytes + more
+    if own_peak > limit:
+        return f"its update alone needs {binary(own_peak)}"
+    rung = settled or rung_for(one.ladder, limit - lasting)
     if rung is None:
         if one.ladder or limit != float("inf"):
-            least = min((rung.peak_bytes for rung in one.ladder), default=0) + found.lasting_bytes
+            least = min((rung.peak_bytes for rung in one.ladder), default=0) + lasting
             return f"needs at least {binary(least)}" if one.ladder else "its memory was not measured"
         rung = Rung(0, 0.0, 0)
     micro = Micro(one.forward_s, one.backward_s, rung.again_s)
     cost = update_cost(
         micro, exchange, update_s=measured.update_s, merge_steps=candidate.merge_steps, hidden_share=measured.hidden_share
     )
-    ranks = measured.ranks if link is None else link.ranks
     samples = max(1, candidate.batch) * candidate.merge_steps * ranks
     chosen = replace(candidate, recomputes=rung.units > 0, recomputed=rung.names)
-    peak = max(rung.peak_bytes + found.lasting_bytes, found.peak_bytes)
+    peak = max(rung.peak_bytes + lasting, own_peak)
     return Forecast(chosen, cost, samples, peak, rung.again_s, one.compile_s / total_steps if total_steps else 0.0)
 
 

@@ -226,6 +226,12 @@ class PrecisionProbe:
             return self._memory is None or own.peak_bytes <= self._memory
         return self._memory is None or cheapest_that_fits(self.profile(batch), self._memory) is not None
 
+    def fits_plainly(self, batch: int) -> bool:
+        """Return whether so many rows fit into memory as they are, with no more computed again than the user's own plan says."""
+        own = self._own_plan(batch)
+        peak = own.peak_bytes if own is not None else peak_bytes(self.profile(batch), ())
+        return self._memory is None or peak <= self._memory
+
     def seconds(self, batch: int) -> float:
         return sum(self._times_at(batch)[:2])
 

@@ -63,9 +63,10 @@ class Measuring:
         probes = self._probes(memory)
         units, update_s = probes[0].units, probes[0].update_s
         self.kept_bytes = probes[0].state_bytes
+        lacks_memory = memory is not None and not any(probe.fits_plainly(batch) for probe in probes for batch, _ in self._batches)
         reduced: list[Reduced] = []
         plain_bytes = 0
-        for reducer in self._reducers(gradients):
+        for reducer in self._reducers(gradients, lacks_memory=lacks_memory):
             subject.tell(f"measuring the exchange of {reducer.kind}" if subject.comm.size > 1 else "measuring an update")
             known = {"link": link, "gradients": gradients, "units": units, "kept_bytes": self.kept_bytes}
             found = self._reduced(reducer, reduced, plain_bytes=plain_bytes, **known)
@@ -82,7 +83,20 @@ class Measuring:
         subject.tell("timing the rules of other optimizers")
         self._time_rules()
         seconds = subject.elapsed_s()
-        return Measured(name, link, gradients, update_s, tuple(passes), tuple(reduced), 1.0, scale, seconds, dict(self._missing))
+        return Measured(
+            name,
+            link,
+            gradients,
+            update_s,
+            tuple(passes),
+            tuple(reduced),
+            1.0,
+            scale,
+            seconds,
+            dict(self._missing),
+            state_bytes=self.kept_bytes,
+            lacks_memory=lacks_memory,
+        )
 
     def _probes(self, memory: int | None) -> list[PrecisionProbe]:
         """Measure each precision. The first must work, float32 or the user's own; another that does not is left out, with its
@@ -189,13 +203,13 @@ class Measuring:
                 raise_if_alone(error)
                 self.rules[name] = first_line(error)
 
-    def _reducers(self, gradients: Gradients) -> list[Reducer]:
+    def _reducers(self, gradients: Gradients, *, lacks_memory: bool) -> list[Reducer]:
         """List what is measured: Local SGD once, with an averaging in every update; what a longer period costs follows."""
         if self._fixed.reducer is not None:
             return [self._fixed.reducer.every_update()]
         if self._subject.comm.size == 1:
             return [candidate.DENSE]
-        context = PlanContext(self._subject.comm.size, self._subject.device.type, gradients.shapes)
+        context = PlanContext(self._subject.comm.size, self._subject.device.type, gradients.shapes, lacks_memory)
         allowed = [one for one in candidate.offered(context) if allows(self._auto.risk, one.risk)]
         beside = [one for one in allowed if one == candidate.DENSE or self._fixed.refusal(one.kind) is None]
         return list(dict.fromkeys(one.every_update() for one in beside))
@@ -270,7 +284,8 @@ def reduced_by(
         lasting = lasting_bytes(rehearsal)
         ranks = rehearsal.comm.gather_json([typical(seconds), peak, lasting])
         slowest, most, lasts = (max(rank[i] for rank in ranks) for i in range(3))
-        extra = max(0, int(lasts) - plain_bytes) if plain_bytes else 0
+        extra = int(lasts) - plain_bytes if plain_bytes else 0
+        extra = extra if reducer.saves_memory else max(0, extra)
         return Reduced(reducer, float(slowest), float(sent), extra, int(most)), int(lasts)
 
 

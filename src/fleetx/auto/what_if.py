@@ -12,6 +12,7 @@ from typing import final
 
 from ..config.text import binary
 from ..dist.predicted_cost import Link
+from ..engine.slots import Slot
 from ..errors import ConfigError
 from . import candidate as candidates
 from .candidate import DENSE, MERGES, RISKS, Candidate, allows, every
@@ -94,7 +95,9 @@ def candidate_of(plan: Plan) -> Candidate:
     batch = plan.micro_batch or (first.batch if first is not None else 0)
     grows = plan.merge_steps > 1 and not plan.micro_batch and "gradient_merge" not in kept
     compiles = plan.strategy.compile and "compile" not in kept
-    return Candidate(precision, batch, plan.merge_steps, parts.reducer or DENSE, grows_batch=grows, kept=kept, compiles=compiles)
+    divided = (part for part in parts.parts if Slot.SHARD in part.claims() and part.name not in kept)
+    reducer = parts.reducer or next(map(Reducer, divided), DENSE)
+    return Candidate(precision, batch, plan.merge_steps, reducer, grows_batch=grows, kept=kept, compiles=compiles)
 
 
 def same_plan(outlook: Outlook, candidate: Candidate) -> Forecast | str:
@@ -141,8 +144,14 @@ def _reducers(measured: Measured, question: Question, link: Link, fixed: Fixed) 
         return [fixed.reducer]
     if link.ranks == 1:
         return [DENSE]
-    offered = candidates.offered(replace(measured.context, ranks=link.ranks))
+    offered = candidates.offered(replace(measured.context, ranks=link.ranks, lacks_memory=_lacks_memory(measured, question)))
     return [one for one in _beside(fixed, offered) if allows(question.risk, one.risk)]
+
+
+def _lacks_memory(measured: Measured, question: Question) -> bool:
+    """Return whether no step of plain training that was measured keeps to the memory asked for with nothing computed again."""
+    plain = [rung.peak_bytes for one in measured.passes for rung in one.ladder if not rung.units]
+    return question.memory is not None and bool(plain) and min(plain) > question.memory
 
 
 def _beside(fixed: Fixed, reducers: Sequence[Reducer]) -> list[Reducer]:
@@ -164,7 +173,8 @@ def filled(measured: Measured, reducers: Sequence[Reducer]) -> tuple[Measured, f
         own = reducer.every_update()
         cost = wire(own, measured.gradients, measured.link.link())
         seconds = measured.update_s + common_s + cost.seconds
-        added[own] = Reduced(own, seconds, cost.bytes_sent, peak_bytes=dense.peak_bytes)
+        kept = own.kept_bytes(state_bytes=measured.state_bytes, ranks=measured.ranks)
+        added[own] = Reduced(own, seconds, cost.bytes_sent, kept, dense.peak_bytes + min(0, kept))
     whole = replace(measured, reduced=(*measured.reduced, *added.values()))
     return whole, frozenset(reducer.kind for reducer in added)
 

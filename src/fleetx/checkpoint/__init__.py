@@ -23,7 +23,7 @@ from ..errors import CheckpointError, ConfigError, warn_user
 from .folder import newest_first, step_of
 from .load import LOOKS, Loaded, Vanished, find, load_into
 from .save import Saving, on_first, write_checkpoint, write_model
-from .snapshot import take_share
+from .snapshot import take_share, whole_weights
 
 __all__ = ["Loaded", "Saving", "load_checkpoint", "save_checkpoint", "save_model"]
 
@@ -124,11 +124,15 @@ def save_model(path: str | os.PathLike[str], model: nn.Module, optimizer: FleetO
     comm = world.current().comm
     _refuse_own_weights(model, optimizer, comm)
     if optimizer is None:
-        on_first(comm, lambda: write_model(model, Path(path)))
-        return
+        return _write_on_first(model, Path(path), comm)
     optimizer.flush()
     with optimizer.averaged():
-        on_first(comm, lambda: write_model(model, Path(path)))
+        _write_on_first(model, Path(path), comm)
+
+
+def _write_on_first(model: nn.Module, path: Path, comm: Comm) -> None:
+    whole = whole_weights({"": model}).get("", {})  # on every rank: rank 0 alone would wait for the others
+    on_first(comm, lambda: write_model(model, path, whole))
 
 
 def _refuse_own_weights(model: nn.Module, optimizer: FleetOptimizer | None, comm: Comm) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -19,8 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..engine.setup.optimizer_state import Parts
 from ..errors import CheckpointError
 
+PART = " @"
+"""What stands before the first and last element in the key of a part of a divided tensor."""
+_PART = re.compile(rf"{PART}\d+-\d+$")
 Json = Any
 Tensors = dict[str, Tensor]
 
@@ -42,6 +47,8 @@ class Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
+        if isinstance(value, Parts):
+            return self._parts(value, path)
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if type(value) is list:
@@ -99,6 +106,12 @@ class Encoder:
             return {"$complex_tensor": key}
         return {"$tensor": key}
 
+    def _parts(self, value: Parts, path: str) -> Json:
+        """Name all parts alike on all ranks, and take those that this one is to write."""
+        named = [(start, stop, f"{path}{PART}{start}-{stop}", tensor) for start, stop, tensor in value.pieces]
+        self.tensors |= {key: tensor.detach().reshape(-1) for _, _, key, tensor in named if tensor is not None}
+        return {"$parts": [list(value.shape), list(value.stride), [[start, stop, key] for start, stop, key, _ in named]]}
+
     def _free_key(self, path: str) -> str:
         """Return an unused key: two places may have one path, as in {"a": {"b": x}, "a/b": y} or with the keys 1 and "1"."""
         readable = path.encode("utf-8", "backslashreplace").decode()  # safetensors refuses lone surrogates
@@ -140,9 +153,38 @@ def _decode_tagged(tag: str, content: Json, fetch: Callable[[str], Tensor]) -> A
         return fetch(key).numpy().view(_number_type(name)).reshape(shape).copy()
     if tag == "$tensor":
         return fetch(content)
+    if tag == "$parts":
+        return _joined(*content, fetch=fetch)
     if tag == "$complex_tensor":
         return torch.view_as_complex(fetch(content).contiguous())
     raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}, which this version does not know.")
+
+
+def is_part(key: str) -> bool:
+    """Return whether a tensor of this key is a part of one that was divided between ranks."""
+    return _PART.search(key) is not None
+
+
+def _joined(shape: list[int], stride: list[int], pieces: list[Any], *, fetch: Callable[[str], Tensor]) -> Tensor:
+    """Put the parts of a tensor together; they are all of its elements, in the order of its memory."""
+    end = 0
+    for start, stop, _ in pieces:
+        if start != end or stop <= start:
+            raise CheckpointError(f"the parts of a tensor leave a gap: one ends at {end}, the next goes from {start} to {stop}.")
+        end = stop
+    flat = torch.cat([fetch(key) for *_, key in pieces]) if pieces else torch.empty(0)
+    strides = sorted(zip(stride, shape, strict=True), reverse=True)
+    if flat.numel() != end or end != math.prod(shape) or [s for s, n in strides if n > 1] != _dense_strides(strides):
+        raise CheckpointError(
+            f"the parts of a tensor of {tuple(shape)} have {flat.numel()} elements, laid out by {tuple(stride)}."
+        )
+    return flat.as_strided(tuple(shape), tuple(stride)).contiguous()
+
+
+def _dense_strides(dims: list[tuple[int, int]]) -> list[int]:
+    """Return the strides of a tensor without gaps whose dimensions come in this order, of those with several elements."""
+    lengths = [length for _, length in dims if length > 1]
+    return [math.prod(lengths[place + 1 :]) for place in range(len(lengths))]
 
 
 def _torch_dtype(name: Json) -> torch.dtype:

@@ -28,7 +28,7 @@ from ..engine.optimizer import FleetOptimizer
 from ..engine.setup.strategy_record import differences, told
 from ..errors import CheckpointError, warn_user
 from . import folder
-from .encode import Json, decode
+from .encode import Json, decode, is_part
 from .hashes import NAME as MANIFEST
 from .hashes import Damaged, Manifest, check_size, is_common, read_manifest, verify
 from .objects import TRAINING, VALUE, check_all, put_all
@@ -131,31 +131,43 @@ def files_for(path: Path, manifest: Manifest, rank: int, size: int) -> list[str]
     """List the files that one of `size` ranks reads: the common ones, then its own, which take precedence.
 
     If a different number of ranks saved the checkpoint, the JSON files of all ranks come in between, to find what cannot be
-    redistributed, and their tensor files where some entries add up over ranks."""
+    redistributed, and their tensor files where some entries add up over ranks. Tensor files with parts of divided tensors are
+    read by all."""
     own = share_name(rank if rank < manifest.world_size else 0)
-    others = [share_name(r) for r in range(manifest.world_size)] if manifest.world_size != size else []
+    is_resized = manifest.world_size != size
+    others = [share_name(r) for r in range(manifest.world_size)] if is_resized or _has_parts(path, manifest, own) else []
     names = common_files(manifest)
     for stem in [*(other for other in others if other != own), own]:
         tree, tensors = f"{stem}.json", f"{stem}.safetensors"
-        names += [tree] if tree in manifest.files else []
-        if tensors in manifest.files and (stem == own or _some_add_up(path, manifest, tree)):
+        names += [tree] if tree in manifest.files and (is_resized or stem == own) else []
+        if tensors in manifest.files and (stem == own or _is_for_all(path, manifest, tree, is_resized=is_resized)):
             names.append(tensors)
     return names
+
+
+def _has_parts(path: Path, manifest: Manifest, own: str) -> bool:
+    """Return whether tensors were divided between the ranks, as the objects say that this rank reads."""
+    trees = [name for name in (*common_files(manifest), f"{own}.json") if name.endswith(".json") and name in manifest.files]
+    for name in trees:
+        check_size(path, manifest, name)
+    return any('"$parts"' in (path / name).read_text(encoding="utf-8", errors="replace") for name in trees)
 
 
 def common_files(manifest: Manifest) -> list[str]:
     return [name for name in sorted(manifest.files) if is_common(name)]
 
 
-def _some_add_up(path: Path, manifest: Manifest, tree: str) -> bool:
+def _is_for_all(path: Path, manifest: Manifest, tree: str, *, is_resized: bool) -> bool:
+    """Return whether all ranks read what one has written beside this file."""
     verify(path, manifest, tree)
-    return any(adds_up(key) for key in json.loads((path / tree).read_text(encoding="utf-8"))["tensors"])
+    keys = json.loads((path / tree).read_text(encoding="utf-8"))["tensors"]
+    return any(is_part(key) or (is_resized and adds_up(key)) for key in keys)
 
 
 def _inspect(path: Path, comm: Comm, mates: tuple[int, int]) -> tuple[str | None, str]:
     """Verify the files this rank would read; return the problem or None, and the hash of the manifest it saw.
 
-    Of the common files each is read and hashed by one rank of a node. The others find it in that node's memory."""
+    Of the files that all read each is read and hashed by one rank of a node. The others find it in that node's memory."""
     try:
         if not path.is_dir():
             return NOT_SEEN, ""
@@ -163,8 +175,11 @@ def _inspect(path: Path, comm: Comm, mates: tuple[int, int]) -> tuple[str | None
         if manifest.step != folder.step_of(path.name):  # an old folder, renamed, would hide newer ones
             raise Damaged(f"{MANIFEST} is of step {manifest.step}, which is not that of its folder")
         place, count = mates
-        by_mates = {name for number, name in enumerate(common_files(manifest)) if number % count != place}
-        for name in files_for(path, manifest, comm.rank, comm.size):
+        mine = files_for(path, manifest, comm.rank, comm.size)
+        own = share_name(comm.rank if comm.rank < manifest.world_size else 0)
+        order = {name: number for number, name in enumerate(sorted(manifest.files))}  # the same on all ranks of a node
+        by_mates = {name for name in mine if not name.startswith(f"{own}.") and order[name] % count != place}
+        for name in mine:
             (check_size if name in by_mates else verify)(path, manifest, name)
     except Damaged as damage:
         return str(damage), ""
@@ -300,9 +315,10 @@ def refuse_other_world(reader: Reader, comm: Comm, *, allowed: bool) -> None:
     size = reader.manifest.world_size
     if size == comm.size:
         return
-    if not reader.own:
+    own = [entry for entry in reader.own if not is_part(entry)]
+    if not own:
         return
-    entries = sorted({entry for entry in reader.own if RANDOM not in entry and not adds_up(entry)})
+    entries = sorted({entry for entry in own if RANDOM not in entry and not adds_up(entry)})
     lost = sorted({entry.split("/")[0] for entry in entries})
     if lost:
         raise CheckpointError(

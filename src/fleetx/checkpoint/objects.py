@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config.text import listed
 from ..data.sampler import FleetSampler
+from ..dist.fully_sharded import cut, is_divided, is_fully_sharded, shown_as
 from ..engine.optimizer import FleetOptimizer
 from ..engine.setup.optimizer_state import check_optimizer_state, load_optimizer_state, optimizer_state
 from ..engine.state import check_training_state, load_training_state, training_state
@@ -91,6 +92,13 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {"state_dict": persistent, "non_persistent": hidden}
 
 
+def divided_as(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole state dict with this rank's part of the weights that fully_shard has divided. No collective."""
+    mine = model.state_dict() if is_fully_sharded(model) else {}
+    divided = {name: shown_as(mine[name], cut(value, mine[name])) for name, value in state.items() if is_divided(mine.get(name))}
+    return {**state, **divided}
+
+
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name.replace("_orig_mod.", ""): buffer for name, buffer in model.named_buffers()}
 
@@ -118,7 +126,7 @@ def check_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def put_model(model: nn.Module, state: Mapping[str, Any]) -> None:
-    model.load_state_dict(state["state_dict"])
+    model.load_state_dict(divided_as(model, state["state_dict"]))
     buffers = _buffers(model)
     for name, value in state["non_persistent"].items():
         buffers[name].copy_(value)

@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import final
 
@@ -270,17 +270,19 @@ class Saving:
 # model.load_state_dict(state)
 
 
-def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+def plain_tensors(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy the state dict to the CPU, each tensor with its own memory: tied weights are written under both names."""
-    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}  # prefix added by torch.compile
+    every = {**model.state_dict(), **whole}
+    state = {name.replace("_orig_mod.", ""): value for name, value in every.items()}  # prefix added by torch.compile
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
         raise CheckpointError(f"`{others[0]}` in the model's state dict is not a tensor; a safetensors file cannot hold it.")
     return {name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in state.items()}
 
 
-def write_model(model: nn.Module, path: Path) -> None:
-    """Write to a temporary folder, sync, rename: an older file at `path` stays until the new one is complete."""
+def write_model(model: nn.Module, path: Path, whole: Mapping[str, Tensor] | None = None) -> None:
+    """Write to a temporary folder, sync, rename: an older file at `path` stays until the new one is complete. `whole`: weights
+    that were gathered, in the place of this rank's part of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A temporary folder per file name: safetensors makes a temporary file beside its target, which a kill would leave behind.
     prefix = f".writing-{hashlib.sha256(path.name.encode()).hexdigest()[:16]}-"
@@ -290,7 +292,7 @@ def write_model(model: nn.Module, path: Path) -> None:
     aside = path.with_name(prefix + uuid.uuid4().hex)
     aside.mkdir()
     try:
-        write_tensors(aside / "model", plain_tensors(model), metadata={"format": "pt"})
+        write_tensors(aside / "model", plain_tensors(model, whole or {}), metadata={"format": "pt"})
         if path.is_file():
             shutil.copymode(path, aside / "model")
         os.replace(aside / "model", path)

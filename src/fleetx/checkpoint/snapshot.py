@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ..dist.agree import run_and_share
 from ..dist.comm import Comm
 from ..dist.fingerprint import fingerprint
+from ..dist.fully_sharded import is_divided, is_fully_sharded, local_of, whole_tensors
 from ..errors import CheckpointError, FleetError
+from ..shard.fsdp import parts_of
 from .encode import Encoder, Json, Tensors
 from .objects import kind_of
 
@@ -93,12 +96,26 @@ class Share:
         return Share(*(part and Snapshot(part.objects, copy_tensors(part.tensors)) for part in (self.common, self.own)))
 
 
+def whole_weights(objects: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Gather the weights of models that fully_shard has divided, by the models' names and theirs. Every rank is here."""
+    models = {name: value for name, value in objects.items() if isinstance(value, nn.Module) and is_fully_sharded(value)}
+    return {name: whole_tensors(model.state_dict()) for name, model in models.items()}
+
+
+def in_parts(value: Any) -> Any:
+    """Describe a weight that fully_shard has divided by the parts of all ranks; any other value stays as it is."""
+    return parts_of(value, local_of(value)) if is_divided(value) else value
+
+
 def take(objects: Mapping[str, Any], device: torch.device) -> Snapshot:
     encoder, encoded = Encoder(), {}
     for name, value in objects.items():
         kind = kind_of(value)
         try:
-            encoded[name] = {"kind": kind.name, "state": encoder.encode(kind.take(value), name)}
+            state = kind.take(value)
+            if isinstance(value, nn.Module):
+                state["state_dict"] = {key: in_parts(one) for key, one in state["state_dict"].items()}
+            encoded[name] = {"kind": kind.name, "state": encoder.encode(state, name)}
         except FleetError:
             raise
         except Exception as problem:  # from the user's state_dict, or from a value that contains itself

@@ -605,14 +605,16 @@ def _wait_for_readers() -> None:
 
 
 def sharding_of(module: nn.Module) -> str | None:
-    """Return the name of the wrapper or tensor type that already distributes this module, or None."""
+    """Return the name of the wrapper or tensor type that already distributes this module in a way that is not ours; or None."""
     from torch.distributed.tensor import DTensor
 
-    wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+    wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
     for child in module.modules():
         for base in type(child).__mro__:
             if base.__name__ in wrappers and base.__module__.startswith("torch."):
                 return base.__name__
-    if any(isinstance(p, DTensor) or isinstance(p.data, DTensor) for p in module.parameters()):
-        return "DTensor"
+    if not any(base.__name__ == "FSDPModule" for child in module.modules() for base in type(child).__mro__) and any(
+        isinstance(p, DTensor) or isinstance(p.data, DTensor) for p in module.parameters()
+    ):
+        return "DTensor"  # of no fully_shard, but of tensor parallelism, say
     return None

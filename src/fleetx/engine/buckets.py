@@ -67,7 +67,7 @@ class Buckets:
         tail_numels = [0] * (len(runs) - 1) + [tail.numel if tail is not None and joins else 0]
         pieces = enumerate(zip(runs, tail_numels, strict=True))
         divided: dict[str, Any] = {}
-        if shard is not None:
+        if shard is not None and not shard.holds_weights:
             own = shard.rank if shard.scatters else None
             divided = {"shares": shard.shares, "dress": shard.dress, "own": own, "frees": shard.frees}
         self._buckets = [Bucket(i, run, tail_numel=n, whole=whole, **divided) for i, (run, n) in pieces]
@@ -82,6 +82,9 @@ class Buckets:
         self.alone = False
         """The window is not reduced: the tail stays here too, and what it would carry is this rank's own."""
         self._alarms = Alarms()
+        self._sends_tail = True
+        self.filled_before: list[bool] | None = None
+        """Which parameters had a gradient in earlier micro-steps of the window whose sums are no longer here; None: all are."""
         self._launched = 0
         self._pending: list[Pending] = []
         self.when_unexpected: Callable[[Bucket, int], bool] = note_local
@@ -106,8 +109,8 @@ class Buckets:
         for handle in getattr(self, "_handles", []):
             handle.remove()
         self._handles = []
-        if any(bucket.frees for bucket in getattr(self, "_buckets", [])):
-            self.release()  # autograd would add to memory that is not there
+        if any(bucket.divided for bucket in getattr(self, "_buckets", [])):
+            self.release()  # shares of gradients: no backward may add to them, and model.cpu() could not move them
 
     def release(self) -> None:
         """Let go of gradients that lie in these buffers."""
@@ -242,14 +245,20 @@ class Buckets:
             if bucket.whole and bucket.keeps:
                 bucket.show_window()
 
-    def arm(self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS, alone: bool = False) -> None:
+    def arm(
+        self, start: Start, *, factor: float, alarms: Alarms = NO_ALARMS, alone: bool = False, sends_tail: bool = True
+    ) -> None:
         """Begin to reduce: from now on a complete bucket is multiplied by `factor` and sent at once; `alarms` travel with the
-        last."""
-        self._start, self._alarms, self.alone = start, alarms, alone
+        last. `sends_tail`: whether these and the tail travel at all."""
+        self._start, self._alarms, self.alone, self._sends_tail = start, alarms, alone, sends_tail
         self._launched = 0
         for bucket in self._buckets:
             bucket.aim(factor)
         self._pending = []
+
+    @property
+    def is_armed(self) -> bool:
+        return self._start is not None
 
     def expect(self, *, reduces: bool) -> None:
         """Prepare all buckets for a backward of ours."""
@@ -287,7 +296,7 @@ class Buckets:
         self._start, self._pending = None, []
         for bucket in self._buckets:
             bucket.touched = False
-        if self.tail is not None and not self.alone:
+        if self.tail is not None and not self.alone and self._sends_tail:
             self.tail.unpack(self._tail_tensor)
 
     def on_complete(self, bucket: Bucket) -> None:
@@ -310,7 +319,7 @@ class Buckets:
     def _launch(self, bucket: Bucket) -> None:
         assert self._start is not None
         bucket.make_true()
-        if self.tail is not None and not self.alone and bucket is self._buckets[-1]:
+        if self.tail is not None and not self.alone and self._sends_tail and bucket is self._buckets[-1]:
             used = self.filled() if self.tail.flags else None
             self.tail.pack(self._tail_tensor, alarms=self.own_alarms(), used=used)
             if not self._tail_joins:
@@ -321,13 +330,16 @@ class Buckets:
 
     def filled(self) -> list[bool]:
         """Return which parameters have a gradient in this window, on this rank, in bucket order."""
-        return [filled for bucket in self._buckets for filled in bucket.filled]
+        here = [filled for bucket in self._buckets for filled in bucket.filled]
+        return here if self.filled_before is None else [a or b for a, b in zip(here, self.filled_before, strict=True)]
 
     def missing(self) -> list[str]:
         """List parameters without a gradient in this window, on this rank; not those that were frozen since."""
-        gaps = [bucket for bucket in self._buckets if not all(bucket.filled)]  # as a rule none: names are looked for only then
-        rows = (row for bucket in gaps for row in zip(bucket.names, bucket.params, bucket.filled, strict=True))
-        return [name for name, param, filled in rows if not filled and param.requires_grad]
+        filled = self.filled()
+        if all(filled):  # as a rule: names are looked for only elsewhere
+            return []
+        rows = (row for bucket in self._buckets for row in zip(bucket.names, bucket.params, strict=True))
+        return [name for (name, param), has in zip(rows, filled, strict=True) if not has and param.requires_grad]
 
     def own_alarms(self) -> Alarms:
         return self._alarms._replace(missing=len(self.missing()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -62,6 +62,32 @@ class KeepsNothing(abc.ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return None
+
+
+class ReducedInBackward(KeepsNothing):
+    """Base of REDUCE where a wrapper of the model does it inside backward (DDP, FSDP2): it starts nothing."""
+
+    carries_tail = False  # what the wrapper sends has no room for it
+    allows_unused: bool
+
+    def start(self, bucket: Bucket, step: Step) -> Pending:
+        return Pending(None)
+
+    @abc.abstractmethod
+    def after_backward(self) -> None:
+        """Count what was sent in the micro-step that is over."""
+
+    @abc.abstractmethod
+    def require_done(self, missing: Sequence[str]) -> None:
+        """Raise before an update if a rank would go on with gradients of its own. `missing`: names of those that did not come."""
+
+    @abc.abstractmethod
+    def compare(self, buckets: Buckets) -> None:
+        """Look, where every rank is, at what was reduced."""
+
+    @abc.abstractmethod
+    def give_up(self) -> None:
+        """Leave the wrapper as it was: the pair has ended."""
 
 
 @final

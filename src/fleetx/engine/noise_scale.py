@@ -67,13 +67,13 @@ def updates_factor(batch: float, noise_scale: float) -> float:
     return float(1.0 + POSITIVE.check("noise_scale", noise_scale) / POSITIVE.check("batch", batch))
 
 
-def require_measurable(every: int, *, parts: Sequence[Part], merge: Merge, comm: Comm, by_ddp: bool = False) -> None:
-    """Refuse what could only give a wrong number, or none."""
+def require_measurable(every: int, *, parts: Sequence[Part], merge: Merge, comm: Comm, wrapped: str | None = None) -> None:
+    """Refuse what could only give a wrong number, or none. `wrapped`: what reduces inside backward, in our place."""
     if every == 0:
         return
-    if by_ddp:
+    if wrapped is not None:
         raise ConfigError(
-            f"noise_scale_steps is {every}: it needs each rank's own gradients, and DistributedDataParallel averages them inside "
+            f"noise_scale_steps is {every}: it needs each rank's own gradients, and {wrapped} averages them inside "
             "backward. Give fleet.distribute(...) the bare module, or set strategy.noise_scale_steps = 0."
         )
     if comm.size * merge.micro_steps == 1:

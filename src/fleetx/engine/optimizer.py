@@ -110,6 +110,8 @@ class FleetOptimizer(Optimizer):
         """The strategy, as checkpoints hold it; None before there is one."""
         self.asked_of_auto: dict[str, Any] | None = None
         """What strategy.auto was asked, and for how many ranks; None where it chose nothing."""
+        self._gathered: dict[str, Any] | None = None
+        """The state dict of all ranks, inside of `state_gathered`."""
         self.take_up: Callable[[dict[str, Any]], None] | None = None
         """Takes another strategy that `auto` once chose, from a checkpoint; None where `auto` chose nothing."""
         # Made as an unpickled optimizer is made: hooks and profiling ready, groups and state not set up twice.
@@ -318,11 +320,13 @@ class FleetOptimizer(Optimizer):
         Under strategy.sharding every rank must call it: it gathers the shares of all, as much as the whole state, on each."""
         if self._bound is not None:
             self._bound.outcomes.learn()  # counts of steps are on the host; no collective, since one rank may ask alone
-        whole = self.gather_state()
+        whole = self.gather_state() if self._gathered is None else self._gathered
         return self.update.state_dict() if whole is None else whole
 
-    def gather_state(self) -> dict[str, Any] | None:
-        """Return the state dict of all ranks' shares; None where each has the whole. Every rank is here, or is named."""
+    def gather_state(self, *, as_parts: bool = False) -> dict[str, Any] | None:
+        """Return the state dict of all ranks' shares; None where each has the whole. Every rank is here, or is named.
+
+        `as_parts`: as it is written, each share by its owner."""
         shard = None if self._bound is None or self.ended else self._bound.stages.shard
         if shard is None:
             return None
@@ -331,7 +335,16 @@ class FleetOptimizer(Optimizer):
             missing="does not save this optimizer, nor ask for its state_dict(): under strategy.sharding both gather the shares "
             "of all ranks. Do so on every rank, and use on one what state_dict() returns.",
         )
-        return shard.whole_state_dict()
+        return shard.parts_state_dict() if as_parts else shard.whole_state_dict()
+
+    @contextlib.contextmanager
+    def state_gathered(self) -> Iterator[None]:
+        """Let one rank alone ask for state_dict() inside, as frameworks do. Every rank enters it."""
+        self._gathered = self.gather_state()
+        try:
+            yield
+        finally:
+            self._gathered = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's plain form. What a compressor had kept back belongs to the weights before, and is dropped."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..dist.comm import Comm
 from .buckets import Buckets
+from .local_shard import whose
 from .noise_scale import noise_scale_of
 from .sidecar import Verdict
 from .slots import Stages, Step
@@ -161,7 +162,7 @@ class Report:
 
 def dense_bytes(buckets: Buckets, comm: Comm) -> int:
     """Count the bytes that one rank sends in a plain all-reduce of all gradients."""
-    numbers = sum(p.numel() * p.element_size() for bucket in buckets for p in bucket.params)
+    numbers = sum(whose(p).numel() * p.element_size() for bucket in buckets for p in bucket.params)
     return round(2 * (comm.size - 1) / comm.size * numbers)
 
 

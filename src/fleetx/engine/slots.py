@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ..dist.comm import Comm, Pending
     from .bucket import Bucket
     from .buckets import Buckets
+    from .dense_reduce import ReducedInBackward
     from .dry_run import Rehearsal
-    from .user_loop.ddp import ReducedByDDP
 
 
 class Slot(enum.Enum):
@@ -184,6 +184,13 @@ class Shard(Protocol):
     """Whether a rank keeps its share of the gradients alone."""
     scatters: bool
     """Whether each rank gets the mean of its share of the gradients alone; set by `reduce_by`."""
+    merges_shares: bool
+    """Whether gradients are reduced in every micro-step of a window, which then keeps this rank's shares alone."""
+    holds_weights: bool
+    """Whether this rank has its share of the weights alone, between two forwards."""
+
+    def in_buckets(self, params: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        """Return what lies in the buckets in the place of the parameters."""
 
     def reduce_by(self, reduce: Reduce, *, may_miss: bool) -> Reduce:
         """Return the stage that brings each rank the mean of its share alone; or `reduce`, where that leaves the mean on all.
@@ -214,11 +221,14 @@ class Shard(Protocol):
     def whole_state_dict(self) -> dict[str, Any]:
         """Gather the optimizer's state dict in torch's plain form, on the CPU. Every rank is here."""
 
+    def parts_state_dict(self) -> dict[str, Any]:
+        """Return that state dict with `Parts` in the place of what is divided; no shares travel. Every rank is here."""
+
     def own_state(self) -> AbstractContextManager[None]:
         """Let `state_dict()` of the optimizer give this rank's share, which it refuses otherwise."""
 
     collected: dict[str, Any] | None
-    """That, while a checkpoint is taken; else None."""
+    """The state dict of parts, while a checkpoint is taken; else None."""
 
     def let_go(self) -> None:
         """Keep no memory of gradients: the pair has ended."""
@@ -295,7 +305,7 @@ class Stages:
     update: Optimizer
     average: Average | None
     shard: Shard | None = None
-    ddp: ReducedByDDP | None = None
+    in_backward: ReducedInBackward | None = None
     """REDUCE, where it is done inside backward by a wrapper of the model's."""
 
     def after_reduce(self) -> str | None:
@@ -319,6 +329,8 @@ class PlanContext:
     """Type of the ranks' device, as torch spells it."""
     shapes: Sequence[predicted_cost.Shape] = ()
     """Shapes of the gradients, the dimension that is outermost in memory first."""
+    lacks_memory: bool = False
+    """Whether a step of plain training, with nothing computed again, takes more memory than there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +349,8 @@ class Part(abc.ABC):
     """One sentence for a conflict message: why this part needs the slots it claims."""
     overlaps_backward: ClassVar[bool] = True
     """Whether its messages travel during backward, as those of plain training do; False: they begin after it."""
+    hidden_part: ClassVar[float] = 1.0
+    """Share of its messages that travels during backward, where they overlap it."""
     label_key: ClassVar[str] = ""
     """Key of the setting that tells candidates of this part apart in a plan ("dgc 0.999"; of a list its last); empty: the name
     says it all."""
@@ -360,8 +374,17 @@ class Part(abc.ABC):
     @abc.abstractmethod
     def claims(self) -> frozenset[Slot]: ...
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether these settings leave each rank a share of the weights alone, between two forwards."""
+        return False
+
     def check(self, site: Site) -> None:  # noqa: B027 - most parts fit every site
         """Refuse what this part cannot work with, before the model is touched. Every rank is here, with equal settings."""
+
+    def place(self, site: Site) -> None:  # noqa: B027 - most parts leave the parameters as they are
+        """Put other parameters in the place of the model's, in the optimizer's groups too, once all ranks hold the same weights;
+        they are looked up again afterwards. Every rank is here."""
 
     @abc.abstractmethod
     def build(self, site: Site) -> Mapping[Slot, Any]:
@@ -399,6 +422,11 @@ class Part(abc.ABC):
     def wire_cost(self, shapes: Sequence[predicted_cost.Shape], link: predicted_cost.Link) -> predicted_cost.Cost:
         """Predict bytes and seconds of one exchange of gradients of these shapes; by default those of plain training."""
         return predicted_cost.dense(predicted_cost.numel(shapes), link)
+
+    def kept_bytes(self, *, state_bytes: int, ranks: int) -> int:
+        """Predict the bytes of a rank that last from update to update beyond those of plain training, whose optimizer keeps
+        `state_bytes`; below 0 where the part saves some. Others are measured."""
+        return 0
 
     def updates_per_exchange(self) -> int:
         """Updates from one exchange to the next, at the start."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config.text import listed
 from ..errors import CheckpointError
+from .local_shard import whose
 from .optimizer import FleetOptimizer
 from .setup.optimizer_state import SHARES, check_optimizer_state, load_optimizer_state, optimizer_state
 from .setup.placement import OUTSIDE, plain_name
@@ -62,6 +63,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
             "losses": list(window.losses),
             "weights": list(window.weights),
             "gradients": gradients,
+            **({} if window.sums is None else {"sums": list(window.sums), "filled": list(window.filled or [])}),
         },
         "stages": {name: _stage_state(pipeline, name) for name in STAGES},
         "common": common_buffers(pipeline),
@@ -74,7 +76,7 @@ def training_state(optimizer: FleetOptimizer) -> dict[str, Any]:
 
 
 def _inner_state(optimizer: FleetOptimizer) -> dict[str, Any]:
-    """Return the state of the optimizer inside: under sharding the whole one if it was collected, else this rank's share."""
+    """Return the state of the optimizer inside: under sharding in parts if these were collected, else this rank's share."""
     shard = optimizer.pipeline.stages.shard
     if shard is None:
         return optimizer_state(optimizer.update)
@@ -86,11 +88,11 @@ def _inner_state(optimizer: FleetOptimizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def shares_collected(objects: Iterable[Any]) -> Iterator[None]:
-    """Gather what sharded optimizers have on all ranks, for a checkpoint that any number of ranks can load. Collective."""
+    """Learn what sharded optimizers have on all ranks, for a checkpoint that any number of ranks can load. Collective."""
     shards: list[Shard] = []
     try:
         for held in objects:
-            whole = held.gather_state() if isinstance(held, FleetOptimizer) else None
+            whole = held.gather_state(as_parts=True) if isinstance(held, FleetOptimizer) else None
             if whole is not None:
                 shards.append(held.pipeline.stages.shard)
                 shards[-1].collected = whole
@@ -126,6 +128,7 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
             f"the checkpoint was saved with {done} micro-batches in a merge window; this run merges {merge.micro_steps}. "
             'Resume with the old gradient_merge_configs["k_steps"], or save after an update.'
         )
+    _check_sums(optimizer.pipeline, state["window"].get("sums"))
     _check_buffers(optimizer.pipeline, state)
     for name in STAGES:
         theirs, ours = state["stages"].get(name) or {}, _stage_state(optimizer.pipeline, name)
@@ -138,6 +141,16 @@ def check_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) ->
                 f"the checkpoint holds the state of another {name} stage ({', '.join(sorted(theirs))}) than this strategy's "
                 f"({', '.join(sorted(ours)) or 'none'}). Resume with the strategy that saved it."
             )
+
+
+def _check_sums(pipeline: Pipeline, saved: list[Tensor] | None) -> None:
+    """Raise where a merge window was saved as shares of other buckets than this run has, or this run keeps none."""
+    mine = [tuple(reduced.shape) for reduced in pipeline.buckets.reduced]
+    if saved is not None and (not pipeline.merges_shares or [tuple(one.shape) for one in saved] != mine):
+        raise CheckpointError(
+            "it was saved inside a merge window of which each rank keeps its share (merge_sharded), with other settings than "
+            "this run's. Resume with the strategy that saved it, or save after an update."
+        )
 
 
 def _check_reduce(pipeline: Pipeline, saved: Mapping[str, Any], *, index: int) -> None:
@@ -197,9 +210,11 @@ def load_training_state(optimizer: FleetOptimizer, state: Mapping[str, Any]) -> 
         losses=[loss.to(device) for loss in window["losses"]],
         weights=list(window["weights"]),
         micro_steps=window["micro_steps"],
+        sums=[one.to(device, copy=True) for one in window["sums"]] if "sums" in window else None,
+        filled=list(window["filled"]) if "filled" in window else None,
     )
     pipeline.buckets.zero()
-    if window["micro_steps"]:
+    if window["micro_steps"] and "sums" not in window:
         for bucket in pipeline.buckets:
             bucket.resume(window["gradients"])
     for name in STAGES:
@@ -229,7 +244,8 @@ def _load_reduce(pipeline: Pipeline, saved: Mapping[str, Any] | None) -> None:
 
 def parameter_names(optimizer: FleetOptimizer) -> list[str]:
     """List the names in the order by which the optimizer's state dict numbers its parameters."""
-    known = {id(p): name for bucket in optimizer.pipeline.buckets for name, p in zip(bucket.names, bucket.params, strict=True)}
+    buckets = optimizer.pipeline.buckets
+    known = {id(whose(p)): name for bucket in buckets for name, p in zip(bucket.names, bucket.params, strict=True)}
     known |= {id(p): name for name, p in optimizer.frozen.items()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [known.get(id(p), f"(number {number}, frozen, outside the model)") for number, p in enumerate(params)]

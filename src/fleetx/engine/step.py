@@ -25,6 +25,7 @@ from . import dry_steps
 from .bucket import Bucket
 from .buckets import Buckets, GradientNorms
 from .checks.checks import Checks, Place
+from .local_shard import whose
 from .noise_scale import NoiseScaleMeter
 from .on_device.conditional_step import ConditionalStep
 from .on_device.undecided import Outcomes, Undecided
@@ -50,8 +51,8 @@ class Pipeline:
         self.stages, self.buckets, self.comm = stages, buckets, comm
         self.checks, self.meter = checks, meter
         needs_loss = stages.backward.needs_loss or (stages.average is not None and stages.average.needs_loss)
-        by_ddp = stages.ddp is not None
-        self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss, mean_in_backward=by_ddp)
+        in_backward = stages.in_backward is not None
+        self.weighing = Weighing(stages.merge, stages.backward, comm, needs_loss=needs_loss, mean_in_backward=in_backward)
         self._norms = GradientNorms(buckets, stages.update, stages.shard)
         self.window = Window()
         self._verdict = Verdict(True)
@@ -69,9 +70,9 @@ class Pipeline:
         self._grad_norm: Tensor | None = None
         self._bad_losses: float | Tensor = 0.0
         """0 where all losses of the window that is being reduced are finite on this rank; else a number of them, or NaN."""
-        self.param_ids = {id(p) for bucket in buckets for p in bucket.params}
+        self.param_ids = {id(whose(p)) for bucket in buckets for p in bucket.params}
         self.bare = BareBackward(self)
-        if not by_ddp:
+        if not in_backward:
             buckets.when_unexpected = self.bare.on_gradient
         self.when_ended: Callable[[str], None] | None = None
         """Ends the pair for its model and optimizer too; None while it is being built."""
@@ -126,16 +127,20 @@ class Pipeline:
         if self.window.closed:
             return self._add_to_reduced(loss, retain_graph=retain_graph)
         due = self.window.micro_steps + 1 >= self.stages.merge.micro_steps
-        by_ddp = self.stages.ddp is not None  # it writes `param.grad` when backward ends: taken then, as local ones are
-        at_end = by_ddp or model_pairs.reentrant_was_used  # a gradient may come twice: a bucket cannot tell when it is complete
+        by_wrapper = self.stages.in_backward is not None  # it writes `param.grad`: taken when backward ends, as local ones are
+        at_end = (
+            by_wrapper or model_pairs.reentrant_was_used
+        )  # a gradient may come twice: a bucket cannot tell when it is complete
         self.buckets.begin()
         self.window.enter(loss, weight)
         self.record(Phase.BACKWARD)
         try:
-            if due and not by_ddp:
+            if self.merges_shares and not due:
+                self.arm_inner()
+            if due and not by_wrapper:
                 self.arm()  # before backward in every case: its collectives must not change places with those of a part
             if not at_end:
-                self.buckets.expect(reduces=due)
+                self.buckets.expect(reduces=due or self.merges_shares)
             with no_sync.leave_local() if at_end else contextlib.nullcontext():
                 self.run_backward(loss, self.weighing.seed(weight), retain_graph=retain_graph)
         except BaseException as error:
@@ -146,7 +151,7 @@ class Pipeline:
             raise
         if at_end or not due:
             self._keep()
-        if due and by_ddp:
+        if due and by_wrapper:
             self.reduce_now()
         elif due:
             self.close()
@@ -182,7 +187,7 @@ class Pipeline:
         """End a micro-step; a no-op inside a window. `recycle`: the gradients are not looked at afterwards.
 
         `scaling`: of a GradScaler. `closure`: for an optimizer that runs it inside its step."""
-        if scaling is not None and self.stages.ddp is None and self._has_local():
+        if scaling is not None and self.stages.in_backward is None and self._has_local():
             refuse_unjudged()
         self._reduce_what_came()
         if self.window.closed:
@@ -214,8 +219,10 @@ class Pipeline:
     def reduce_before_scaler(self, optimizer: Optimizer) -> None:
         """Reduce before a GradScaler looks at the gradients. Every rank is here, as in step(): none has seen yet whether they are
         finite."""
-        if self.stages.ddp is not None or dry_steps.is_on():
+        if dry_steps.is_on():
             return
+        if self.stages.in_backward is not None:
+            return refuse_unfit(self.stages) if self.stages.shard is not None else None
         if no_sync.is_on() and not self.is_own_optimizer(optimizer):
             return  # its step leaves them local too (before_other_step)
         if self._has_local():
@@ -337,11 +344,48 @@ class Pipeline:
         """Add a sentence to the errors of missing gradients."""
         self.checks.unused.hint = hint
 
+    @property
+    def merges_shares(self) -> bool:
+        """Whether a micro-step inside a window is reduced too, so that this rank keeps its shares alone."""
+        return self.stages.shard is not None and self.stages.shard.merges_shares and self.stages.merge.micro_steps > 1
+
+    def arm_inner(self) -> None:
+        """Make ready to reduce a micro-step inside a window, as it is: factors, flags and buffers wait for its end."""
+        self.buckets.arm(self._start_inner, factor=1.0, sends_tail=False)
+
+    def _start_inner(self, bucket: Bucket) -> Pending:
+        return self.stages.reduce.start(bucket, self._step(self.index + 1))
+
+    @torch.no_grad()
+    def _keep_shares(self) -> None:
+        """Reduce a micro-step inside a window, and add this rank's shares to those of the window. Every rank is here."""
+        if not self.buckets.is_armed:
+            self.arm_inner()
+        window, self.buckets.filled_before = self.window, self.window.filled
+        with without_autocast(self.buckets.flats[0].device):
+            self.buckets.close()
+        window.filled = self.buckets.filled()
+        if window.sums is None:
+            window.sums = [reduced.clone() for reduced in self.buckets.reduced]
+        else:
+            torch._foreach_add_(window.sums, self.buckets.reduced)
+        self.buckets.restart()
+
+    @torch.no_grad()
+    def _add_shares(self) -> None:
+        """Add the shares of earlier micro-steps to those of the last, which are true gradients already."""
+        if self.window.sums is not None:
+            factor = next(iter(self.buckets)).factor
+            torch._foreach_add_(self.buckets.reduced, self.window.sums, alpha=factor)
+            self.window.sums = None
+
     def _keep(self) -> None:
         """End the backward of a micro-step inside a window."""
+        if self.merges_shares and not self.is_last_micro_step:
+            return self._keep_shares()
         self.buckets.keep()
-        if self.stages.ddp is not None:
-            self.stages.ddp.after_backward()
+        if self.stages.in_backward is not None:
+            self.stages.in_backward.after_backward()
         if self.meter.measures(self.index + 1):
             self.meter.after_micro_step(self.buckets, self.window, self.weighing)
 
@@ -367,13 +411,18 @@ class Pipeline:
         """Reduce what is this rank's own, without overlap: left by fleet.no_sync(), or put in place by the user."""
         self.weighing.refuse_bare(self.window)
         reopened = self.window.closed
+        if reopened and self.holds_weight_shards and self.stages.merge.micro_steps > 1:
+            raise FleetError(
+                "a backward has added to gradients that this merge window has reduced already, a mean of another scale. "
+                "Call optimizer.step() after the backward that closes a window."
+            )
         if reopened:
             self.bare.enter(self)
         elif not self.window.entered:
             self.window.enter(None, None)
             self.buckets.count_shown()
         if self.is_last_micro_step:
-            if self.stages.ddp is not None:
+            if self.stages.in_backward is not None:
                 self._keep()
             self.reduce_now(bare=True, again=reopened)
         else:
@@ -398,6 +447,7 @@ class Pipeline:
         alarms = self.checks.alarms_of(self.window, place)
         self._bad_losses = alarms.bad_losses
         factor = self.weighing.factor(self.window, alone=self.stages.reduce.is_local())
+        self.buckets.filled_before = self.window.filled
         self.buckets.arm(self._start, factor=factor, alarms=alarms, alone=self.trains_alone)
 
     def _start(self, bucket: Bucket) -> Pending:
@@ -415,11 +465,12 @@ class Pipeline:
         """Wait for the reduce, and judge it. `bare`: another backward may follow; missing gradients are reported in step()."""
         with without_autocast(self.buckets.flats[0].device):
             self.buckets.close()
+        self._add_shares()
         if self.window.set_aside is not None:
             self.bare.add_set_aside()
         self.window.closed = True
-        if self.stages.ddp is not None:
-            self.stages.ddp.compare(self.buckets)
+        if self.stages.in_backward is not None:
+            self.stages.in_backward.compare(self.buckets)
         used = self.stages.reduce.used(self.checks.unused.after_reduce())
         # Before the user's own clipping can touch it: being finite is a property of what was reduced.
         looks, measures = self.checks.looks_at_norm(self.stages.backward), self._measures_noise
@@ -446,8 +497,8 @@ class Pipeline:
 
     def reduce_now(self, *, bare: bool = False, again: bool = False) -> None:
         """Reduce without overlap: local gradients, several pairs, or a window that is flushed."""
-        if self.stages.ddp is not None:
-            self.stages.ddp.require_done(self.buckets.missing())
+        if self.stages.in_backward is not None:
+            self.stages.in_backward.require_done(self.buckets.missing())
         self.arm(again=again)
         self.close(bare=bare)
 
@@ -507,7 +558,7 @@ class Pipeline:
 
     def _make_update(self, closure: Callable[[], Any] | None) -> None:
         if self.stages.shard is not None:
-            if self.compares_ranks:
+            if self.compares_ranks and not self.stages.shard.holds_weights:
                 self.checks.before_sharded(self.index)
             self.buckets.adopt_replaced()
             self.stages.shard.step(closure)
@@ -603,6 +654,11 @@ class Pipeline:
         self.stages.backward.adopt_scale(min(row.scale for row in rows))
 
     @property
+    def holds_weight_shards(self) -> bool:
+        """Whether this rank has its share of the weights alone (fully_shard)."""
+        return self.stages.shard is not None and self.stages.shard.holds_weights
+
+    @property
     def trains_alone(self) -> bool:
         return self.comm.size > 1 and self.stages.reduce.is_local()
 
@@ -691,8 +747,8 @@ class Pipeline:
         self.buckets.give_up()
         if self.stages.shard is not None:
             self.stages.shard.let_go()
-        if self.stages.ddp is not None:
-            self.stages.ddp.give_up()
+        if self.stages.in_backward is not None:
+            self.stages.in_backward.give_up()
         if self.checks.first_look is not None:
             self.checks.first_look.give_up()
 

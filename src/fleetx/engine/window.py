@@ -73,6 +73,10 @@ class Window:
     """The backward that closed it has reached other pairs too."""
     set_aside: list[Tensor] | None = None
     """What was reduced, bucket by bucket, while another backward makes more that is reduced by itself; else None."""
+    sums: list[Tensor] | None = None
+    """Under sharding with merge_sharded: this rank's shares of the micro-steps so far, summed over ranks, bucket by bucket."""
+    filled: list[bool] | None = None
+    """Which parameters had a gradient in these micro-steps, in bucket order."""
     asked_due: bool = False
     """`optimizer.due` was read in the micro-step under way."""
 

@@ -41,7 +41,7 @@ from .accelerate_optimizer import (
     with_precision,
     world_shown,
 )
-from .refusals import refuse_plans, refuse_second_clipping
+from .refusals import refuse_divided_weights, refuse_plans, refuse_second_clipping
 
 PlainAccelerator: Any = accelerate.Accelerator
 SEAMS = ("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "backward", "clip_grad_norm_", "save_state")
@@ -59,6 +59,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
         refuse_handlers(kwargs.get("kwargs_handlers") or ())
         strategy = copied(strategy)
         refuse_plans(strategy, who="Accelerator(strategy=...)")
+        refuse_divided_weights(strategy, who="Accelerator(strategy=...)")
         wants_cpu = bool(kwargs.get("cpu")) or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         world.open_world(device=torch.device("cpu") if wants_cpu else None)
         if len(args) > 2:
@@ -77,6 +78,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]
     def of(cls, plain: Any, strategy: DistributedStrategy, *, window: int) -> Accelerator:
         """Convert a framework's Accelerator in place. `window`: the largest number of micro-batches of one update."""
         refuse_plans(strategy, who=f"{type(plain).__name__}")
+        refuse_divided_weights(strategy, who=f"{type(plain).__name__}")
         world.open_world(device=_device_of(plain))
         plain.__class__ = cls
         accelerator: Accelerator = plain

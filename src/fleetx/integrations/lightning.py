@@ -41,6 +41,7 @@ from .lightning_refusals import (
     refuse_overridden,
     refuse_what_both_claim,
 )
+from .refusals import refuse_divided_weights
 
 OLDEST = (2, 4)
 PASSED_ON = (
@@ -158,6 +159,7 @@ class FleetStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         if self._layer_sync is not None:
             raise ConfigError("Trainer(sync_batchnorm=True) is torch's SyncBatchNorm. Write strategy.sync_batch_norm = True.")
         refuse_what_both_claim(trainer, self.precision_plugin, self.fleet_strategy)
+        refuse_divided_weights(self.fleet_strategy, who="FleetStrategy")
         refuse_overridden(module, pl.LightningModule)
         self._count_batches(trainer)
         super().setup_optimizers(trainer)

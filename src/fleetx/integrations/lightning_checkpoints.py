@@ -32,7 +32,9 @@ def folder_of(path: Any) -> str:
 def ranks_differ(optimizers: Sequence[FleetOptimizer]) -> bool:
     """Check whether ranks hold different state; the answer is the same on every rank."""
     pipelines = [optimizer.pipeline for optimizer in optimizers]
-    return any(p.averages or p.stages.reduce.state_dict() or p.window.micro_steps for p in pipelines)
+    return any(
+        p.averages or p.stages.reduce.state_dict() or p.window.micro_steps or p.stages.shard is not None for p in pipelines
+    )
 
 
 def what_to_keep(optimizers: Sequence[FleetOptimizer], *, step: int) -> dict[str, Any]:
@@ -86,6 +88,8 @@ def load_kept(checkpoint: Mapping[str, Any], path: Any, module: nn.Module, optim
 def _load_plain(checkpoint: Mapping[str, Any], path: Any, optimizers: Sequence[FleetOptimizer]) -> None:
     for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
         load_optimizer_state(optimizer.update, state)
+        if optimizer.pipeline.stages.shard is not None:
+            optimizer.pipeline.stages.shard.cut_state()
     if optimizers and optimizers[0].pipeline.comm.rank == 0:
         warn_user(
             f"{path} was saved without FleetStrategy: weights and optimizer are loaded, and the strategy begins at its first "

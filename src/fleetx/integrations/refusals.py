@@ -36,3 +36,12 @@ def refuse_plans(strategy: DistributedStrategy, *, who: str) -> None:
             "Plan first, in a script of its own: model, optimizer = fleet.distribute(model, optimizer, strategy, sample=batch); "
             'then write recompute_configs = {"checkpoints": [...]} with the names in optimizer.memory_plan.recomputed.'
         )
+
+
+def refuse_divided_weights(strategy: DistributedStrategy, *, who: str) -> None:
+    """Raise for weights of which each rank has a share alone: a framework saves and evaluates on one rank."""
+    if any(part.divides_weights for part in strategy.parts()):
+        raise ConfigError(
+            f"strategy.sharding of stage 3 divides the weights, and {who} saves and loads whole ones. Write "
+            'strategy.sharding_configs = {"stage": 2}, or call fleet.distribute(...) in a loop of your own.'
+        )

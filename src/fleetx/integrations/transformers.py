@@ -27,7 +27,7 @@ from . import require_package, require_seams
 from .accelerate import Accelerator
 from .accelerate_optimizer import merged
 from .lean_head import lean as lean
-from .refusals import refuse_plans, refuse_second_clipping
+from .refusals import refuse_divided_weights, refuse_plans, refuse_second_clipping
 
 transformers: Any = require_package("transformers", extra="hf", oldest=(4, 50))
 PlainTrainer: Any = transformers.Trainer
@@ -100,6 +100,7 @@ class FleetTrainer(PlainTrainer):  # type: ignore[misc]
         refuse_arguments(self.args)
         strategy = fleet._chosen(self._asked)
         refuse_plans(strategy, who="FleetTrainer")
+        refuse_divided_weights(strategy, who="FleetTrainer")
         refuse_default_clipping(self.args, strategy)
         window = window_of(self.args, strategy)
         strategy.gradient_merge = False  # `window` holds it from here on
@@ -152,7 +153,10 @@ class FleetTrainer(PlainTrainer):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call=_internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        with contextlib.ExitStack() as gathered:  # rank 0 alone asks for the optimizer's state, of which each may have a share
+            for ours in self.accelerator.pairs:
+                gathered.enter_context(ours.optimizer.state_gathered())
+            super()._save_optimizer_and_scheduler(output_dir)
         self.accelerator.save_strategy_state(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -46,6 +46,10 @@ class Piece:
     grad: Tensor
     """Where the mean of this range's gradient lies."""
 
+    @property
+    def place(self) -> int:
+        return self.range.place
+
     def follow(self) -> None:
         """Point at the parameter's memory again, where `param.data = ...` has replaced it; show the gradient if there is one."""
         mine = in_memory_order(self.param.data)[self.range.start : self.range.stop]

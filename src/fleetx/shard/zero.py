@@ -10,10 +10,7 @@ Together that is what an all-reduce sends. The ranks' weights are equal to the b
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -21,49 +18,21 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 
-from ..dist.comm import Comm, Pending
+from ..dist.comm import Pending
 from ..engine.bucket import Bucket, in_memory_order, view_like
-from ..engine.buckets import Buckets, norms_of
+from ..engine.buckets import Buckets
 from ..engine.dense_reduce import KeepsNothing
 from ..engine.gradient_share import GradientShare, make_share
-from ..engine.setup.optimizer_state import RESTORE, SHAPED_AS_THE_PARAMETER
+from ..engine.setup.optimizer_state import Parts
 from ..engine.setup.own_optimizer import Update
 from ..engine.slots import Reduce, Step
-from ..engine.user_loop.optimizer_hooks import may_change_gradients, refuse_before_step
 from ..errors import ConfigError
+from .divided import SHARED, DividedUpdate, Groups, is_shaped, value_of
 from .ranges import Piece, Range, pieces_of, ranges_of
 
 IN_FLIGHT = 2
 """Buckets under way at once, each with a buffer of its size for what comes in: more would cost the memory that sharding saves."""
-
-
-@final
-@dataclass(slots=True)
-class Groups:
-    """The ranks that divide one state between them, and those that have the same share of it."""
-
-    all: Comm
-    inside: Comm
-    across: Comm | None
-    """One rank of each set, where there are several; None: all ranks are one set."""
-
-    @staticmethod
-    def of(comm: Comm, degree: int | None) -> Groups:
-        """Make sets of `degree` neighbours (None: one set of all ranks). Every rank calls it."""
-        if degree is None or degree == comm.size:
-            return Groups(comm, comm, None)
-        sets = [list(range(first, first + degree)) for first in range(0, comm.size, degree)]
-        across = [list(ranks) for ranks in zip(*sets, strict=True)]
-        return Groups(comm, comm.subgroup(sets), comm.subgroup(across))
-
-    def count(self) -> None:
-        """Count what the sets have sent as sent by the whole group."""
-        for comm in (self.inside, self.across):
-            if comm is not None and comm is not self.all:
-                self.all.bytes_sent += comm.bytes_sent
-                comm.bytes_sent = 0.0
 
 
 @final
@@ -130,33 +99,21 @@ class ScatterReduce(KeepsNothing):
 
 
 @final
-class ShardedUpdate:
-    """SHARD: the ranges of this rank, and the calls that bring ranks together around them."""
+class ShardedUpdate(DividedUpdate):
+    """SHARD by ranges of flat buckets: weights stay whole on every rank."""
 
-    def __init__(self, groups: Groups, *, frees: bool = False) -> None:
-        """Divide by these groups. `frees`: each rank keeps its share of the gradients alone (stage 2)."""
-        self._groups, self._comm = groups, groups.inside
-        self.rank, self.shares, self.frees = groups.inside.rank, groups.inside.size, frees
-        self.scatters = False
-        self.collected: dict[str, Any] | None = None
-        self._shows_own_state = False
-        self._buckets: list[Bucket] = []
+    def __init__(self, groups: Groups, *, frees: bool = False, merges_shares: bool = False) -> None:
+        """Divide by these groups. `frees`: each rank keeps its share of the gradients alone (stage 2); `merges_shares`: inside a
+        merge window too."""
+        super().__init__(groups)
+        self.frees, self.scatters, self.merges_shares = frees, False, merges_shares
         self._layouts: list[Layout] = []
-        self._is_stepping = False
         self._ranges: list[list[Range]] = []
         """Of all ranks, bucket by bucket."""
         self._pieces: list[list[Piece]] = []
         """Of this rank, bucket by bucket."""
-        self._names: list[str] = []
-        self._stand_ins: dict[int, Tensor] = {}
-        """What the optimizer trains in the place of each parameter, by its id: a share, or an empty tensor."""
         self._range_of: dict[int, Range] = {}
         """What this rank owns of each parameter, by its id."""
-        self._squares: Tensor | None = None
-        """Squared norms of the tensors just reduced, which all ranks know."""
-        self._factors: Tensor | None = None
-        self._unknown: set[int] = set()
-        """Places of tensors that were clamped or replaced since."""
 
     # --- set up -----------------------------------------------------------------------------------------------------
 
@@ -168,14 +125,21 @@ class ShardedUpdate:
                 "strategy.sharding of stage 2 keeps a share of the gradients on each rank, and this strategy's way to reduce "
                 'leaves the whole mean on all of them. Write strategy.sharding_configs = {"stage": 1} beside it.'
             )
+        if self.merges_shares and not reduce.is_plain_sum:
+            raise ConfigError(
+                "merge_sharded adds up shares that are reduced in every micro-step, and quantized_allreduce keeps what an update "
+                "has not sent. Leave merge_sharded out beside it: the window then keeps whole buckets and is sent once."
+            )
         return ScatterReduce(self._groups, reduce) if reduce.is_plain_sum else reduce
+
+    def in_buckets(self, params: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+        return params
 
     def dress(self, view: Tensor) -> Tensor:
         return make_share(view, self) if self.scatters else view
 
     @torch.no_grad()
     def attach(self, buckets: Buckets, update: Optimizer, *, given: Optimizer) -> None:
-        self._update = update
         place = 0
         for bucket in buckets:
             numels = [param.numel() for param in bucket.params]
@@ -195,106 +159,22 @@ class ShardedUpdate:
         for bucket in buckets:
             for param in bucket.params:
                 self._stand_ins[id(param)] = nn.Parameter(param.data.new_empty(0))
-        self._stand_ins |= {id(piece.param): piece.share for piece in self._own()}
-        self._range_of = {id(piece.param): piece.range for piece in self._own()}
+        self._stand_ins |= {id(piece.param): piece.share for piece in self.own()}
+        self._range_of = {id(piece.param): piece.range for piece in self.own()}
         if isinstance(update, Update):
-            update.sum_over_ranks, update.shares = self._sum_over_ranks, self
-        self.cut_state()
-        given.__dict__[RESTORE] = self._restore_state
-        refuse_before_step(given, _refuse_divided)
-        self._refusal = update.register_state_dict_pre_hook(_refuse_share(weakref.ref(self)))
+            update.shares = self
+        self.connect(update, given=given)
 
     def let_go(self) -> None:
         """Keep what gives the optimizer its whole state back, and not the memory of gradients: the pair has ended."""
         self._buckets, nothing = [], torch.empty(0)
         self._pieces = [[dataclasses.replace(piece, grad=nothing) for piece in pieces] for pieces in self._pieces]
 
-    def _own(self) -> Iterator[Piece]:
+    def own(self) -> Iterator[Piece]:
         for pieces in self._pieces:
             yield from pieces
 
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        self._comm.all_reduce(values).wait()
-        self._groups.count()
-        return values
-
-    # --- norms ------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def measure_norms(self) -> Tensor:
-        pieces = list(self._own())
-        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._buckets[0].flat.device)
-        if pieces:
-            places = torch.tensor([piece.range.place for piece in pieces], device=squares.device)
-            squares[places] = torch.stack([norm.double() for norm in norms_of([piece.grad for piece in pieces])]).square()
-        self._squares = self._sum_over_ranks(squares)
-        self._factors, self._unknown = None, set()
-        return self.current_norm()
-
-    def current_norm(self) -> Tensor:
-        if self._unknown:
-            raise ConfigError(
-                f"the gradient of `{self._names[min(self._unknown)]}` was clamped or replaced, and strategy.clip_norm needs the "
-                "norm of what it is now, of which this rank has a share alone. Keep one of them."
-            )
-        return self._current().sum().sqrt().to(self._buckets[0].flat.dtype)
-
-    def _current(self) -> Tensor:
-        assert self._squares is not None
-        return self._squares if self._factors is None else self._squares * self._factors.square()
-
-    def not_finite(self) -> list[str]:
-        if self._squares is None:
-            return []
-        return [name for name, is_finite in zip(self._names, self._squares.isfinite().tolist(), strict=True) if not is_finite]
-
-    def note_factor(self, factor: Tensor) -> None:
-        self._factors = self._all_factors() * factor.double()
-
-    def _all_factors(self) -> Tensor:
-        assert self._squares is not None
-        return torch.ones_like(self._squares) if self._factors is None else self._factors
-
-    def norm_of(self, place: int) -> Tensor | None:
-        return None if self._squares is None or place in self._unknown else self._current()[place].sqrt()
-
-    def scale(self, place: int, factor: float | Tensor) -> None:
-        factors = self._all_factors().clone()
-        factors[place] *= factor.double() if isinstance(factor, Tensor) else factor
-        self._factors = factors
-
-    def clear(self, place: int) -> None:
-        assert self._squares is not None
-        self._squares = self._squares.clone()
-        self._squares[place] = 0.0  # not a factor of 0: what was not finite would stay so
-        self._unknown.discard(place)
-
-    def forget(self, place: int) -> None:
-        self._unknown.add(place)
-
-    # --- the update -------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None) -> None:
-        if closure is not None:
-            raise ConfigError(
-                f"step(closure) of {type(self._update).__name__} runs the closure inside its step, where under strategy.sharding "
-                "it holds shares of the parameters alone. Leave strategy.sharding out, or call step() without a closure."
-            )
-        self._refuse_hooks()
-        self._require_same_layout()
-        with _without_post_hooks(self._update) as post_hooks:
-            with self._shares_in_place():
-                self._is_stepping = True
-                try:
-                    self._update.step()
-                finally:
-                    self._is_stepping = False
-        self._gather()
-        for hook in post_hooks:  # now that the weights are whole, as a mean of the weights (EMA) needs them
-            hook(self._update, (), {})
-
-    def _require_same_layout(self) -> None:
+    def before_step(self) -> None:
         """Refuse parameters laid out otherwise than when they were divided. Every rank looks at all, also at what others own."""
         for bucket in self._buckets:
             for name, param, view in zip(bucket.names, bucket.params, bucket.views, strict=True):
@@ -304,40 +184,7 @@ class ShardedUpdate:
                         "memory. Write model.to(memory_format=...) before fleet.distribute(...), or call that again after it."
                     )
 
-    def _refuse_hooks(self) -> None:
-        """Refuse hooks of the script's own, which would find shares in the place of the parameters."""
-        hooks = (self._update._optimizer_step_pre_hooks, optimizer_module._global_optimizer_pre_hooks)
-        if any(map(may_change_gradients, hooks)):
-            raise ConfigError(
-                "a hook is registered before the optimizer's step (register_step_pre_hook), which under strategy.sharding would "
-                "see this rank's share of each parameter alone. Remove it, or leave strategy.sharding out."
-            )
-
-    @contextlib.contextmanager
-    def _shares_in_place(self) -> Iterator[None]:
-        """Let the optimizer's groups and state hold this rank's shares; afterwards they hold the parameters again."""
-        update = self._update
-        whole, state = [group["params"] for group in update.param_groups], update.state
-        shares: defaultdict[Tensor, Any] = defaultdict(dict)
-        for piece in self._own():
-            piece.follow()
-            if piece.param in state:
-                shares[piece.share] = state[piece.param]
-        for group in update.param_groups:
-            group["params"] = [self._stand_ins.get(id(param), param) for param in group["params"]]
-        update.state = shares
-        try:
-            yield
-        finally:
-            for group, params in zip(update.param_groups, whole, strict=True):
-                group["params"] = params
-            update.state = state
-            for piece in self._own():
-                if piece.share in shares:
-                    state[piece.param] = shares[piece.share]
-                piece.share.grad = None
-
-    def _gather(self) -> None:
+    def after_step(self) -> None:
         """Send what this rank has updated, and take what the others have. Every rank is here, with the buckets in one order."""
         under_way: list[Pending] = []
         for number, bucket in enumerate(self._buckets):
@@ -428,49 +275,19 @@ class ShardedUpdate:
             else:
                 del state[param]
 
-    @contextlib.contextmanager
-    def own_state(self) -> Iterator[None]:
-        self._shows_own_state = True
-        try:
-            yield
-        finally:
-            self._shows_own_state = False
-
-    @torch.no_grad()
-    def whole_state_dict(self) -> dict[str, Any]:
-        update, shares = self._update, self._update.state
-        whole = self._whole_state()
-        others = {param: held for param, held in shares.items() if id(param) not in self._stand_ins}
-        update.state = defaultdict(dict, others | whole)
-        try:
-            with self.own_state():
-                return update.state_dict()
-        finally:
-            update.state = shares
-
-    def _restore_state(self) -> None:
+    def give_state_back(self) -> None:
         """Give the optimizer its whole state back, on the parameters' devices. Every rank is here."""
-        whole = self._whole_state()
-        self._refusal.remove()
+        whole = self.whole_state()
         for param, held in whole.items():
-            self._update.state[param] = {k: v.to(param.device) if _is_shaped(k, v, param) else v for k, v in held.items()}
+            self._update.state[param] = {k: v.to(param.device) if is_shaped(k, v, param) else v for k, v in held.items()}
 
-    def _whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Gather the state of all parameters, on the CPU. Every rank is here."""
-        state = self._update.state
-        mine = {
-            piece.range.place: {key: _described(key, value, piece) for key, value in state[piece.param].items()}
-            for piece in self._own()
-            if piece.param in state
-        }
-        known: dict[int, dict[str, list[Any]]] = {}
-        for theirs in self._comm.gather_json(mine):
-            known |= {int(place): held for place, held in theirs.items()}
+    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
+        known = self._known()
         found: dict[Tensor, dict[str, Any]] = {}
         for number, layout in enumerate(self._layouts):
             held_by = {param: known[i] for i, param in enumerate(layout.params, layout.first_place) if i in known}
             for param, held in held_by.items():
-                found[param] = {key: _value_of(said, param.device) for key, said in held.items() if said[0] != SHARED}
+                found[param] = {key: value_of(said, param.device) for key, said in held.items() if said[0] != SHARED}
             kinds = dict.fromkeys((k, said[1]) for held in held_by.values() for k, said in held.items() if said[0] == SHARED)
             for key, dtype in kinds:  # in one order: all ranks have the same descriptions
                 row = self._gather_key(number, layout, key, getattr(torch, dtype))
@@ -478,6 +295,24 @@ class ShardedUpdate:
                     if held.get(key) == [SHARED, dtype]:
                         found[param][key] = self._assembled(number, param, row).cpu().contiguous()
         return {param: found[param] for layout in self._layouts for param in layout.params if param in found}
+
+    def state_in_parts(self) -> dict[Tensor, dict[str, Any]]:
+        known = self._known()
+        mine = {(piece.place, piece.range.start): piece for piece in self.own()} if self._writes else {}
+        found: dict[Tensor, dict[str, Any]] = {}
+        for layout, ranges in zip(self._layouts, self._ranges, strict=True):
+            for place, param in enumerate(layout.params, layout.first_place):
+                pieces = [(one.start, one.stop, mine.get((place, one.start))) for one in ranges if one.place == place]
+                if place in known:
+                    found[param] = {key: self._in_parts(key, said, param, pieces) for key, said in known[place].items()}
+        return found
+
+    def _in_parts(self, key: str, said: Sequence[Any], param: Tensor, pieces: Sequence[tuple[int, int, Piece | None]]) -> Any:
+        if said[0] != SHARED:
+            return value_of(said, param.device)
+        state = self._update.state
+        held = [(start, stop, None if piece is None else state[piece.param][key]) for start, stop, piece in pieces]
+        return Parts(tuple(param.shape), param.stride(), tuple(held))
 
     def _gather_key(self, number: int, layout: Layout, key: str, dtype: torch.dtype) -> Tensor:
         first = self._comm.rank * layout.share_numel
@@ -497,75 +332,17 @@ class ShardedUpdate:
         return view_like(flat, param.data)
 
 
-SHARED = "share"
-
-
 def _order(tensor: Tensor) -> list[int]:
     """Return the strides that matter: those of dimensions with several elements."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-@contextlib.contextmanager
-def _without_post_hooks(optimizer: Optimizer) -> Iterator[list[Callable[..., Any]]]:
-    """Let the step inside call no hook after it, and return those to be called; the global ones follow the pair's own step."""
-    own, every = optimizer._optimizer_step_post_hooks, optimizer_module._global_optimizer_post_hooks
-    optimizer._optimizer_step_post_hooks, optimizer_module._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield list(own.values())
-    finally:
-        optimizer._optimizer_step_post_hooks, optimizer_module._global_optimizer_post_hooks = own, every
-
-
-def _is_shaped(key: str, value: Any, param: Tensor) -> bool:
-    return key in SHAPED_AS_THE_PARAMETER and isinstance(value, Tensor) and value.shape == param.shape
 
 
 def _cut(held: Mapping[str, Any], param: Tensor, own: Range) -> dict[str, Any]:
     """Return this rank's share of one parameter's state; what has not its shape is needed whole."""
     cut: dict[str, Any] = {}
     for key, value in held.items():
-        if _is_shaped(key, value, param):
+        if is_shaped(key, value, param):
             laid_out = value if value.stride() == param.stride() else torch.empty_like(param, dtype=value.dtype).copy_(value)
             value = in_memory_order(laid_out)[own.start : own.stop].clone()
         cut[key] = value
     return cut
-
-
-def _described(key: str, value: Any, piece: Piece) -> list[Any]:
-    """Return a value as it travels: a share is gathered, a number is told."""
-    if isinstance(value, Tensor) and key in SHAPED_AS_THE_PARAMETER and value.numel() == piece.share.numel() and value.dim() == 1:
-        return [SHARED, str(value.dtype).removeprefix("torch.")]
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return ["tensor", value.item(), str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type == "cpu"]
-    if value is None or isinstance(value, bool | int | float):
-        return ["number", value]
-    raise ConfigError(f"the optimizer keeps `{key}` of type {type(value).__name__} for a parameter, which ranks cannot exchange.")
-
-
-def _value_of(said: Sequence[Any], device: torch.device) -> Any:
-    if said[0] == "number":
-        return said[1]
-    _, value, dtype, shape, on_cpu = said
-    return torch.full(shape, value, dtype=getattr(torch, dtype), device="cpu" if on_cpu else device)
-
-
-def _refuse_divided(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse a step by this rank's share of the state, outside of the pair that has divided it."""
-    restore = optimizer.__dict__.get(RESTORE)
-    if restore is not None and not restore.__self__._is_stepping:
-        raise ConfigError(
-            f"this {type(optimizer).__name__} has this rank's share of its state alone, since strategy.sharding has divided it. "
-            "Call fleet.distribute(model, optimizer) with it again on every rank, which gives it the whole, or make a new one."
-        )
-
-
-def _refuse_share(owner: Callable[[], ShardedUpdate | None]) -> Callable[[Optimizer], None]:
-    def refuse(_: Optimizer) -> None:
-        found = owner()
-        if found is not None and not found._shows_own_state:
-            raise ConfigError(
-                "state_dict() of the optimizer that was given to fleet.distribute(...) would be this rank's share alone, under "
-                "strategy.sharding. Call state_dict() of the optimizer that it returned, on every rank."
-            )
-
-    return refuse

@@ -736,16 +736,20 @@ class Sharding(_BuiltPart):
     """
 
     stage: int
-    """what is divided: 1, the optimizer's state; 2, the gradients too"""
+    """what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too"""
+    merge_sharded: bool
+    """stage 2: reduce every micro-step of a merge window, and keep this rank's share of its sums alone"""
     sharding_degree: int | None
     """ranks that divide one state between them, neighbours; None: all ranks of the run"""
-    def __init__(self, *, stage: int = 1, sharding_degree: int | None = None) -> None: ...
+    def __init__(self, *, stage: int = 1, merge_sharded: bool = False, sharding_degree: int | None = None) -> None: ...
 
 class ShardingSettings(TypedDict, total=False):
     """Settings of `sharding` as a dict; keys left out keep their value, or their default."""
 
     stage: int
-    """what is divided: 1, the optimizer's state; 2, the gradients too"""
+    """what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too"""
+    merge_sharded: bool
+    """stage 2: reduce every micro-step of a merge window, and keep this rank's share of its sums alone"""
     sharding_degree: int | None
     """ranks that divide one state between them, neighbours; None: all ranks of the run"""
 

@@ -191,6 +191,7 @@ class ShardingValues(TypedDict):
     """Settings of `sharding` as they read back: all keys."""
 
     stage: int
+    merge_sharded: bool
     sharding_degree: int | None
 
 class Keywords(TypedDict, total=False):
@@ -409,7 +410,8 @@ class Switches:
     sharding_configs: Setting[ShardingValues, ShardingSettings]
     """Settings of `sharding`, each checked when it is written.
 
-    - `stage`: what is divided: 1, the optimizer's state; 2, the gradients too
+    - `stage`: what is divided: 1, the optimizer's state; 2, the gradients too; 3, the weights too
+    - `merge_sharded`: stage 2: reduce every micro-step of a merge window, and keep this rank's share of its sums alone
     - `sharding_degree`: ranks that divide one state between them, neighbours; None: all ranks of the run
     """
     sync_batch_norm: Setting[bool, bool | SyncBatchNorm]

@@ -23,10 +23,19 @@ class RankCheck:
     """Do all ranks still hold the same model? A weight changed by hand on one rank, or a flipped bit, is found here."""
 
     def __init__(
-        self, model: nn.Module, comm: Comm, tail: Tail | None, *, every: int, own: Iterable[nn.Parameter], optimizer: Optimizer
+        self,
+        model: nn.Module,
+        comm: Comm,
+        tail: Tail | None,
+        *,
+        every: int,
+        own: Iterable[nn.Parameter],
+        optimizer: Optimizer,
+        weights: bool = True,
     ) -> None:
+        """Prepare to compare. `weights`: whether ranks hold the same; else their buffers alone are compared."""
         self._comm, self.every = comm, every
-        self._model = model
+        self._model, self._weights = model, weights
         self._own = {id(param) for param in own}
         self._optimizer = optimizer
         self._tail = tail
@@ -126,7 +135,7 @@ class RankCheck:
             left_out |= self._tail.tables.names()
         # Another optimizer's parameters are looked at by its own pair, which may let ranks train alone.
         others = model_pairs.trained_by_others(self._own)
-        params = {name: param for name, param in self._model.named_parameters() if id(param) not in others}
+        params = {name: param for name, param in self._model.named_parameters() if self._weights and id(param) not in others}
         named: dict[str, Tensor] = {**params, **({} if self._params_only else dict(self._model.named_buffers()))}
         return {name: t.detach() for name, t in named.items() if name not in left_out and t.numel()}
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ...dist import world
+from ...dist.agree import ranks_where
+from ...dist.comm import Comm
+from ...dist.fully_sharded import is_fully_sharded
 from ...errors import ConfigError, warn_user
 from ..buffers.buffer_kinds import refuse_unknown_buffers
 from ..dry_run import Rehearsal, Sample, own_loss
@@ -102,6 +105,7 @@ def bind(
     require_own_state(optimizer, checked)  # on all ranks: they have ended the same pair
     for part in checked:
         part.check(site)
+    _refuse_beside_shards(parts, here.comm, divides=is_fully_sharded(model))
     acting = _forward_parts(parts)
     _refuse_unlike_forward(model, acting)
     restore_forwards(model)
@@ -109,6 +113,9 @@ def bind(
         move(model, optimizer, params, here.device)
         broadcast_from_first(model, params, here.comm)
     strip_compiled_prefix(model)
+    for part in parts:
+        part.place(site)
+    params = named_trainable(model, optimizer)
     compiled = compile_strategy(
         strategy,
         parts,
@@ -129,6 +136,20 @@ def bind(
     _connect(whole, face, strategy, parts, params)
     if not is_placed:
         warn_of_other_modules(params, here.comm, syncs_batch_norm=strategy.sync_batch_norm)
+
+
+def _refuse_beside_shards(parts: Sequence[Part], comm: Comm, *, divides: bool) -> None:
+    """Raise where one of several pairs has its weights divided (fully_shard): a backward of one loss could not leave the other's
+    gradients alone. All ranks raise or none: a discarded pair may be collected on some of them only."""
+    others = [pipeline for pipeline in model_pairs.alive if isinstance(pipeline, Pipeline)]
+    divides = divides or any(part.divides_weights for part in parts)
+    unfit = bool(others) and (divides or any(pipeline.holds_weight_shards for pipeline in others))
+    if ranks_where(comm, unfit):
+        raise ConfigError(
+            "strategy.sharding of stage 3 (fully_shard) trains one pair of model and optimizer in a process, and there is "
+            "another one: a loss that reaches both models would leave gradients in the one that it is not for. Give both to "
+            "fleet.distribute as one, in a torch.nn.ModuleList; or use stage 1 or 2."
+        )
 
 
 def _forward_parts(parts: Sequence[Part]) -> list[Part]:

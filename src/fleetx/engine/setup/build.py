@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...dist.comm import Comm
+from ...dist.fully_sharded import is_fully_sharded
 from ...errors import ConfigError
 from ..buckets import Buckets
 from ..checks.checks import Checks, DeferredErrors, UnusedCheck
@@ -20,7 +21,7 @@ from ..checks.first_batch import FirstLook
 from ..checks.flips import FlipWatch
 from ..checks.half_sent import HalfSent
 from ..checks.nonfinite import NonFiniteGuard
-from ..dense_reduce import DenseAllReduce
+from ..dense_reduce import DenseAllReduce, ReducedInBackward
 from ..noise_scale import NoiseScaleMeter, require_measurable
 from ..optimizer import FleetOptimizer
 from ..sidecar import AlarmReader, Tail
@@ -60,13 +61,19 @@ def compile_strategy(
     filled: dict[Slot, Any] = {} if merging is None else dict(merging.build(site))
     merge = filled.get(Slot.MERGE, Merge())
     # Before another part changes anything.
-    require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm, by_ddp=wrapper is not None)
+    wrapped = "DistributedDataParallel" if wrapper is not None else "fully_shard" if is_fully_sharded(model) else None
+    require_measurable(strategy.noise_scale_steps, parts=parts, merge=merge, comm=comm, wrapped=wrapped)
     for part in parts:
         if part is not merging:
             filled.update(part.build(site))
-    reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
     allowed = strategy.find_unused_parameters or (wrapper is not None and allows_unused(wrapper))
     shard = filled.get(Slot.SHARD)
+    if shard is not None and shard.merges_shares and strategy.noise_scale_steps:
+        raise ConfigError(
+            f"noise_scale_steps is {strategy.noise_scale_steps}: it needs each rank's own gradients of a micro-step, which "
+            "merge_sharded reduces. Set strategy.noise_scale_steps = 0, or leave merge_sharded out."
+        )
+    reduce = filled.get(Slot.REDUCE) or (DenseAllReduce(comm) if wrapper is None else ReducedByDDP(wrapper, comm))
     if shard is not None:
         reduce = shard.reduce_by(reduce, may_miss=allowed)
     stages = Stages(
@@ -77,14 +84,20 @@ def compile_strategy(
         update=filled.get(Slot.UPDATE, optimizer),
         average=filled.get(Slot.AVERAGE),
         shard=shard,
-        ddp=reduce if isinstance(reduce, ReducedByDDP) else None,
+        in_backward=reduce if isinstance(reduce, ReducedInBackward) else None,
     )
     flags = len(params) if allowed else 0
     tail = Tail(model, rank=comm.rank, size=comm.size, flags=flags, local=local) if comm.size > 1 else None
     bucket_bytes = int(strategy.fuse_grad_size_in_MB * 2**20)
-    carries_tail, whole = stages.reduce.carries_tail, wrapper is not None
+    carries_tail, whole = stages.reduce.carries_tail, stages.in_backward is not None
     buckets = Buckets(
-        params, bucket_bytes=bucket_bytes, tail=tail, carries_tail=carries_tail, comm=comm, whole=whole, shard=shard
+        params if shard is None else shard.in_buckets(params),
+        bucket_bytes=bucket_bytes,
+        tail=tail,
+        carries_tail=carries_tail,
+        comm=comm,
+        whole=whole,
+        shard=shard,
     )
     stages.reduce.attach(buckets)
     if shard is not None:
@@ -97,7 +110,15 @@ def compile_strategy(
         unused=UnusedCheck(buckets, comm, allowed=allowed),
         first_look=FirstLook(model, wrapper, parts),
         finite=NonFiniteGuard(strategy.on_nan_inf, model, buckets, comm, may_skip=may_skip, local=local),
-        ranks=RankCheck(model, comm, tail, every=strategy.desync_check_steps, own=params.values(), optimizer=stages.update),
+        ranks=RankCheck(
+            model,
+            comm,
+            tail,
+            every=strategy.desync_check_steps,
+            own=params.values(),
+            optimizer=stages.update,
+            weights=shard is None or not shard.holds_weights,
+        ),
         alarms=AlarmReader(buckets, may_miss=allowed),
         deferred_errors=DeferredErrors(),
         half_sent=HalfSent(comm),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,17 @@ SHAPED_AS_THE_PARAMETER = frozenset(
     "momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg grad_avg acc_delta sum prev ax step_size master".split()
 )
 """In torch's own optimizers. Others may be factored, flattened or single numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A tensor that is divided between ranks, as each of them writes it: its own parts, and where all of them lie."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """By which the elements, in the order of memory, make the tensor."""
+    pieces: tuple[tuple[int, int, Tensor | None], ...]
+    """First element, the one after the last, and the numbers where this rank is to write them."""
 
 
 def optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...dist.comm import Comm, sharding_of
+from ...dist.fully_sharded import is_divided, show_shards
 from ...errors import ConfigError, warn_user
 from ..modules.plain_copy import keep_copies_plain, left_out
 from ..user_loop.model_pairs import owner_of
@@ -52,6 +53,7 @@ def strip_compiled_prefix(model: nn.Module) -> None:
 
 def named_trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """Return the optimizer's trainable parameters in the model's registration order; tied ones once."""
+    show_shards(model)
     wanted = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = {plain_name(name): p for name, p in model.named_parameters() if id(p) in wanted}
     inside = {id(p) for p in named.values()}
@@ -197,8 +199,9 @@ def _group_settings(optimizer: Optimizer) -> list[str]:
 
 @torch.no_grad()
 def broadcast_from_first(model: nn.Module, params: dict[str, nn.Parameter], comm: Comm) -> None:
-    """Rank 0's weights and buffers on all ranks, a few large collectives."""
-    tensors = {id(t): t.data for t in [*model.parameters(), *model.buffers(), *params.values()]}
+    """Rank 0's weights and buffers on all ranks, a few large collectives; of divided weights each rank keeps its own part."""
+    every = [*model.parameters(), *model.buffers(), *params.values()]
+    tensors = {id(t): t.data for t in every if not is_divided(t)}
     broadcast_tensors(list(tensors.values()), comm)
 
 

@@ -108,6 +108,8 @@ class BareBackward:
         try:
             if self._armed:
                 pipeline.arm(again=reopened)
+            elif self._counts and pipeline.merges_shares:
+                pipeline.arm_inner()
             if self._counts:
                 pipeline.buckets.begin_bare(task, reduces=pipeline.is_last_micro_step, reopened=reopened)
             elif not self._is_stale:

@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config.text import listed
-from ...dist.comm import Comm, Pending
+from ...dist.comm import Comm
 from ...dist.fingerprint import fingerprint
+from ...dist.fully_sharded import is_fully_sharded
 from ...errors import ConfigError, FleetError
-from ..bucket import Bucket
 from ..buckets import Buckets
-from ..dense_reduce import KeepsNothing
+from ..dense_reduce import ReducedInBackward
 from ..modules.plain_copy import keep_copies_plain, left_out
-from ..slots import Part, Slot, Step
+from ..slots import Part, Slot
 
 UNWRAPPED = (
     "Leave the model unwrapped: in a plain loop give fleet.distribute(...) the module instead of DDP(module); with Accelerate "
@@ -75,7 +75,12 @@ def refuse_other_wrapper(model: nn.Module, own: DistributedDataParallel | None) 
 
 
 def refuse_steps_of_a_sample(model: nn.Module) -> None:
-    """DDP's collectives would run in them; a rank that fails there alone leaves the others waiting."""
+    """Refuse them: the wrapper's collectives would run there, and a rank that fails alone leaves the others waiting."""
+    if isinstance(model, nn.Module) and is_fully_sharded(model):
+        raise ConfigError(
+            "the model is sharded by fully_shard, and steps of a sample (auto, recompute's budget, find_batch) are run by each "
+            "rank alone, while a forward of this model needs all ranks. Plan before the model is sharded, and leave sample= out."
+        )
     if isinstance(model, nn.Module) and wrapper_of(model) is not None:
         raise ConfigError(
             "the model is in DistributedDataParallel, and steps of a sample (auto, recompute's budget, find_batch) are run by "
@@ -114,10 +119,8 @@ def allows_unused(wrapper: DistributedDataParallel) -> bool:
 
 
 @final
-class ReducedByDDP(KeepsNothing):
+class ReducedByDDP(ReducedInBackward):
     """REDUCE, where the wrapper does it: starts nothing, but makes sure that it was done."""
-
-    carries_tail = False  # DDP's buckets have no room for it
 
     def __init__(self, wrapper: DistributedDataParallel, comm: Comm) -> None:
         self._wrapper, self.comm = wrapper, comm
@@ -185,9 +188,6 @@ class ReducedByDDP(KeepsNothing):
                 f"DistributedDataParallel has left different gradients of {_quoted(unlike)} on the ranks. Was it made "
                 "trainable or added after the model was wrapped, or does a comm hook not average over all ranks?"
             )
-
-    def start(self, bucket: Bucket, step: Step) -> Pending:
-        return Pending(None)
 
     def give_up(self) -> None:
         self._handle.remove()
