@@ -372,7 +372,7 @@ class FleetOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"FleetOptimizer({self.update!r})"
 
-    def __getattr__(self, name: str) -> Any:
+    def _of_given(self, name: str) -> Any:
         """Methods and attributes that the given optimizer has of its own: schedule-free's train(), SAM's first_step()."""
         if name.startswith("_") or name in ("grad_scale", "found_inf") or "given" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -381,6 +381,9 @@ class FleetOptimizer(Optimizer):
             self._refuse_own_update(name)
             return self._checked_first(value)
         return value
+
+    if not TYPE_CHECKING:  # checkers know the methods of this class, so that they find misspelt ones
+        __getattr__ = _of_given
 
     def _checked_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method that moves weights by itself, so that it meets the guards of step()."""
