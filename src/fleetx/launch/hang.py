@@ -134,8 +134,8 @@ def describe_caution(seen: Hang, ranks: Mapping[int, Watched], *, hang_timeout_s
     """Say who is waited for, and what happens if that goes on."""
     rank, reason = next(iter(seen.culprits.items()))
     others = f", and {len(seen.culprits) - 1} more" if len(seen.culprits) > 1 else ""
-    limit = f"after {hang_timeout_seconds:g} s that counts as a hang (--hang_timeout)"
-    return f"rank {rank}: {reason}{_at_step(ranks[rank].step)}{others}{_waiting(seen.waiting)}; {limit}"
+    silent = f"{reason}{_at_step(ranks[rank].step)}{others}{_waiting(seen.waiting)}"
+    return f"rank {rank}: {silent}; after {hang_timeout_seconds:g} s that counts as a hang (--hang_timeout)"
 
 
 def describe(hang: Hang, ranks: Mapping[int, Watched]) -> list[str]:
