@@ -123,3 +123,10 @@ def test_the_names_of_torch_are_answered_with_those_of_fleet() -> None:
 def test_a_backend_or_a_strategy_in_the_place_of_the_role_is_an_error_with_the_word_to_write(given: object, name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"Write fleet.init({name}=...).")):
         fleet.init(given)
+
+
+def test_a_misspelt_method_of_the_optimizer_is_answered_with_the_right_one() -> None:
+    optimizer = FleetOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'minimise'. Did you mean `minimize`?"):
+        getattr(optimizer, "minimise")  # noqa: B009
+    assert not hasattr(optimizer, "zzzzzz")
