@@ -8,10 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from fleetx import fleet
 from fleetx.dist import world
 from tests.helpers.forked import start_forker
+
+settings.register_profile("fleetx", deadline=None)  # a busy machine is slow, and no test rests on timing
+settings.load_profile("fleetx")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Typeset formulas: a fenced block of the language `formula` becomes MathML, which browsers draw without a network.
 
-Each line is `name = expression`, written as in Python with |p| for a norm and ^ for a power, and after two blanks a note.
+Each line is `name = expression`, written as in Python with |p| for a norm, ^ for a power, @ for a product of matrices and M.T for
+a transposed one, and after two blanks a note.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 BLOCK = re.compile(r"^```formula\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NORM = re.compile(r"\|(\w+)\|")
 GREEK = {"alpha": "α", "beta": "β", "eps": "ε", "epsilon": "ε", "mu": "μ"}
-SIGNS: dict[type[ast.AST], str] = {ast.Add: "+", ast.Sub: "−", ast.Mult: "·"}
-RANKS: dict[type[ast.AST], int] = {ast.Add: 1, ast.Sub: 1, ast.Mult: 2}
+SIGNS: dict[type[ast.AST], str] = {ast.Add: "+", ast.Sub: "−", ast.Mult: "·", ast.MatMult: "&#x2062;"}
+RANKS: dict[type[ast.AST], int] = {ast.Add: 1, ast.Sub: 1, ast.Mult: 2, ast.MatMult: 2}
 """How tightly an operator binds; a fraction and a power need no brackets around them."""
 
 
@@ -52,9 +53,13 @@ def _node(node: ast.expr) -> str:
             return f"<msqrt>{inner}</msqrt>"
         if node.func.id == "sum":
             return f"<mrow><mo>∑</mo>{_within(node.args[0], 2)}</mrow>"
+        if node.func.id == "ceil":
+            return f"<mrow><mo>⌈</mo>{inner}<mo>⌉</mo></mrow>"
         if node.func.id == "norm":
             return f"<mrow><mo>‖</mo>{inner}<mo>‖</mo></mrow>"
         return f"<mrow>{_name(node.func.id)}<mo>(</mo>{inner}<mo>)</mo></mrow>"
+    if isinstance(node, ast.Attribute) and node.attr == "T":
+        return f"<msup>{_within(node.value, 3)}<mo>⊤</mo></msup>"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return f"<mfrac>{_node(node.left)}{_node(node.right)}</mfrac>"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -75,7 +80,7 @@ def _within(node: ast.expr, rank: int) -> str:
 def _name(name: str) -> str:
     letters, digits = re.fullmatch(r"(.*?)(\d*)", name).groups()  # type: ignore[union-attr]
     shown = GREEK.get(letters, letters)
-    base = f"<mi>{shown}</mi>" if len(shown) == 1 else f"<mtext>{html.escape(shown)}</mtext>"
+    base = f"<mi>{html.escape(shown)}</mi>"
     return f"<msub>{base}<mn>{digits}</mn></msub>" if digits else base
 
 

@@ -85,6 +85,21 @@ _HOMES = {
     "save_checkpoint": ".checkpoint",
     "save_model": ".checkpoint",
 }
+ELSEWHERE = {
+    "rank": "worker_index()",
+    "get_rank": "worker_index()",
+    "world_size": "worker_num()",
+    "get_world_size": "worker_num()",
+    "barrier": "barrier_worker()",
+    "all_reduce": "util.all_reduce(value)",
+    "all_gather": "util.all_gather(value)",
+    "print": "util.print_on_rank(message)",
+    "is_main_process": "is_first_worker()",
+    "prepare": "distribute(model, optimizer, strategy)",
+    "save": "save_checkpoint(folder, step=..., model=model, optimizer=optimizer)",
+    "load": "load_checkpoint(folder, model=model, optimizer=optimizer)",
+}
+"""What torch and other libraries call the functions of this module."""
 _has_said_run = False
 """Whether the line about the run was shown; again after the world was closed."""
 _default_strategy: DistributedStrategy | None = None
@@ -132,7 +147,7 @@ def init(
 ) -> None:
     """Join the job: an existing process group, or a launcher's variables, or alone. A second call does nothing.
 
-    `role` is Fleet's role maker; ranks come from the environment, so any object is accepted. `is_collective=False` would be
+    `role` is Fleet's role maker; ranks come from the environment, so any role maker is accepted. `is_collective=False` would be
     a parameter server, which this library has not.
 
     Examples:
@@ -144,6 +159,9 @@ def init(
         raise ConfigError(
             f"is_collective is {is_collective!r}: parameter servers are not supported. Write fleet.init(is_collective=True)."
         )
+    if isinstance(role, str | DistributedStrategy):
+        name = "backend" if isinstance(role, str) else "strategy"
+        raise ConfigError(f"the first argument of fleet.init is a role maker, or none. Write fleet.init({name}=...).")
     if strategy is not None and not isinstance(strategy, DistributedStrategy):
         raise ConfigError(f"strategy is {type(strategy).__name__}; it must be a fleet.DistributedStrategy.")
     global _default_strategy
@@ -433,7 +451,8 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
 def _late(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __package__), name)
-    raise AttributeError(f"fleet has no attribute `{name}`.{did_you_mean(name, __all__)}")
+    hint = f" Here it is fleet.{ELSEWHERE[name]}." if name in ELSEWHERE else did_you_mean(name, __all__)
+    raise AttributeError(f"fleet has no attribute `{name}`.{hint}")
 
 
 if not TYPE_CHECKING:  # checkers know the names, so that they find unknown ones

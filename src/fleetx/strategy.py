@@ -72,6 +72,26 @@ DIAGNOSTICS = {
 SCALARS = COMMUNICATION | GUARDS | DIAGNOSTICS
 
 
+ELSEWHERE = {
+    "gradient_merge": ("gradient_accumulation", "gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps"),
+    "amp": ("fp16", "bf16", "float16", "bfloat16", "autocast", "mixed_precision", "precision"),
+    "sharding": ("zero", "zero1", "zero2", "zero_optimization", "fsdp"),
+    "clip_norm": ("grad_clip", "gradient_clipping", "gradient_clip_val", "clip_grad_norm", "max_grad_norm"),
+    "recompute": ("gradient_checkpointing", "activation_checkpointing", "checkpointing", "remat"),
+    "localsgd": ("diloco", "fedavg", "post_local_sgd"),
+    "compile": ("torch_compile", "inductor"),
+    "powersgd": ("power_sgd",),
+    "sync_batch_norm": ("sync_bn", "syncbn", "convert_sync_batchnorm"),
+}
+"""What other libraries call a switch."""
+
+
+def _elsewhere(name: str) -> str:
+    """Return a sentence with the name that a switch has here, or nothing."""
+    own = next((own for own, others in ELSEWHERE.items() if name.lower() in others), None)
+    return f" Here it is called `{own}`." if own is not None else ""
+
+
 class UnknownSettingError(ConfigError, AttributeError):
     """No such attribute. An AttributeError too, so that `hasattr` and `getattr` with a default keep their meaning."""
 
@@ -159,8 +179,9 @@ class Settings(MutableMapping[str, Any]):
         """Apply `strategy.x = {...}`: these settings, and the default of every key not named."""
         self.update({**self._defaults, **given})
 
-    def changed(self) -> bool:
-        return self._values != self._defaults
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults."""
+        return {key: copy.deepcopy(value) for key, value in self._values.items() if value != self._defaults[key]}
 
     def plain(self) -> dict[str, Any]:
         """Return a plain dict, lists as lists, that shares nothing with this view."""
@@ -251,7 +272,9 @@ class DistributedStrategy(Switches):
 
     def _known(self, name: object) -> str:
         if not isinstance(name, str) or name not in self._values:
-            hint = did_you_mean(str(name), self._values) or f" Its settings are: {', '.join(self._values)}."
+            switches = [known for known in self._values if not known.endswith("_configs")]
+            hint = _elsewhere(str(name)) or did_you_mean(str(name), self._values)
+            hint = hint or f" Its settings are: {', '.join(switches)}; and for each switch its `_configs`."
             raise UnknownSettingError(f"DistributedStrategy has no setting `{name}`.{hint}")
         return name
 
@@ -306,6 +329,19 @@ class DistributedStrategy(Switches):
         return self.to_dict() == other.to_dict() if isinstance(other, DistributedStrategy) else NotImplemented
 
     def __repr__(self) -> str:
+        """Return one line: what differs from the defaults, as it is written in Python."""
+        written: dict[str, Any] = {}
+        for name in catalogue():
+            settings = self._settings(name)
+            changed = settings.changed() if settings is not None else {}
+            if self._values[name]:
+                written[name] = changed or True
+            elif changed:
+                written[f"{name}_configs"] = changed
+        written |= {name: self._values[name] for name, scalar in SCALARS.items() if self._values[name] != scalar.default}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in written.items())})"
+
+    def __str__(self) -> str:
         titles = {"Communication Flags": COMMUNICATION, "Guards": GUARDS, "Diagnostics": DIAGNOSTICS}
         return overview(self.to_dict(), scalars=titles)
 
@@ -323,7 +359,10 @@ class DistributedStrategy(Switches):
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
         if not isinstance(plain, Mapping):
-            raise ConfigError(f"A strategy is a mapping of settings, such as {{'amp': True}}; this is {plain!r}.")
+            raise ConfigError(
+                f"A strategy is a mapping of settings, such as {{'amp': True}}; this is {plain!r}. A file is read by "
+                "DistributedStrategy.load(path)."
+            )
         strategy = cls()
         for name, value in plain.items():
             setattr(strategy, strategy._known(name), value)

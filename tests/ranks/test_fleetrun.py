@@ -117,7 +117,7 @@ def test_two_ranks_reduce_and_each_log_holds_its_stdout_and_stderr_in_order(fold
     assert "of rank 1" not in ended.stdout + ended.stderr
     assert ended.stderr == ""
     assert ended.stdout.splitlines()[0].startswith(
-        "Local start of 2 process(es). Rank N writes to log/workerlog.N (those of an earlier run are in log/run-1 now);"
+        "Local start of 2 processes. Rank N writes to log/workerlog.N (those of an earlier run are in log/run-1 now);"
     )
     assert "Distributed Envs" not in ended.stdout
 

@@ -29,8 +29,11 @@ def test_every_formula_of_a_page_is_typeset(path: Path) -> None:
         assert FORMULAS.typeset(block).count("<math") == len(block.strip().splitlines())
 
 
-def test_pages_of_update_rules_have_formulas() -> None:
-    assert {"dgc", "lamb", "lars", "localsgd"} <= {path.stem for path in PAGES}
+@pytest.mark.parametrize("path", sorted((DOCS / "strategies").glob("*.md")), ids=lambda path: path.stem)
+def test_the_formula_of_every_strategy_is_typeset(path: Path) -> None:
+    section = path.read_text().partition("\n## Formula\n")[2].partition("\n## ")[0]
+    assert "```formula" in section or section.lstrip().startswith("None:"), section
+    assert "```text" not in section
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,12 @@ def test_pages_of_update_rules_have_formulas() -> None:
     [
         ("beta1^t", "<msup><msub><mi>β</mi><mn>1</mn></msub><mi>t</mi></msup>"),
         ("|p| / |u|", "<mfrac><mrow><mo>‖</mo><mi>p</mi><mo>‖</mo></mrow><mrow><mo>‖</mo><mi>u</mi><mo>‖</mo></mrow></mfrac>"),
+        ("ceil(a)", "<mrow><mo>⌈</mo><mi>a</mi><mo>⌉</mo></mrow>"),
+        ("M.T @ P", "<mrow><msup><mi>M</mi><mo>⊤</mo></msup><mo>&#x2062;</mo><mi>P</mi></mrow>"),
+        (
+            "(M @ Q).T",
+            "<msup><mrow><mo>(</mo><mrow><mi>M</mi><mo>&#x2062;</mo><mi>Q</mi></mrow><mo>)</mo></mrow><mo>⊤</mo></msup>",
+        ),
         ("a * b + c", "<mrow><mrow><mi>a</mi><mo>·</mo><mi>b</mi></mrow><mo>+</mo><mi>c</mi></mrow>"),
         (
             "a - (b - c)",

@@ -42,6 +42,29 @@ def test_a_rank_silent_in_the_script_is_the_cause_and_those_in_a_collective_its_
     ]
 
 
+def cautioned(*ranks: Watched, limit: float = 1800.0) -> hang.Hang | None:
+    return hang.caution(dict(enumerate(ranks)), hang_timeout_seconds=limit)
+
+
+def test_a_rank_that_others_wait_for_is_told_after_a_minute_long_before_it_counts_as_a_hang() -> None:
+    ranks = {0: watched(Phase.WAIT, silent=60), 1: watched(silent=61, step=6)}
+    seen = hang.caution(ranks, hang_timeout_seconds=1800.0)
+    assert seen is not None
+    assert hang.describe_caution(seen, ranks, hang_timeout_seconds=1800.0) == (
+        "rank 1: silent for 61 s in the user's code, at step 6; rank 0 waits for it; "
+        "after 1800 s that counts as a hang (--hang_timeout)"
+    )
+
+
+def test_no_caution_where_a_rank_moves_or_none_waits_or_the_limit_is_as_near() -> None:
+    late, waiting = watched(silent=61), watched(Phase.WAIT, silent=61)
+    assert cautioned(waiting, late) is not None
+    assert cautioned(watched(Phase.WAIT, silent=59), late) is None
+    assert cautioned(late, late) is None, "one rank alone, or all in long code of their own"
+    assert cautioned(waiting, waiting) is None, "what they wait for may be on another node"
+    assert cautioned(waiting, late, limit=60.0) is None
+
+
 def test_no_rank_hangs_while_one_rank_still_moves() -> None:
     assert judge(watched(Phase.WAIT, silent=99), watched(Phase.SAVE, silent=9.9)) is None
 

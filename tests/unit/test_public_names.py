@@ -21,6 +21,7 @@ from fleetx import fleet
 from fleetx.config import log
 from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.engine.report import Report
+from fleetx.errors import ConfigError
 from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -106,3 +107,26 @@ def test_every_public_name_is_in_the_reference() -> None:
     names = {name.rpartition(".")[2] for name in shown}
     names |= {name for home in shown if home in MODULES for name in MODULES[home].__all__}
     assert {name.rpartition(".")[2] for name in NAMES} <= names
+
+
+def test_the_names_of_torch_are_answered_with_those_of_fleet() -> None:
+    for theirs, ours in fleet.ELSEWHERE.items():
+        with pytest.raises(AttributeError, match=re.escape(f"fleet has no attribute `{theirs}`. Here it is fleet.{ours}.")):
+            getattr(fleet, theirs)
+        found: Any = fleet
+        for part in ours.partition("(")[0].split("."):
+            found = getattr(found, part)
+        assert callable(found)
+
+
+@pytest.mark.parametrize(("given", "name"), [("nccl", "backend"), (fleet.DistributedStrategy(amp=True), "strategy")])
+def test_a_backend_or_a_strategy_in_the_place_of_the_role_is_an_error_with_the_word_to_write(given: object, name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"Write fleet.init({name}=...).")):
+        fleet.init(given)
+
+
+def test_a_misspelt_method_of_the_optimizer_is_answered_with_the_right_one() -> None:
+    optimizer = FleetOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'minimise'. Did you mean `minimize`?"):
+        getattr(optimizer, "minimise")  # noqa: B009
+    assert not hasattr(optimizer, "zzzzzz")

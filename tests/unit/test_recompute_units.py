@@ -160,7 +160,7 @@ def test_a_model_with_nothing_to_compute_again_is_refused() -> None:
             chosen(model)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_scripted_module_is_refused_as_a_unit_and_harmless_beside_one() -> None:
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh())), Inner())
     assert chosen(model, "1") == ["1"]

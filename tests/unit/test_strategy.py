@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import inspect
@@ -20,7 +21,7 @@ from fleetx.config.kinds import Kind
 from fleetx.engine.slots import Part, Slot
 from fleetx.errors import ConfigError
 from fleetx.strategies import catalogue
-from fleetx.strategy import DistributedStrategy
+from fleetx.strategy import ELSEWHERE, DistributedStrategy
 
 PARTS = sorted(catalogue())
 PARTS_WITH_KEYS = [name for name in PARTS if dataclasses.fields(catalogue()[name])]
@@ -73,7 +74,7 @@ def test_an_unknown_keyword_suggests_the_nearest() -> None:
 def test_an_unknown_attribute_without_a_near_name_lists_the_settings() -> None:
     text = message(lambda: DistributedStrategy(zzzzzz=True))
     assert text.startswith("DistributedStrategy has no setting `zzzzzz`. Its settings are: ")
-    assert "gradient_merge, gradient_merge_configs" in text
+    assert "dgc, fp16_allreduce, gradient_merge, lamb" in text and "gradient_merge_configs" not in text
 
 
 def test_a_method_cannot_be_overwritten() -> None:
@@ -429,6 +430,33 @@ def test_every_legal_strategy_survives_yaml(strategy: DistributedStrategy) -> No
 
 
 @given(strategies())
+def test_the_short_form_is_python_that_makes_the_same_strategy(strategy: DistributedStrategy) -> None:
+    call = ast.parse(repr(strategy), mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert DistributedStrategy(**{word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}) == strategy
+
+
+def test_the_short_form_names_only_what_differs_from_the_defaults() -> None:
+    strategy = DistributedStrategy(amp=True, gradient_merge={"k_steps": 4}, on_nan_inf="skip")
+    assert repr(strategy) == "DistributedStrategy(amp=True, gradient_merge={'k_steps': 4}, on_nan_inf='skip')"
+    assert repr(DistributedStrategy()) == "DistributedStrategy()"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("gradient_accumulation_steps", "gradient_merge"), ("fp16", "amp"), ("zero", "sharding"), ("max_grad_norm", "clip_norm")],
+)
+def test_the_word_of_another_library_is_answered_with_ours(theirs: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"has no setting `{theirs}`. Here it is called `{ours}`."):
+        DistributedStrategy.from_dict({theirs: True})
+
+
+def test_words_of_other_libraries_name_switches_that_are_there() -> None:
+    assert set(ELSEWHERE) <= set(catalogue())
+    assert not set().union(*ELSEWHERE.values()) & set(DistributedStrategy()._values)
+
+
+@given(strategies())
 def test_every_row_of_the_overview_has_the_same_width(strategy: DistributedStrategy) -> None:
     assert {len(line) for line in str(strategy).split("\n")} == {84}
 
@@ -558,7 +586,7 @@ def test_the_overview_has_the_rows_of_the_seed_document() -> None:
 
 
 def test_the_overview_gives_each_element_of_a_list_a_row_of_its_own() -> None:
-    table = repr(DistributedStrategy(lars=True))
+    table = str(DistributedStrategy(lars=True))
     first, second = (next(line for line in table.split("\n") if word in line) for word in (" norm ", " bias "))
     assert "exclude_from_weight_decay" in first and second.split() == ["|", "bias", "|"]
 

@@ -208,7 +208,7 @@ def test_a_dry_run_says_when_the_rank_is_given_on_arrival() -> None:
 
 
 def test_the_start_line_says_where_output_goes() -> None:
-    alone = "Local start of 2 process(es). Rank N writes to log/workerlog.N; shown here: "
+    alone = "Local start of 2 processes. Rank N writes to log/workerlog.N; shown here: "
     assert start_line(make_plan(), range(2), 0) == alone + "rank 0, and of others their warnings and tracebacks."
     assert start_line(make_plan(tee="all"), range(2), 0) == alone + "all ranks."
     assert start_line(make_plan(tee=frozenset()), range(2), 0) == alone + "warnings and tracebacks."

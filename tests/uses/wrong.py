@@ -6,6 +6,7 @@ import torch
 
 import fleetx as X
 from fleetx import fleet
+from fleetx.engine.optimizer import FleetOptimizer
 from fleetx.strategies import DGC, Amp, Auto, FP16AllReduce, GradientMerge, Lars, LocalSGD, PowerSGD, Recompute
 
 strategy, model = fleet.DistributedStrategy(), torch.nn.Linear(4, 2)
@@ -44,3 +45,5 @@ PowerSGD(rank=4.0)
 FP16AllReduce(rank=4)
 fleet.distributed(model)
 X.distribute(model)
+FleetOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)).minimise(model(torch.ones(1, 4)).sum())
+FleetOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)).minimize(model(torch.ones(1, 4)).sum(), wait=3)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from . import dry_steps
 from .report import Report
 from .setup.keep_alive import KeptPairs
@@ -385,15 +385,21 @@ class FleetOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"FleetOptimizer({self.update!r})"
 
-    def __getattr__(self, name: str) -> Any:
+    def _of_given(self, name: str) -> Any:
         """Methods and attributes that the given optimizer has of its own: schedule-free's train(), SAM's first_step()."""
         if name.startswith("_") or name in ("grad_scale", "found_inf") or "given" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        value = getattr(self.given, name)
+        try:
+            value = getattr(self.given, name)
+        except AttributeError as error:
+            raise AttributeError(f"{error}.{did_you_mean(name, dir(type(self)))}") from None
         if "step" in name and callable(value):
             self._refuse_own_update(name)
             return self._checked_first(value)
         return value
+
+    if not TYPE_CHECKING:  # checkers know the methods of this class, so that they find misspelt ones
+        __getattr__ = _of_given
 
     def _checked_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method that moves weights by itself, so that it meets the guards of step()."""

@@ -14,6 +14,8 @@ import psutil
 from ..dist.heartbeat import Phase, Progress
 
 STOPPED_SECONDS = 3.0
+CAUTION_SECONDS = 60.0
+"""Silence after which a waiting is told, long before it counts as a hang: `--hang_timeout` is half an hour by default."""
 GAP_SECONDS = 1.0
 SHOWN_CULPRITS = 4
 PLACES = {
@@ -117,6 +119,23 @@ def silence(watched: Watched) -> str:
     if watched.sighting.progress is None:
         return "it never reported progress"
     return f"silent for {watched.silent_seconds:.0f} s in {PLACES[watched.sighting.progress.phase]}"
+
+
+def caution(ranks: Mapping[int, Watched], *, hang_timeout_seconds: float) -> Hang | None:
+    """Return whom ranks of this node wait for, once no rank has moved for CAUTION_SECONDS; None where that is the limit."""
+    waiting = tuple(rank for rank, watched in ranks.items() if watched.waits)
+    late = {rank: silence(watched) for rank, watched in ranks.items() if not watched.waits}
+    if hang_timeout_seconds <= CAUTION_SECONDS or not waiting or not late or not _all_silent(ranks, CAUTION_SECONDS):
+        return None
+    return Hang(late, waiting)
+
+
+def describe_caution(seen: Hang, ranks: Mapping[int, Watched], *, hang_timeout_seconds: float) -> str:
+    """Say who is waited for, and what happens if that goes on."""
+    rank, reason = next(iter(seen.culprits.items()))
+    others = f", and {len(seen.culprits) - 1} more" if len(seen.culprits) > 1 else ""
+    silent = f"{reason}{_at_step(ranks[rank].step)}{others}{_waiting(seen.waiting)}"
+    return f"rank {rank}: {silent}; after {hang_timeout_seconds:g} s that counts as a hang (--hang_timeout)"
 
 
 def describe(hang: Hang, ranks: Mapping[int, Watched]) -> list[str]:

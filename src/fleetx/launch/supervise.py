@@ -123,6 +123,7 @@ class Supervisor(LocalElasticAgent):
         self._stopping: Stopping | None = None
         self._watched: dict[int, hang.Watched] = {}
         self._checked_seconds = 0.0
+        self._has_cautioned = False  # of the silence that goes on
         self._broken_seconds = 0.0  # when ranks lost a connection; 0: they have not
         self._failures: tuple[Failure, ...] = ()
         self._ended_before: tuple[int, ...] = ()
@@ -284,9 +285,18 @@ class Supervisor(LocalElasticAgent):
         else:
             verdict = hang.judge(self._watched, hang_timeout_seconds=limit_seconds, is_only_node=is_only_node)
         if verdict is None:
+            self._caution()
             return False
         self._end_hung(verdict)
         return True
+
+    def _caution(self) -> None:
+        """Name a rank that the others wait for, once for each silence."""
+        limit_seconds = self._plan.hang_timeout_seconds
+        seen = hang.caution(self._watched, hang_timeout_seconds=limit_seconds)
+        if seen is not None and not self._has_cautioned:
+            self._run.say(hang.describe_caution(seen, self._watched, hang_timeout_seconds=limit_seconds))
+        self._has_cautioned = seen is not None
 
     def _observe(self, rank: int, elapsed_seconds: float) -> hang.Watched:
         local_rank = rank - self._first_rank

@@ -74,7 +74,7 @@ def environment_table(environment: Mapping[str, str], names: Iterable[str] | Non
 
 def start_line(plan: Plan, ranks: Sequence[int], node: int, *, kept: Path | None = None) -> str:
     """Say what starts here, and where its output goes. `kept`: where the logs of an earlier run are now."""
-    where = f"Local start of {plan.process_count} process(es)"
+    where = f"Local start of {plan.process_count} process{'' if plan.process_count == 1 else 'es'}"
     if plan.nodes.count > 1:
         where = f"Start of {join_ranks(ranks)} on node {node} of {plan.nodes.count}"
     shown = "warnings and tracebacks"

@@ -95,8 +95,9 @@ class FirstLook:
             return
         advice = advice_on([rank.get("loaders", []) for rank in ranks])
         if seen is not None and len({rank["batch"] for rank in ranks}) == 1:
+            whom = "both" if comm.size == 2 else f"all {comm.size}"
             advice = (
-                f"all {comm.size} ranks saw the same first batch, so they do the same work. Give each its share of the data: "
+                f"{whom} ranks saw the same first batch, so they do the same work. Give each its share of the data: "
                 "DataLoader(data, batch_size, sampler=fleet.sampler(data)). Input drawn at random (the noise of a GAN, for "
                 f"{type(self._model).__name__}) needs another seed on each rank: torch.manual_seed(seed + fleet.worker_index()) "
                 "after the model is made."

@@ -86,7 +86,7 @@ class NonFiniteGuard:
         with self._word(step):
             by_rank = self._comm.gather_json([repr(float(loss)) for loss in losses])
         bad = [f"{loss} on rank {rank}" for rank, told in enumerate(by_rank) for loss in told if "nan" in loss or "inf" in loss]
-        seen = "all finite" if any(by_rank) else "not seen, after a bare loss.backward()"
+        seen = "all finite" if any(by_rank) else "not seen after a bare loss.backward(); optimizer.backward(loss) names the rank"
         raise FleetError(
             f"update {step} was not made: its loss or gradients are not finite. Losses: {', '.join(bad[:8]) or seen}. "
             f"Gradients: {self.bad_gradients()}.{self._edited_on_some()} The weights are as before, "
