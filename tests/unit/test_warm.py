@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fleetx.dist.notes import NOTE_KEY
-from fleetx.launch.warm import Forker, ForkedRank, agree_on_imports, shared_environment
+from fleetx.launch.warm import ForkedRank, Forker, agree_on_imports, shared_environment
 from fleetx.launch.worker import ImportNotes
 
 
