@@ -14,7 +14,7 @@ import pytest
 
 from fleetx.dist.notes import NOTE_KEY
 from fleetx.launch.warm import ForkedRank, Forker, agree_on_imports, shared_environment
-from fleetx.launch.worker import ImportNotes
+from fleetx.launch.worker import NOTED, ImportNotes
 
 
 def note(*imports: str, path: tuple[str, ...] = ("/job",), **environment: str | None) -> dict[str, Any]:
@@ -54,18 +54,21 @@ def test_imports_see_the_variables_that_ranks_share_but_no_key_and_no_file_of_an
     assert NOTE_KEY not in shared_environment(ranks[:1])
 
 
-def test_a_note_holds_what_the_script_had_set_by_its_first_long_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_holds_what_the_script_had_set_when_it_imported_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REMOVED", "1")
-    notes = ImportNotes(str(tmp_path / "note"), ("torch", "fleetx"))
+    notes = ImportNotes(str(tmp_path / "note"), NOTED)
     monkeypatch.delenv("REMOVED")
     monkeypatch.setenv("ADDED", "2")
     notes.find_spec("json")
+    notes.find_spec("fleetx")  # reads no variable
+    monkeypatch.setenv("ADDED_TOO", "3")
     assert not (tmp_path / "note").exists()
     notes.find_spec("torch")
-    monkeypatch.setenv("TOO_LATE", "3")
-    notes.find_spec("fleetx")
+    monkeypatch.setenv("TOO_LATE", "4")
+    notes.find_spec("torch._dynamo")
     noted = json.loads((tmp_path / "note").read_text())
-    assert noted == {"imports": ["torch", "fleetx"], "path": sys.path, "environment": {"REMOVED": None, "ADDED": "2"}}
+    assert noted["imports"] == ["fleetx", "torch", "torch._dynamo"] and noted["path"] == sys.path
+    assert noted["environment"] == {"REMOVED": None, "ADDED": "2", "ADDED_TOO": "3"}
 
 
 @pytest.mark.parametrize(("ending", "code"), [(lambda: os._exit(7), 7), (signal.pause, -signal.SIGTERM)])

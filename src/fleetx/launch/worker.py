@@ -196,24 +196,31 @@ class ImportNotes:
     """A finder of modules that finds none: it notes what a restart should have imported, and how (forker.py)."""
 
     def __init__(self, path: str, names: Sequence[str]) -> None:
-        self._path, self._names = path, list(names)
+        self._path, self._names, self._pid = path, list(names), os.getpid()
         self._environment = dict(os.environ)
-        self._noted: dict[str, object] = {"imports": []}
+        self._imports: list[str] = []
+        self._noted: dict[str, object] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name not in self._names:
+        if name not in self._names or os.getpid() != self._pid:  # a data loader's worker notes nothing
             return
         self._names.remove(name)
-        imports: Any = self._noted["imports"]
-        if not imports:  # torch reads its variables now; later ones cannot reach it
-            names = {**self._environment, **os.environ}
-            changed = {name: os.environ.get(name) for name in names if os.environ.get(name) != self._environment.get(name)}
-            self._noted |= {"path": sys.path, "environment": changed}
-        imports.append(name)
-        with contextlib.suppress(OSError, TypeError):  # without the note a restart imports again
+        self._imports.append(name)
+        if name == "torch":  # it reads its variables now; what is set later cannot reach it
+            self._noted = {"path": [str(entry) for entry in sys.path], "environment": self._changes()}
+        if self._noted:
+            self._write({"imports": self._imports, **self._noted})
+
+    def _changes(self) -> dict[str, str | None]:
+        """Return the variables that the script has set, and those it has removed as None."""
+        before = self._environment
+        return {name: os.environ.get(name) for name in {**before, **os.environ} if os.environ.get(name) != before.get(name)}
+
+    def _write(self, note: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):  # without the note a restart imports again
             aside = f"{self._path}.part"
             with open(aside, "w", encoding="utf-8") as file:
-                json.dump(self._noted, file)
+                json.dump(note, file)
             os.replace(aside, self._path)
 
 
