@@ -201,15 +201,15 @@ def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
 
 # --- how long a restart takes --------------------------------------------------------------------------------------------
 
-LONG = ("--steps", "400", "--pause", "0.05")
+LONG = ("--steps", "240", "--pause", "0.05")
 IS_WARM = "a restart would fork its ranks from process"
 
 
 def restart_once(ranks: int, warm: str, out: Path, chance: random.Random) -> dict[str, Any]:
-    """Kill a rank in mid-training, when the warm process is ready; without one, when it would be (step 100)."""
+    """Kill a rank in mid-training, when the warm process is ready; without one, after 50 steps."""
     job = Job("fleetrun", ranks, LONG, out, flags=("--warm_restart", warm))
     job.start()
-    job.wait_for(lambda: len(job.notes(0)) > 100 and (warm == "off" or any(IS_WARM in line for _, line in job.lines)))
+    job.wait_for(lambda: len(job.notes(0)) > 50 and (warm == "off" or any(IS_WARM in line for _, line in job.lines)))
     before = job.pss_mib()
     victim = chance.randrange(ranks)
     load, pid = os.getloadavg()[0], job.notes(victim)[-1][2]

@@ -33,8 +33,8 @@ from .worker import FAILURE_FILE, FORKER, IMPORTS_FILE
 PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 FORK_SECONDS = 5.0
 """How long the answer to a request may take: forking takes milliseconds."""
-SETTLE_SECONDS = 10.0
-"""So long after its imports a script that tells no steps is taken to train."""
+SETTLE_SECONDS = 30.0
+"""So long after it began to import torch, a script that tells no steps is taken to train."""
 KILL_SECONDS = 2.0
 REAP_SECONDS = 0.002
 OWN = frozenset((PROGRESS_FILE, FAILURE_FILE, IMPORTS_FILE, NOTE_KEY))
