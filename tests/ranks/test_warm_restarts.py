@@ -87,7 +87,7 @@ ctypes.CDLL(None).prctl(2, ctypes.byref(where))
 first = {
     "environ": list(os.environ.items()), "argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "flags": list(sys.flags),
     "orig_argv": sys.orig_argv, "warnoptions": sys.warnoptions, "xoptions": sys._xoptions, "meta_path": len(sys.meta_path),
-    "fds": {fd.name: os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.exists(fd.path)},
+    "fds": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in range(256) if os.path.lexists(f"/proc/self/fd/{fd}")},
     "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "handlers": {s.name: str(signal.getsignal(s)).split(" at ")[0] for s in signal.valid_signals() if hasattr(s, "name")},
     "is_leader": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()], "parent": os.getppid(), "death": where.value,

@@ -89,7 +89,7 @@ def test_a_forked_rank_ends_with_the_code_of_a_process(ending: Any, code: int) -
 
 def test_without_a_process_a_start_says_why_and_leaves_it_to_exec() -> None:
     said: list[str] = []
-    forker = Forker([sys.executable, "-c", ""], "run", said.append, is_wanted=True)
+    forker = Forker([sys.executable, "-c", ""], said.append, is_wanted=True)
     forker.begin_attempt({0: {}})
     assert forker.fork() is None and said == ["the ranks import torch again, without the warm process: there is none"]
-    assert Forker([], "run", said.append, is_wanted=False).fork() is None and len(said) == 1
+    assert Forker([], said.append, is_wanted=False).fork() is None and len(said) == 1

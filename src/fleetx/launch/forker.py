@@ -1,9 +1,10 @@
 """The process from which a restart forks its ranks: it has imported what they import, which takes seconds, and waits.
 
 worker.py becomes it where FLEETX_FORKER names a socket: started by the same command as a rank, so that interpreter, flags and
-what `ps` shows are those of a rank. It starts no thread, opens no device and no process group. What it imports, ranks have noted
-while they ran (`ImportNotes` in worker.py): which of a few long imports the script makes, and sys.path and the variables that it
-had set by then, since libraries read them when they are loaded. Nothing is imported that the script did not import itself.
+what `ps` shows are those of a rank. It starts no thread of its own, opens no device and no process group. What it imports, ranks
+have noted while they ran (`ImportNotes` in worker.py): which of a few long imports the script makes, and sys.path and the
+variables that it had set by then, since libraries read them when they are loaded. Nothing is imported that the script did not
+import itself.
 
 Ranks are forked by a child that ends at once, so that the kernel gives them to the nearest ancestor that takes orphans: to the
 launcher, for as long as it asks (warm.py). From then on a rank is the launcher's own child, as one that was executed: its exit
@@ -69,9 +70,9 @@ def serve(descriptor: int, die_with_launcher: Callable[[], None]) -> bytes:
             os._exit(0)
     lines.close()
     become_rank(environment, started_with)
-    os.lseek(printed, 0, os.SEEK_SET)
-    with open(printed, "rb") as file:
-        return file.read()
+    said = os.pread(printed, os.fstat(printed).st_size, 0)  # all ranks share one offset of this file
+    os.close(printed)
+    return said
 
 
 def tell(launcher: socket.socket, answer: Mapping[str, object]) -> None:
@@ -152,7 +153,7 @@ def fork_ranks(launcher: socket.socket, environments: list[dict[str, str]]) -> d
     with open(ids_read, "rb") as file:
         pids = [int(line) for line in file]
     _, status = os.waitpid(between, 0)  # its children have their new parent by now
-    tell(launcher, {"pids": pids if status == 0 else []})
+    tell(launcher, {"pids": pids if status == 0 else []})  # first, so that the launcher can find every rank that runs
     if status == 0:
         os.write(go_write, b"g" * len(pids))
     os.close(go_write)  # ranks that wait in vain end

@@ -128,7 +128,7 @@ class Supervisor(LocalElasticAgent):
         self._job = Job()
         self._records = Records(run.folder, 0)
         command = (sys.executable, *worker_arguments(SHIM, run.plan))
-        self._forker = Forker(command, run.run_id, run.debug, is_wanted=run.plan.max_restart > 0 and run.plan.keeps_warm)
+        self._forker = Forker(command, run.debug, is_wanted=run.plan.max_restart > 0 and run.plan.keeps_warm)
         self._elastic_signals = os.environ.get(SIGNALS_TO_HANDLE, SIGNALS_DEFAULT)
         self._stopping: Stopping | None = None
         self._watched: dict[int, hang.Watched] = {}

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -27,7 +28,6 @@ from typing import Any
 
 from ..dist.heartbeat import PROGRESS_FILE
 from ..dist.notes import NOTE_KEY
-from .guardian import kill_run
 from .worker import FAILURE_FILE, FORKER, IMPORTS_FILE
 
 PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
@@ -100,6 +100,15 @@ class ForkedRank:
         if self.poll() is None:  # not collected, so that the id is its own
             os.kill(self.pid, signum)
 
+    def end(self) -> None:
+        """Kill it and what it has started in its session."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(KILL_SECONDS)
+
 
 @contextlib.contextmanager
 def taking_orphans() -> Iterator[None]:
@@ -115,10 +124,10 @@ def taking_orphans() -> Iterator[None]:
 class Forker:
     """The process from which the ranks of this node are forked; it may not have been started, or have ended."""
 
-    def __init__(self, command: Sequence[str], run_id: str, debug: Callable[[str], None], *, is_wanted: bool) -> None:
+    def __init__(self, command: Sequence[str], debug: Callable[[str], None], *, is_wanted: bool) -> None:
         """Prepare it. `command`: that of a rank; `is_wanted`: False leaves all starts to `exec`."""
         self.is_wanted = is_wanted
-        self._command, self._run_id, self._debug = command, run_id, debug
+        self._command, self._debug = command, debug
         self._environments: Mapping[int, Mapping[str, str]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -187,25 +196,31 @@ class Forker:
         with taking_orphans():
             self._tell({"environments": list(environments.values())})
             answer = self._answer(FORK_SECONDS)
-        pids = answer.get("pids", []) if answer is not None else []
-        if len(pids) != len(environments) or not all(map(is_own_child, pids)):
+        if answer is None:
+            self._kill()
+            answer = self._answer(0.0) or {}  # told in the last moment: ranks run only after their ids are told
+        forked = [ForkedRank(pid) for pid in answer.get("pids", []) if is_own_child(pid)]
+        if len(forked) < len(environments) or self._process is None:
             self._give_up("it gave no ranks")
-            kill_run(self._run_id, pids, limit_seconds=KILL_SECONDS)
-            for pid in filter(is_own_child, pids):
-                ForkedRank(pid).poll()
+            for rank in forked:
+                rank.end()
             return None
         self._debug("the ranks are forked from the warm process, without importing torch again")
-        return {rank: ForkedRank(pid) for rank, pid in zip(environments, pids, strict=True)}
+        return dict(zip(environments, forked, strict=True))
 
     def close(self) -> None:
         """End it."""
+        self._kill()
         if self._socket is not None:
             self._socket.close()
+        self._socket, self._first_answer, self._is_ready = None, None, False
+
+    def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILL_SECONDS)
-        self._process, self._socket, self._first_answer, self._is_ready = None, None, None, False
+        self._process = None
 
     def _why_not(self) -> str:
         if self._process is None:
