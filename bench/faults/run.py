@@ -1,6 +1,7 @@
 """What happens when things break: ranks killed in mid-step, launchers killed at any time, ranks that stop.
 
 kills     a random rank is SIGKILLed at a random step; the run restarts and must end with the bits of an undisturbed one
+restarts  the same in mid-training, with ranks forked from a warm process and, in turn, with --warm_restart off
 signals   SIGKILL, SIGTERM, SIGINT, SIGHUP to the launcher, at start, in a step, in a save, in a restart
 stops     SIGSTOP of one rank: how long until it is named
 torchrun meets the same kills, with the same script and the same number of restarts.
@@ -47,12 +48,13 @@ class Job:
     arguments: tuple[str, ...]
     out: Path
     restarts: int = 1
+    flags: tuple[str, ...] = ()
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def start(self) -> None:
         (self.out / "notes").mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, MARK: self.mark, "FLEETX_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, MARK: self.mark, "FLEETX_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "FLEETX_VERBOSE": "2"}
         with (self.out / "stdout").open("wb") as stdout:
             self.process = subprocess.Popen(
                 [*self._command(), str(WORKER), "--out", str(self.out), *self.arguments],
@@ -69,7 +71,7 @@ class Job:
     def _command(self) -> list[str]:
         if self.launcher == "fleetrun":
             flags = ["--nproc_per_node", str(self.ranks), "--max_restart", str(self.restarts)]
-            return [sys.executable, "-m", "fleetx.launch", *flags]
+            return [sys.executable, "-m", "fleetx.launch", *flags, *self.flags]
         flags = ["--standalone", "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
         return [sys.executable, "-m", "torch.distributed.run", *flags]
 
@@ -118,6 +120,11 @@ class Job:
             except (psutil.Error, OSError):
                 continue
         return found
+
+    def pss_mib(self) -> float:
+        """Memory of the ranks and of the warm process, shared pages counted once."""
+        pids = [p for p in self.alive() if "worker.py" in " ".join(p.cmdline())]
+        return round(sum(p.memory_full_info().pss for p in pids) / 2**20, 1)
 
     def finals(self) -> list[str]:
         paths = [self.out / f"final-{rank}.json" for rank in range(self.ranks)]
@@ -190,6 +197,64 @@ def summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
         "back_seconds_median": round(statistics.median(back), 2) if back else None,
         "back_seconds_worst": round(back[-1], 2) if back else None,
     }
+
+
+# --- how long a restart takes --------------------------------------------------------------------------------------------
+
+LONG = ("--steps", "240", "--pause", "0.05")
+IS_WARM = "a restart would fork its ranks from process"
+
+
+def restart_once(ranks: int, warm: str, out: Path, chance: random.Random) -> dict[str, Any]:
+    """Kill a rank in mid-training, when the warm process is ready; without one, after 50 steps."""
+    job = Job("fleetrun", ranks, LONG, out, flags=("--warm_restart", warm))
+    job.start()
+    job.wait_for(lambda: len(job.notes(0)) > 50 and (warm == "off" or any(IS_WARM in line for _, line in job.lines)))
+    before = job.pss_mib()
+    victim = chance.randrange(ranks)
+    load, pid = os.getloadavg()[0], job.notes(victim)[-1][2]
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    job.wait_for(lambda: all(any(attempt > 0 for attempt, *_ in job.notes(rank)) for rank in range(ranks)))
+    after = job.pss_mib()
+    code = job.end()
+    seen = [seconds - killed for seconds, line in job.lines if "restarting" in line]
+    firsts = {
+        what: max(next(s for attempt, _, _, s in job.notes(rank, what) if attempt > 0) for rank in range(ranks)) - killed
+        for what in ("loaded", "step")
+    }
+    return {
+        "seen_seconds": seen[0],
+        "loaded_seconds": firsts["loaded"],
+        "back_seconds": firsts["step"],
+        "load": load,
+        "pss_mib_before": before,
+        "pss_mib_after": after,
+        "code": code,
+        "finals": job.finals(),
+    }
+
+
+def campaign_restarts(runs: int, folder: Path, chance: random.Random) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for ranks in (2, 4):
+        expected = undisturbed(ranks, LONG[:2], folder)
+        trials: dict[str, list[dict[str, Any]]] = {"auto": [], "off": []}
+        for number in range(runs):
+            for warm, made in trials.items():
+                trial = restart_once(ranks, warm, folder / f"restart-{ranks}-{warm}-{number}", chance)
+                trial["same_bits"] = trial["code"] == 0 and trial["finals"] == [expected] * ranks
+                made.append(trial)
+                print({"ranks": ranks, "warm": warm, **{k: v for k, v in trial.items() if k != "finals"}}, flush=True)
+        for warm, made in trials.items():
+            numbers = [name for name, value in made[0].items() if isinstance(value, float)]
+            figures[f"{ranks} ranks, {warm}"] = {
+                "runs": runs,
+                "same_bits": sum(trial["same_bits"] for trial in made),
+                **{f"{name}_median": round(statistics.median(trial[name] for trial in made), 2) for name in numbers},
+                "back_seconds_all": sorted(round(trial["back_seconds"], 2) for trial in made),
+            }
+    return figures
 
 
 # --- signals to the launcher ----------------------------------------------------------------------------------------
@@ -290,6 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="runs with a killed rank")
     parser.add_argument("--torchrun", type=int, default=6, help="the same under torchrun")
+    parser.add_argument("--restarts", type=int, default=10, help="timed restarts of each kind, with 2 and with 4 ranks")
     parser.add_argument("--signals", type=int, default=10, help="of each signal in each phase")
     parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -303,6 +369,8 @@ def main() -> None:
         folder = Path(name)
         if args.kills or args.torchrun:
             figures["kills"] = campaign_kills(args.kills, args.torchrun, folder, chance)
+        if args.restarts:
+            figures["restarts"] = campaign_restarts(args.restarts, folder, chance)
         if args.stops:
             figures["stops"] = campaign_stops(args.stops, folder, chance)
         if args.signals:

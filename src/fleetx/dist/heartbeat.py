@@ -79,14 +79,19 @@ class _Record:
         """The place of the current reduction, for `where`, until the next step. It is formatted with `str` only if needed."""
         self.thread = threading.main_thread().ident
         self.listener: Callable[[Phase], None] | None = None
-        self._page: mmap.mmap | bytearray = bytearray(RECORD_BYTES)
+        self._page: mmap.mmap | bytearray
+        self.is_read: bool
+        """A launcher or a listener reads the phases."""
+        self.open_file()
+
+    def open_file(self) -> None:
+        """Write to the file that the environment names. Called again by a rank that was forked with this module imported."""
+        self._page = bytearray(RECORD_BYTES)
         path = os.environ.get(PROGRESS_FILE)
         if path:
             # Training goes on when the launcher's file has vanished: the record is only for diagnosis.
             with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), RECORD_BYTES)
-        self.is_read: bool
-        """A launcher or a listener reads the phases."""
         self.is_read = self._is_shared = isinstance(self._page, mmap.mmap)
 
     def listen(self, listener: Callable[[Phase], None] | None) -> None:

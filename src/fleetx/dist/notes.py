@@ -6,6 +6,7 @@ the ranks of one attempt. Without fleetrun there is no such key: notes then have
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import itertools
@@ -22,7 +23,7 @@ class NoteBook:
     """Seals this rank's notes and opens those of others."""
 
     def __init__(self, key: str | None = None) -> None:
-        self._key = (os.environ.get(NOTE_KEY, "") if key is None else key).encode()
+        self._given_key = key
         self._counts = itertools.count(time.time_ns())  # goes on in a process that opens a second group
         self._latest: dict[tuple[str, bytes], int] = {}
 
@@ -43,6 +44,11 @@ class NoteBook:
             return None
         self._latest[name, writer] = int(count)
         return body.decode()
+
+    @functools.cached_property
+    def _key(self) -> bytes:
+        """The key, read at the first note: a rank may be forked with this module imported already."""
+        return (os.environ.get(NOTE_KEY, "") if self._given_key is None else self._given_key).encode()
 
     def _code(self, name: str, *parts: bytes) -> bytes:
         whole = b"".join(len(part).to_bytes(8, "big") + part for part in (name.encode(), *parts))

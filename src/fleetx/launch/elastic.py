@@ -34,12 +34,17 @@ def without_handlers() -> Iterator[None]:
             os.environ[SIGNALS_TO_HANDLE] = before
 
 
-class LogsAndEnvironments(LogsSpecs):
-    """Completes the workers' environments: elastic calls `reify` for log files just before it starts them."""
+class StartedOtherwise(Exception):
+    """The workers run already: elastic shall not start them."""
 
-    def __init__(self, complete: Callable[[LocalEnvironments], None]) -> None:
+
+class LogsAndEnvironments(LogsSpecs):
+    """Completes the workers' environments: elastic calls `reify` for log files just before it starts them. Where `start` starts
+    them itself, it returns true, and `StartedOtherwise` is raised."""
+
+    def __init__(self, complete: Callable[[LocalEnvironments], None], start: Callable[[], bool]) -> None:
         super().__init__()
-        self._complete = complete
+        self._complete, self._start = complete, start
 
     @property
     def root_log_dir(self) -> str:
@@ -47,5 +52,7 @@ class LogsAndEnvironments(LogsSpecs):
 
     def reify(self, envs: LocalEnvironments) -> LogsDest:
         self._complete(envs)
+        if self._start():
+            raise StartedOtherwise
         console = dict.fromkeys(envs, "")  # worker.py redirects its output; earlier errors go to the console
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=dict.fromkeys(envs, os.devnull))

@@ -20,7 +20,7 @@ FLAGS = (
     *("--version", "--help"),
     *("--ips", "--nnodes", "--master", "--rank", "--host", "--start_port", "--job_id", "--max_restart", "--max_restarts"),
     *("--hang_timeout", "--log_dir", "--log_overwrite", "--log_max_mb", "--tee", "--job_secret_file", "--node_grace"),
-    "--restart_window",
+    *("--restart_window", "--warm_restart"),
 )
 PARAMETER_SERVER = (
     *("--servers", "--server_num", "--server_endpoints", "--workers", "--worker_num", "--worker_endpoints", "--trainers"),
@@ -91,6 +91,12 @@ def _job_id(text: str) -> str:
     return text
 
 
+def _warm_restart(text: str) -> str:
+    if text not in ("auto", "off"):
+        raise argparse.ArgumentTypeError(f"auto or off is needed, got {text!r}")
+    return text
+
+
 def _run_mode(text: str) -> str:
     if text != "collective":
         raise argparse.ArgumentTypeError(f"fleetrun is collective only, got {text!r}; leave the flag out")
@@ -152,6 +158,8 @@ def _add_endings(parser: argparse.ArgumentParser) -> None:
     _add(parser, *restarts, type=_whole_number(0), default=0, metavar="N", help="number of restarts after failures (default: 0)")
     window_help = "an attempt with progress that ran for so long gives all restarts back (default: 3600)"
     _add(parser, "--restart_window", type=_seconds, default=3600.0, metavar="SECONDS", help=window_help)
+    warm_help = "auto (default): a restart forks its ranks from a process that has imported torch; off: it imports it again"
+    _add(parser, "--warm_restart", type=_warm_restart, default="auto", metavar="auto|off", help=warm_help)
     hang_help = "stop or restart ranks that make no progress for this long (default: 1800)"
     _add(parser, "--hang_timeout", type=_seconds, default=1800.0, metavar="SECONDS", help=hang_help)
 

@@ -74,6 +74,7 @@ def make_plan(options: argparse.Namespace, *, visible_gpus: int, cores: int, whe
         log_dir=Path(options.log_dir),
         nodes=where,
         max_restart=options.max_restart,
+        keeps_warm=options.warm_restart == "auto",
         hang_timeout_seconds=options.hang_timeout,
         node_grace_seconds=options.node_grace,
         restart_window_seconds=options.restart_window,

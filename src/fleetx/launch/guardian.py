@@ -49,12 +49,14 @@ def _session(pid: int) -> int:
         return -1
 
 
-def kill_run(run_id: str, workers: Collection[int], *, limit_seconds: float) -> bool:
-    """Kill until no process is found several times in a row: one may fork during a scan. Return False at the time limit."""
+def kill_run(run_id: str, workers: Collection[int], *, limit_seconds: float, spared: Collection[int] = ()) -> bool:
+    """Kill until no process is found several times in a row: one may fork during a scan. Return False at the time limit.
+
+    `spared`: processes of the run that go on."""
     limit = time.monotonic() + limit_seconds
     empty = 0
     while empty < EMPTY_SCANS:
-        found = [pid for pid in find_run(run_id, workers) if not _is_dead(pid)]
+        found = [pid for pid in find_run(run_id, workers) if pid not in spared and not _is_dead(pid)]
         empty = 0 if found else empty + 1
         for pid in found:
             with contextlib.suppress(OSError):

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -28,10 +29,20 @@ STACK_SECONDS = 1.0
 STACK_POLL_SECONDS = 0.02
 
 
+class Process(Protocol):
+    """A rank's process: executed (`subprocess.Popen`) or forked (warm.py)."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, signum: int, /) -> None: ...
+
+
 class Workers:
     """The processes of one attempt by local rank. Each is the leader of its own session."""
 
-    def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]], run_id: str) -> None:
+    def __init__(self, processes: Mapping[int, Process], run_id: str) -> None:
         self._processes, self._run_id = processes, run_id
 
     def exits(self) -> dict[int, int | None]:
@@ -39,6 +50,9 @@ class Workers:
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
+
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in self._processes.items()}
 
     def status(self, rank: int) -> str:
         """Return the state of the process, as psutil names it."""
@@ -78,8 +92,10 @@ class Workers:
             time.sleep(STACK_POLL_SECONDS)
             sizes = {rank: size for rank, size in sizes.items() if not _has_stack(logs[rank], size)}
 
-    def kill(self) -> bool:
-        """Kill the workers and all that they started; return False if a process cannot be killed (it sleeps in the kernel)."""
+    def kill(self, spared: Collection[int] = ()) -> bool:
+        """Kill the workers and all that they started; return False if a process cannot be killed (it sleeps in the kernel).
+
+        `spared`: processes of the run that are not the workers'."""
         pids = [process.pid for process in self._processes.values()]
         for rank in self.running():  # not collected yet, so that the process group is theirs
             with contextlib.suppress(ProcessLookupError):
@@ -88,7 +104,7 @@ class Workers:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, limit - time.monotonic()))
-        return kill_run(self._run_id, pids, limit_seconds=max(1.0, limit - time.monotonic()))
+        return kill_run(self._run_id, pids, limit_seconds=max(1.0, limit - time.monotonic()), spared=spared)
 
 
 def _has_stack(log: Path, size_before: int) -> bool:

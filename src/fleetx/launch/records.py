@@ -50,6 +50,17 @@ class Records:
             return {}
         return record if isinstance(record, dict) else {}
 
+    def imports(self, local_rank: int) -> dict[str, Any] | None:
+        """Return what worker.py noted about the script's imports; None before the first of them."""
+        try:
+            note: dict[str, Any] = json.loads(self.imports_file(local_rank).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return note
+
+    def imports_file(self, local_rank: int) -> Path:
+        return self._folder / f"imports.{local_rank}"
+
     def _progress_file(self, local_rank: int) -> Path:
         return self._folder / f"progress.{local_rank}"
 

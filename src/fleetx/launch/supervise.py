@@ -7,6 +7,7 @@ Elastic starts the processes, but its own monitoring is not used: when a rank di
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -24,6 +25,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
+from ..config import log
 from ..dist.notes import NOTE_KEY
 from ..errors import FleetError, LaunchError
 from . import hang
@@ -37,6 +39,7 @@ from .elastic import (
     SIGNALS_TO_HANDLE,
     LocalEnvironments,
     LogsAndEnvironments,
+    StartedOtherwise,
     mute_logs,
     without_handlers,
 )
@@ -51,8 +54,9 @@ from .seal import job_key, note_key
 from .seats import Hello
 from .secret import make_secret
 from .signals import Signals
-from .topology import Plan, log_path, shim_arguments, worker_environment
-from .worker import LAUNCHER_PID
+from .topology import Plan, log_path, shim_arguments, worker_arguments, worker_environment
+from .warm import Forker
+from .worker import IMPORTS_FILE, LAUNCHER_PID
 
 SHIM = Path(__file__).with_name("worker.py")
 ATTEMPT = "FLEETX_ATTEMPT"
@@ -98,6 +102,10 @@ class Run:
         with contextlib.suppress(OSError, ValueError):  # the terminal may be closed, as after SIGHUP
             self.notice(escape(line))
 
+    def debug(self, line: str) -> None:
+        if log.terminal_level() <= logging.DEBUG:
+            self.say(line)
+
 
 class Supervisor(LocalElasticAgent):
     """The launcher of one node. A rank is numbered over all nodes, a local rank on this one."""
@@ -113,12 +121,14 @@ class Supervisor(LocalElasticAgent):
             monitor_interval=POLL_SECONDS,
             local_addr=run.plan.nodes.address,
         )
-        super().__init__(spec, LogsAndEnvironments(self._complete))
+        super().__init__(spec, LogsAndEnvironments(self._complete, self._fork_workers))
         self._run, self._plan, self._local_node = run, run.plan, run.local_node
         self._handler = rendezvous
         self._workers: Workers | None = None
         self._job = Job()
         self._records = Records(run.folder, 0)
+        command = (sys.executable, *worker_arguments(SHIM, run.plan))
+        self._forker = Forker(command, run.debug, is_wanted=run.plan.max_restart > 0 and run.plan.keeps_warm)
         self._elastic_signals = os.environ.get(SIGNALS_TO_HANDLE, SIGNALS_DEFAULT)
         self._stopping: Stopping | None = None
         self._watched: dict[int, hang.Watched] = {}
@@ -155,16 +165,17 @@ class Supervisor(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._records = Records(self._run.folder, self._local_node.attempt)
         self._remaining_restarts = self._plan.max_restart - self._handler.job.tries.spent
-        with without_handlers():
-            pids: dict[int, Any] = super()._start_workers(worker_group)
-        assert isinstance(self._pcontext, SubprocessContext)
-        processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
-        self._workers = Workers(processes, self._run.run_id)
+        with contextlib.suppress(StartedOtherwise), without_handlers():
+            super()._start_workers(worker_group)
+            assert isinstance(self._pcontext, SubprocessContext)
+            processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+            self._workers = Workers(processes, self._run.run_id)
+        pids: dict[int, Any] = self._started.pids()
         self._run.guardian.announce(pids.values())
         return pids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
-        if self._workers is not None and self._workers.running() and not self._workers.kill():
+        if self._workers is not None and self._workers.running() and not self._kill_workers():
             return  # elastic would wait for them for 30 seconds
         super()._shutdown(signal.SIGKILL)
 
@@ -193,6 +204,19 @@ class Supervisor(LocalElasticAgent):
         for env in envs.values() if attempt else ():
             mark_attempt(log_path(plan.log_dir, int(env["RANK"])), attempt, plan.max_restart, overwrite=plan.log_overwrite)
         self._run.announce(envs[0])
+        self._forker.begin_attempt({local_rank: {**os.environ, **env} for local_rank, env in envs.items()})
+        for local_rank, env in envs.items() if self._forker.is_wanted else ():
+            env[IMPORTS_FILE] = str(self._records.imports_file(local_rank))
+
+    def _fork_workers(self) -> bool:
+        """Fork the ranks of a restart; return False if they must be executed."""
+        forked = self._forker.fork() if self._local_node.attempt else None
+        if forked is not None:
+            self._workers = Workers(forked, self._run.run_id)
+        return forked is not None
+
+    def _kill_workers(self) -> bool:
+        return self._started.kill(spared=self._forker.pids)
 
     # --- watch ----------------------------------------------------------------------------------------------------------
 
@@ -278,6 +302,7 @@ class Supervisor(LocalElasticAgent):
         self._checked_seconds = time.monotonic()
         self._watched = {rank: self._observe(rank, elapsed_seconds) for rank in self._ranks(running)}
         self._local_node.step = max((watched.step for watched in self._watched.values()), default=self._local_node.step)
+        self._forker.consider(self._records.imports, is_training=all(watched.step for watched in self._watched.values()))
         limit_seconds, is_only_node = self._plan.hang_timeout_seconds, self._plan.nodes.count == 1
         self._local_node.all_wait = not is_only_node and hang.all_wait(self._watched, hang_timeout_seconds=limit_seconds)
         if job.all_hang:
@@ -312,7 +337,7 @@ class Supervisor(LocalElasticAgent):
     def _end_attempt(self, hung: Mapping[int, str]) -> None:
         """Kill the remaining ranks, which may be blocked in a collective for ever, and derive the cause of the failure."""
         exits = self._started.exits()
-        is_gone = self._started.kill()
+        is_gone = self._kill_workers()
         analysis = FailureAnalysis(self._records, self._plan.log_dir, self._first_rank)
         self._failures = analysis.failures(exits, hung)
         self._local_node.step = max(self._local_node.step, *(failure.step or 0 for failure in self._failures), 0)
@@ -329,7 +354,7 @@ class Supervisor(LocalElasticAgent):
 
     def _prepare_restart(self) -> None:
         self._run.say(f"restarting ({self._job.tries.spent} of {self._plan.max_restart}): {self._job.reason}")
-        if not self._started.kill():
+        if not self._kill_workers():
             raise LaunchError("the ranks of the last attempt cannot be killed: they sleep in the kernel. Restart this machine.")
         self._local_node.attempt = self._job.attempt
         self._worker_group.store = self._store = None  # drops the last reference: the old store closes
@@ -353,6 +378,7 @@ class Supervisor(LocalElasticAgent):
 
     def close(self, outcome: Outcome | None) -> None:
         """Kill what is left of the run; after a success, processes that the script left running stay."""
+        self._forker.close()
         if self._workers is not None and (outcome is None or outcome.exit_code):
             self._workers.kill()
         elif outcome is None:

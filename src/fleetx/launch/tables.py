@@ -55,6 +55,7 @@ def configuration_table(plan: Plan) -> str:
         "module" if plan.is_module else "script": shlex.join(command_without_secrets((plan.target, *plan.arguments))),
         "restart_window": f"{plan.restart_window_seconds:g} s",
         "tee": ranks,
+        "warm_restart": "auto" if plan.keeps_warm else "off",
     }
     body = [f"{key}: {escape(str(value))}" for key, value in rows.items()]
     return "\n".join(["-----------  Configuration Arguments -----------", *body, "-" * 48])

@@ -38,6 +38,7 @@ class Plan:
     nodes: Nodes = Nodes()
     max_restart: int = 0
     hang_timeout_seconds: float = 1800.0
+    keeps_warm: bool = True  # a restart forks its ranks from a process that has imported torch
     node_grace_seconds: float = 60.0  # how long another node may be away before it is lost
     restart_window_seconds: float = 3600.0  # progress for so long gives all restarts back
     secret: str = field(default="", repr=False)  # of the job, the same on all nodes; empty: none was given

@@ -28,11 +28,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
 FAILURE_FILE = "FLEETX_FAILURE_FILE"
+IMPORTS_FILE = "FLEETX_IMPORTS_FILE"
 LAUNCHER_PID = "FLEETX_LAUNCHER_PID"
 LAUNCHER_GONE = 1
 LOG_MODE = 0o640
@@ -44,12 +45,18 @@ BROKEN = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited or there was a network error"
 )
 """What gloo and NCCL say when another rank has ended."""
+NOTED = ("torch", "torch._dynamo", "fleetx")
+"""Imports that take long. The first optimizer imports torch._dynamo."""
 MESSAGE_LINES, LINE_LETTERS = 8, 400
+FORKER = "FLEETX_FORKER"
+"""Variable with the socket of the process from which ranks are forked (forker.py)."""
 VERBOSE, WHOLE = "FLEETX_VERBOSE", "2"
 PROFILERS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 """Variables of profilers that write their results when a process ends."""
 _exit_code: int | None = None
 """Code with which the script has ended; None while it runs."""
+_rank_pid: int | None = None
+"""This rank's process; None in the one from which ranks are forked."""
 
 
 def die_with_launcher() -> None:
@@ -166,6 +173,13 @@ def redirect_streams(path: str, most_bytes: int) -> None:
         os.close(nothing)
 
 
+def write_printed(printed: bytes) -> None:
+    """Write what imports have printed into the log, where they would have written it."""
+    if printed:
+        sys.stderr.buffer.write(printed)
+        sys.stderr.flush()
+
+
 def _through(log: RankLog, stream: Any, descriptor: int) -> io.TextIOWrapper:
     """Return a stream like this one that writes through the log."""
     raw, is_direct = LogStream(descriptor, log, stream.name), stream.write_through
@@ -176,6 +190,46 @@ def _through(log: RankLog, stream: Any, descriptor: int) -> io.TextIOWrapper:
         line_buffering=stream.line_buffering,
         write_through=is_direct,
     )
+
+
+class ImportNotes:
+    """A finder of modules that finds none: it notes what a restart should have imported, and how (forker.py)."""
+
+    def __init__(self, path: str, names: Sequence[str]) -> None:
+        self._path, self._names, self._pid = path, list(names), os.getpid()
+        self._environment = dict(os.environ)
+        self._imports: list[str] = []
+        self._noted: dict[str, object] = {}
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name not in self._names or os.getpid() != self._pid:  # a data loader's worker notes nothing
+            return
+        self._names.remove(name)
+        self._imports.append(name)
+        if name == "torch":  # it reads its variables now; what is set later cannot reach it
+            self._noted = {"path": [str(entry) for entry in sys.path], "environment": self._changes()}
+        if self._noted:
+            self._write({"imports": self._imports, **self._noted})
+
+    def _changes(self) -> dict[str, str | None]:
+        """Return the variables that the script has set, and those it has removed as None."""
+        before = self._environment
+        return {name: os.environ.get(name) for name in {**before, **os.environ} if os.environ.get(name) != before.get(name)}
+
+    def _write(self, note: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):  # without the note a restart imports again
+            aside = f"{self._path}.part"
+            with open(aside, "w", encoding="utf-8") as file:
+                json.dump(note, file)
+            os.replace(aside, self._path)
+
+
+def note_imports() -> None:
+    """Note what the script will import, if the launcher asks for it."""
+    path = os.environ.pop(IMPORTS_FILE, None)
+    if path is not None:
+        notes: Any = ImportNotes(path, NOTED)
+        sys.meta_path.insert(0, notes)
 
 
 def run_target(kind: str, target: str, arguments: list[str]) -> None:
@@ -362,13 +416,13 @@ def flush_files() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def leave_quickly(pid: int) -> None:
+def leave_quickly() -> None:
     """End the process without the garbage collection at exit, which takes seconds in everything that torch loaded, and makes
     libraries that bind C++ report all that is still alive. The last exit handler.
 
     The script's own names are dropped, as Python would; a profiler that is waiting for the end of the process gets the usual
     one."""
-    if os.getpid() != pid or _exit_code is None:
+    if os.getpid() != _rank_pid or _exit_code is None:
         return  # a forked child must not flush inherited files
     flush_files()
     if any(name in os.environ for name in PROFILERS):
@@ -387,11 +441,15 @@ def ending(code: int) -> int:
     return code
 
 
-def main(kind: str, target: str, *arguments: str) -> int:
-    atexit.register(leave_quickly, os.getpid())  # registered first, so called last
+def main(kind: str, target: str, *arguments: str, printed: bytes = b"") -> int:
+    """Run the target as this rank. `printed`: what imports have said before the rank was forked."""
+    global _rank_pid
+    _rank_pid = os.getpid()
     try:
         die_with_launcher()
         redirect_streams(os.environ["FLEETX_WORKER_LOG"], int(os.environ.get("FLEETX_WORKER_LOG_MB", "0")) << 20)
+        write_printed(printed)
+        note_imports()
         faulthandler.register(signal.SIGQUIT, file=2)  # writes all threads' stacks, even while blocked in a collective
         run_target(kind, target, list(arguments))
     except KeyboardInterrupt as error:  # no traceback: the launcher prints one line that says where rank 0 was
@@ -412,5 +470,20 @@ def main(kind: str, target: str, *arguments: str) -> int:
     return ending(0)
 
 
+def wait_for_restart() -> bytes:
+    """Become the process that forks ranks, if the launcher wants it; return in a rank, with what the imports have printed."""
+    descriptor = os.environ.pop(FORKER, None)
+    if descriptor is None:
+        return b""
+    # By its path, and with no name among the modules: fleetx may not be found from here, and "forker" may be the script's own.
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forker.py")
+    spec: Any = importlib.util.spec_from_file_location("fleetx.launch.forker", path)
+    forker: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(forker)
+    printed: bytes = forker.serve(int(descriptor), die_with_launcher)
+    return printed
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    atexit.register(leave_quickly)  # registered first, so called last
+    sys.exit(main(*sys.argv[1:], printed=wait_for_restart()))
