@@ -421,6 +421,8 @@ def _refused(rank: int, case: str) -> str:
         ("sync_batch_norm", "strategy.sync_batch_norm beside strategy.sharding of stage 3"),
         ("bf16_allreduce", "strategy.bf16_allreduce beside strategy.sharding of stage 3: fully_shard reduces"),
         ("powersgd", "strategy.powersgd beside strategy.sharding of stage 3"),
+        ("quantized_allreduce", "strategy.quantized_allreduce beside strategy.sharding of stage 3: fully_shard reduces"),
+        ("muon", "strategy.muon beside strategy.sharding of stage 3: it orthogonalises whole matrices"),
         ("localsgd", "localsgd and sharding both claim `shard`"),
         ("dgc", "dgc and sharding both claim `shard`"),
         ("auto", "strategy.auto beside strategy.sharding of stage 3"),

@@ -74,6 +74,7 @@ def test_stop_raises_on_every_rank_in_that_step_with_the_weights_untouched(where
     for seen in ranks:
         (told,) = seen["told"]
         assert told.startswith("update 3 was not made: its loss or gradients are not finite.")
+        assert ". The weights are as before," in told
         assert len(seen["skipped"]) == 2
         assert (f"Losses: {value} on rank 1." in told) == (where != "gradient")
         assert ("Losses: all finite." in told) == (where == "gradient")

@@ -612,13 +612,15 @@ def _refused(rank: int, case: str) -> str:
         strategy = {"sharding": {"stage": 2}, "powersgd": True}
     elif case == "merge_sharded":
         strategy = {"sharding": {"merge_sharded": True}}
+    elif case == "quantized":
+        strategy = {"sharding": SHARES, "quantized_allreduce": True, "gradient_merge": {"k_steps": 2}}
     elif case == "noise":
         strategy = {"sharding": SHARES, "gradient_merge": {"k_steps": 2}, "noise_scale_steps": 1}
 
     def distribute() -> Any:
         return fleet.distribute(model, inner, fleet.DistributedStrategy(**strategy))
 
-    if case in ("optimizer", "degree", "localsgd", "powersgd", "merge_sharded", "noise"):
+    if case in ("optimizer", "degree", "localsgd", "powersgd", "merge_sharded", "quantized", "noise"):
         return raised(distribute)
     _, face = distribute()
     x, y = batch(0, rank)
@@ -652,6 +654,7 @@ def _refused(rank: int, case: str) -> str:
         ("localsgd", "localsgd and sharding both claim `shard`"),
         ("powersgd", "leaves the whole mean on all of them"),
         ("merge_sharded", 'sharding_configs["merge_sharded"] is True, and stage 1 keeps whole gradients'),
+        ("quantized", "merge_sharded adds up shares that are reduced in every micro-step, and quantized_allreduce keeps"),
         ("noise", "merge_sharded reduces"),
         ("scaler", "a GradScaler by hand beside strategy.sharding"),
         ("given", "would be this rank's share alone"),

@@ -321,7 +321,11 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
     words = re.findall(r"'([^']+)'", kind.allowed)
     options = [
         st.sampled_from(
-            [v for v in [True, False, None, 1, 7, 0.25, 1.5, [], [0.5, 0.75], "20GB", *words] if accepts(kind, v)] or [7]
+            [
+                v
+                for v in [True, False, None, 1, 7, 8, 64, 0.25, 1.5, [], [0.5, 0.75], [0.5, 1, 2], "20GB", *words]
+                if accepts(kind, v)
+            ]
         )
     ]
     if accepts(kind, 0.25):
