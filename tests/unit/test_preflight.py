@@ -114,6 +114,12 @@ def test_modules_are_found_and_compiled_without_running_their_packages(folder: P
     assert sys.path == before and "pack" not in sys.modules
 
 
+def test_a_module_in_folders_without_init_files_is_found(folder: Path) -> None:
+    write(folder / "pack" / "inner" / "job.py", "x = (")
+    with pytest.raises(DoesNotCompile, match=r"job.py:1: SyntaxError"):
+        check("pack.inner.job")
+
+
 def test_a_package_may_say_when_it_is_run_where_its_modules_are(folder: Path) -> None:
     write(folder / "pack" / "__init__.py", "__path__.append(__path__[0] + '/../elsewhere')")
     write(folder / "elsewhere" / "job.py", "x = (")

@@ -78,8 +78,11 @@ def find_without_import(name: str) -> ModuleSpec | None:
     importlib.invalidate_caches()
     for depth in range(1, name.count(".") + 2):
         partial = ".".join(name.split(".")[:depth])
-        candidates = (finder.find_spec(partial, places) for finder in sys.meta_path)
-        spec = next((candidate for candidate in candidates if candidate is not None), None)
+        try:
+            candidates = (finder.find_spec(partial, places) for finder in sys.meta_path)
+            spec = next((candidate for candidate in candidates if candidate is not None), None)
+        except KeyError:  # inside a folder without __init__.py, whose path is looked up in its parent, which is not imported
+            return None
         if spec is None or (partial != name and spec.submodule_search_locations is None):
             return None
         places = spec.submodule_search_locations
