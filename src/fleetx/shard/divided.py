@@ -197,7 +197,8 @@ class DividedUpdate(abc.ABC):
         self._factors = factors
 
     def clear(self, place: int) -> None:
-        assert self._squares is not None
+        if self._squares is None:  # buffers are zeroed before the first reduce
+            return
         self._squares = self._squares.clone()
         self._squares[place] = 0.0  # not a factor of 0: what was not finite would stay so
         self._unknown.discard(place)
