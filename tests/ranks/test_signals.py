@@ -84,7 +84,7 @@ def strike(fleetruns: Launchers, folder: Path, moment: str, signum: signal.Signa
     reach(run, moment)
     time.sleep(delay_seconds)
     run.send(signum)
-    wait_until(lambda: not run.is_running() and run.left_behind() == [], LEFT_SECONDS)
+    wait_until(lambda: not run.is_running() and run.left_behind() == [])  # up to a minute: a busy machine is slow
     assert run.wait() == EXIT_CODES[signum], (moment, signum, run.told)
     run_folder = folder / "run_folder"
     assert not (run_folder.exists() and Path(run_folder.read_text() or "nowhere").exists())
